@@ -1,0 +1,77 @@
+"""attention(q, k, v, normalizer=...): any normalizer or mechanism, with the cheapest exact engine for it."""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from attnorm.engines import flex, fused
+from attnorm.engines.blocked import blocked
+from attnorm.engines.inputs import Inputs, checked
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.registry import resolve
+
+Engine = Literal["auto", "fused", "flex", "blocked"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer: str | Normalizer | Mechanism = "softmax",
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
+    engine: Engine = "auto",
+) -> Tensor:
+    """Attention output (B, H, Lq, Dv) for q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
+
+    mask: boolean, True = may attend, broadcastable to (B, H, Lq, Lk). causal: aligned bottom-right, so that one query
+    sees all keys. scale: 1/sqrt(D) unless given. positions, hidden_states: as for a normalizer. Fewer key heads than
+    query heads are shared by groups. A query that sees no key gets zeros.
+
+    >>> attention(q, k, v, "entmax15", causal=True)
+    >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
+    """
+    chosen = resolve(normalizer)
+    if isinstance(chosen, Mechanism):
+        output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        return output
+    inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
+    return _run(inputs, chosen, engine).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _run(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
+    if engine not in get_args(Engine):
+        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
+    if engine == "fused" or (engine == "auto" and fused.applies(inputs, normalizer)):
+        if not fused.applies(inputs, normalizer):
+            raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
+        return fused.fused(inputs, normalizer)
+    if engine == "flex" or (engine == "auto" and inputs.q_BHQD.is_cuda and flex.applies(inputs, normalizer)):
+        if not flex.applies(inputs, normalizer):
+            raise ValueError(f"{normalizer.name!r} has no FlexAttention form here; use engine='auto' or 'blocked'")
+        return flex.flex(inputs, normalizer)
+    return blocked(inputs, normalizer)
+
+
+def normalize(
+    logits: Tensor,
+    normalizer: str | Normalizer = "softmax",
+    mask: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
+) -> Tensor:
+    """Weights of logits (..., Lq, Lk) under a normalizer; mask boolean, True = may attend.
+
+    >>> normalize(logits, "ssmax", mask=mask)
+    """
+    chosen = resolve(normalizer)
+    if isinstance(chosen, Mechanism):
+        raise TypeError(f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})")
+    weights: Tensor = chosen(logits, mask, positions=positions, hidden_states=hidden_states)
+    return weights

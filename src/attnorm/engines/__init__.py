@@ -1,0 +1,1 @@
+"""How attention is computed: `fused` on torch's SDPA, `flex` on FlexAttention (CUDA), `blocked` for everything else."""

@@ -1,0 +1,163 @@
+"""Normalizers that are softmax in disguise, on torch's fused scaled dot product attention.
+
+- a scale rule multiplies q;
+- a sink is one more key with a zero value, placed before all others so that causality needs no mask: q gets one more
+  coordinate holding the sink's logit, the sink's key is 1 there, all other keys 0;
+- adaptive temperature is two passes: the entropy of a row is logsumexp(z) - <q, attention(q, K, K)> * scale.
+Where a mask is needed, queries go in steps, so that it is never built for all rows at once.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from attnorm.engines.inputs import Inputs
+from attnorm.normalizers.adaptive_temperature import EntropyRule
+from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
+from attnorm.normalizers.softmax import Softmax
+
+# Elements of the boolean mask built for one step of queries.
+MASK_ELEMENTS = 2**24
+
+
+def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether this call can run on SDPA with the same result."""
+    if not isinstance(normalizer.map, Softmax) or normalizer.selections:
+        return False
+    *leading, last = [*normalizer.rules] or [None]
+    if not all(isinstance(rule, ScaleRule) for rule in leading):
+        return False
+    if isinstance(last, EntropyRule):
+        # The entropy of SDPA carries no gradient.
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())
+        return normalizer.sink is None and not inputs.needs_grad and not trains
+    return last is None or isinstance(last, ScaleRule)
+
+
+def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    q = inputs.q_BHQD
+    rules = normalizer.rules
+    if rules:
+        n, positions = inputs.n(), inputs.query_positions()
+        for rule in rules:
+            if isinstance(rule, ScaleRule):
+                q = rule.scaled(q, n, positions, inputs.hidden_states)
+    if rules and isinstance(rules[-1], EntropyRule):
+        return _attend_adaptively(inputs, q, rules[-1])
+    return _attend(inputs, q, inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
+
+
+def _attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
+    width = v.shape[-1]
+    if sink is not None:
+        q, k, v = _with_sink_key(inputs, q, k, v, sink)
+    padded = q.shape[-1] != v.shape[-1]
+    if padded:  # SDPA's fast kernels want one width
+        widest = max(q.shape[-1], v.shape[-1])
+        q, k, v = (pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
+    extra = 0 if sink is None else 1
+    grouped = inputs.groups > 1
+    if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys or inputs.queries == 1):
+        if inputs.causal and inputs.queries > 1:
+            q = pad(q, (0, 0, extra, 0))  # a query for the sink's own row, so that the diagonal stays the diagonal
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scale, enable_gqa=grouped)
+            return out[..., extra:, :width]
+        return scaled_dot_product_attention(q, k, v, scale=inputs.scale, enable_gqa=grouped)[..., :width]
+
+    def step(start: int, stop: int, q_step: Tensor) -> Tensor:
+        mask, reach = _step_mask(inputs, start, stop, extra)
+        return scaled_dot_product_attention(
+            q_step, k[..., : reach + extra, :], v[..., : reach + extra, :],
+            attn_mask=mask, scale=inputs.scale, enable_gqa=grouped,
+        )  # fmt: skip
+
+    return _in_steps(inputs, q, step)[..., :width]
+
+
+def _with_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink) -> tuple[Tensor, Tensor, Tensor]:
+    logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
+    if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
+        raise ValueError(f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads")
+    column = (logit / inputs.scale).to(q.dtype).expand(*q.shape[:-1], 1)
+    sink_key = pad(torch.zeros_like(k[..., :1, :]), (0, 1), value=1.0)
+    return torch.cat([q, column], -1), torch.cat([sink_key, pad(k, (0, 1))], -2), pad(v, (0, 1, 1, 0))
+
+
+def _step_mask(inputs: Inputs, start: int, stop: int, extra: int) -> tuple[Tensor | None, int]:
+    reach = inputs.reach(stop)
+    mask = inputs.visible(start, stop, reach)
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-1], reach)
+        mask = pad(mask, (extra, 0), value=True) if extra else mask
+        mask = mask.expand(*mask.shape[:-2], stop - start, mask.shape[-1])
+        mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
+    return mask, reach
+
+
+def _in_steps(inputs: Inputs, q: Tensor, step: Callable[[int, int, Tensor], Tensor]) -> Tensor:
+    spans = list(_spans(inputs))
+    if len(spans) == 1:
+        return step(*spans[0], q)
+    outputs = []
+    for start, stop in spans:
+        q_step = q[..., start:stop, :]
+        if torch.is_grad_enabled() and (inputs.needs_grad or q.requires_grad):
+            # Otherwise autograd would keep every step's mask.
+            outputs.append(checkpoint(step, start, stop, q_step, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outputs.append(step(start, stop, q_step))
+    return torch.cat(outputs, dim=-2)
+
+
+def _spans(inputs: Inputs) -> Iterator[tuple[int, int]]:
+    masks = math.prod(inputs.mask.shape[:-2]) if inputs.mask is not None else 1
+    rows = max(1, MASK_ELEMENTS // (masks * inputs.keys))
+    if inputs.causal and inputs.mask is None and inputs.queries > 1:
+        rows = min(rows, 1024)  # steps also skip the keys ahead of them
+    for start in range(0, inputs.queries, rows):
+        yield start, min(start + rows, inputs.queries)
+
+
+def _attend_adaptively(inputs: Inputs, q: Tensor, rule: EntropyRule) -> Tensor:
+    entropy = _softmax_entropy(inputs, q)
+    return _attend(inputs, q * rule.beta(entropy).to(q.dtype), inputs.k_BKLD, inputs.v_BKLD, None)
+
+
+def _softmax_entropy(inputs: Inputs, q: Tensor) -> Tensor:
+    """Entropy of softmax over each row in nats, (B, H, Q, 1); 0 for rows that see nothing."""
+    working = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    q, k = q.to(working), inputs.k_BKLD.to(working)
+    k = k.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else k
+    if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys):
+        mean_key, log_sum = attention_and_logsumexp(q, k, k, None, inputs.causal, inputs.scale)
+    else:
+        pieces = []
+        for start, stop in _spans(inputs):
+            mask, reach = _step_mask(inputs, start, stop, 0)
+            additive = None if mask is None else torch.zeros_like(mask, dtype=working).masked_fill_(~mask, -math.inf)
+            seen = k[..., :reach, :]
+            pieces.append(attention_and_logsumexp(q[..., start:stop, :], seen, seen, additive, False, inputs.scale))
+        mean_key, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+    entropy = log_sum[..., None] - inputs.scale * (q * mean_key).sum(-1, keepdim=True)
+    return torch.where(torch.isfinite(entropy), entropy, 0.0).clamp(min=0)
+
+
+def attention_and_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, additive_mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention with the logsumexp of each row; only torch's internal operators return it."""
+    if q.device.type == "cpu":
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=additive_mask, scale=scale
+        )
+        return out, log_sum
+    bias = None if additive_mask is None else additive_mask.expand(*q.shape[:-1], k.shape[-2])
+    out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )
+    return out, log_sum[..., : q.shape[-2]]

@@ -1,0 +1,93 @@
+"""Linear attention: weights f(q_i) . f(k_j) / sum_j f(q_i) . f(k_j) in O(L), for a positive feature map f.
+
+Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236 (f = elu + 1). The sums over keys are computed once, or, where
+the call is causal, carried from chunk to chunk. A mask that differs between queries has no linear form and runs on
+blocks of queries with the same result.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu
+
+from attnorm.engines.blocked import blocked
+from attnorm.engines.inputs import Inputs, checked
+from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
+
+CHUNK = 128
+
+FeatureMap = Callable[[Tensor], Tensor]
+
+
+class Share(Map):
+    """z / sum z for logits that are positive already."""
+
+    properties = Properties(row_sum="one", shift_invariant=False)
+
+    def forward(self, block: Block) -> Tensor:
+        total = block.hide(block.logits).sum(-1, keepdim=True)
+        return block.hide(block.logits / torch.where(total > 0, total, 1.0))
+
+
+class Linear(Mechanism):
+    """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L)."""
+
+    name = "linear"
+    properties = Properties(row_sum="one", shift_invariant=False)
+
+    def __init__(self, feature_map: FeatureMap | None = None) -> None:
+        super().__init__()
+        self.feature_map = feature_map or (lambda x: elu(x) + 1)
+        self._share = Normalizer(Share(), name="linear")
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        """`scale` multiplies q before the feature map; 1 unless given."""
+        inputs = checked(q, k, v, mask=mask, causal=causal, scale=1.0 if scale is None else scale, positions=positions)
+        per_query = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
+        output = self._by_blocks(inputs) if per_query else self._by_sums(inputs)
+        return output.reshape(*q.shape[:-1], v.shape[-1])
+
+    def _by_blocks(self, inputs: Inputs) -> Tensor:
+        def scores(q: Tensor, k: Tensor) -> Tensor:
+            return self.feature_map(q * inputs.scale) @ self.feature_map(k).transpose(-1, -2)
+
+        return blocked(inputs, self._share, scores=scores)
+
+    def _by_sums(self, inputs: Inputs) -> Tensor:
+        dtype = inputs.q_BHQD.dtype
+        working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        k, v = (t.to(working).repeat_interleave(inputs.groups, dim=1) for t in (inputs.k_BKLD, inputs.v_BKLD))
+        q, k = self.feature_map(inputs.q_BHQD.to(working) * inputs.scale), self.feature_map(k)
+        if inputs.mask is not None:
+            k = torch.where(inputs.mask.expand(*inputs.mask.shape[:-1], inputs.keys).transpose(-1, -2), k, 0.0)
+        v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights themselves
+        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else q @ (k.transpose(-1, -2) @ v)
+        total = summed[..., -1:]
+        return (summed[..., :-1] / torch.where(total > 0, total, 1.0)).to(dtype)
+
+
+def _causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+    """sum_{j <= offset + i} (q_i . k_j) v_j, chunk by chunk with the sum of k v^T carried along."""
+    if offset < 0:  # the first queries see nothing
+        later = _causal_sums(q[..., -offset:, :], k, v, 0)
+        return torch.cat([later.new_zeros(*later.shape[:-2], -offset, later.shape[-1]), later], dim=-2)
+    state = k[..., :offset, :].transpose(-1, -2) @ v[..., :offset, :]
+    k, v = k[..., offset:, :], v[..., offset:, :]
+    outputs = []
+    for q_chunk, k_chunk, v_chunk in zip(*(t.split(CHUNK, dim=-2) for t in (q, k, v)), strict=True):
+        within = (q_chunk @ k_chunk.transpose(-1, -2)).tril()
+        outputs.append(q_chunk @ state + within @ v_chunk)
+        state = state + k_chunk.transpose(-1, -2) @ v_chunk
+    return torch.cat(outputs, dim=-2)

@@ -1,0 +1,106 @@
+"""Selective attention: tokens that head 0 attended to are pushed away from later queries, in every head.
+
+    S = relu(logits of head 0), 0 for the first visible key and for the query's own key
+    F_i = sum of S over strictly earlier queries;   weights = softmax(z - F)
+
+Leviathan, Kalman & Matias 2024, https://arxiv.org/abs/2410.02703. Parameter-free. F needs every earlier query: to decode
+with a cache, carry the penalty that `attend` returns.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnorm.engines.blocked import BLOCK_ELEMENTS
+from attnorm.engines.inputs import Inputs, checked
+from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
+from attnorm.normalizers.softmax import Softmax
+
+
+class Selective(Mechanism):
+    """softmax(z - F): what head 0 selected before is masked softly from now on."""
+
+    name = "selective"
+    properties = Properties(
+        row_sum="one", shift_invariant=False, permutation_equivariant=False, length="accumulates over queries"
+    )
+
+    def __init__(self, *, block_elements: int = BLOCK_ELEMENTS) -> None:
+        super().__init__()
+        self.block_elements = block_elements
+        self._softmax = Normalizer(Softmax(), name="selective")
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError(
+                f"selective attention needs every query of the prefix, got {q.shape[-2]} queries for {k.shape[-2]} keys; "
+                "to decode with a cache call .attend(q, k, v, penalty=...) and carry the penalty it returns"
+            )
+        return self.attend(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)[0]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        penalty: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output, and the penalty F (B, 1, 1, Lk) to pass with the next queries; `penalty` may cover fewer keys."""
+        inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        working = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+        q4, k4, v4 = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+        k4, v4 = (t.repeat_interleave(inputs.groups, dim=1) for t in (k4, v4))
+        carried = q4.new_zeros(q4.shape[0], 1, 1, inputs.keys)
+        if penalty is not None:
+            carried = carried + torch.nn.functional.pad(penalty.to(working), (0, inputs.keys - penalty.shape[-1]))
+        rows = max(1, self.block_elements // max(1, q4.shape[0] * q4.shape[1] * inputs.keys))
+        outputs = []
+        for start in range(0, inputs.queries, rows):
+            stop = min(start + rows, inputs.queries)
+            arguments = (inputs, start, stop, q4[..., start:stop, :], k4, v4, carried)
+            if torch.is_grad_enabled() and q4.requires_grad and rows < inputs.queries:
+                output, carried = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                output, carried = self._block(*arguments)
+            outputs.append(output)
+        return torch.cat(outputs, dim=-2).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), carried
+
+    def _block(
+        self, inputs: Inputs, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, carried: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        mask = inputs.visible(start, stop, inputs.keys)
+        logits = (q * inputs.scale) @ k.transpose(-1, -2)
+        selected = self._selected(Block.of(logits[:, :1], _of_first_head(mask)), inputs.offset + start)
+        earlier = carried + selected.cumsum(-2) - selected
+        weights = self._softmax.weights(Block.of(logits - earlier, mask))
+        return weights @ v, carried + selected.sum(-2, keepdim=True)
+
+    @staticmethod
+    def _selected(block: Block, first_row: int) -> Tensor:
+        """S of head 0 for rows whose own keys start at `first_row`."""
+        selected = block.hide(block.logits.relu())
+        rows, keys = selected.shape[-2:]
+        index = torch.arange(keys, device=selected.device)
+        own = index == torch.arange(first_row, first_row + rows, device=selected.device)[:, None]
+        first = index == 0 if block.mask is None else block.mask & (block.mask.cumsum(-1) == 1)
+        return torch.where(own | first, 0.0, selected)
+
+
+def _of_first_head(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 else mask[..., :1, :, :]

@@ -1,0 +1,128 @@
+"""SOFT: the Gaussian kernel in linear time through m landmarks, S ~ P_q A^+ P_k^T, without softmax.
+
+Lu et al. 2021, https://arxiv.org/abs/2110.11945; the normalised form (SOFT++, A^+ between D^-1/2, D = diag(A 1)) from
+https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the tokens and landmarks with the landmarks; A^+ comes from
+Newton's iteration V <- 2V - V A V. The papers share K = Q and pool landmarks by a learned convolution over the image
+grid: pass that as `landmarks`; by default a landmark is the mean of a segment of visible keys. Bidirectional only.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.inputs import Inputs, checked
+from attnorm.mechanisms.gaussian import gaussian_logits
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Properties
+
+RIDGE = 0.01
+NEWTON_STEPS = 20
+
+Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, m, D)
+
+
+class Soft(Mechanism):
+    """P A^+ P^T with Gaussian kernels and m landmarks: SOFT's linear-time attention; normalised=True for SOFT++."""
+
+    name = "soft"
+    properties = Properties(row_sum="free", signed=True, shift_invariant=False, permutation_equivariant=False)
+
+    def __init__(self, landmarks: int | Landmarks = 49, *, normalised: bool = False) -> None:
+        super().__init__()
+        if isinstance(landmarks, int) and landmarks < 1:
+            raise ValueError(f"landmarks must be at least 1, got {landmarks}")
+        self.landmarks = landmarks
+        self.normalised = normalised
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        if causal:
+            raise ValueError("soft has no causal form: its landmarks pool all tokens; use causal=False or 'gaussian'")
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+            raise ValueError(
+                f"soft can hide keys from all queries at once, mask (B, 1, 1, keys), but got {tuple(mask.shape)}; "
+                "'gaussian' takes any mask"
+            )
+        inputs = checked(q, k, v, mask=mask, causal=False, scale=scale, positions=positions)
+        return self._attend(inputs).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+    def _attend(self, inputs: Inputs) -> Tensor:
+        dtype = inputs.q_BHQD.dtype
+        working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+        k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (k, v))
+        visible = _visible_keys(inputs, k)
+        centres = segment_means(k, visible, self.landmarks) if isinstance(self.landmarks, int) else self.landmarks(k)
+        from_q = torch.exp(gaussian_logits(q, centres, inputs.scale))
+        from_k = torch.where(visible, torch.exp(gaussian_logits(k, centres, inputs.scale)), 0.0)
+        among = torch.exp(gaussian_logits(centres, centres, inputs.scale))
+        inverse = newton_inverse(among, self.normalised)
+        if self.normalised:
+            root = among.sum(-1).rsqrt()
+            inverse = root[..., :, None] * inverse * root[..., None, :]
+        return from_q @ (inverse @ (from_k.transpose(-1, -2) @ v))
+
+
+def _visible_keys(inputs: Inputs, k: Tensor) -> Tensor:
+    if inputs.mask is None:
+        return torch.ones_like(k[..., :1], dtype=torch.bool)
+    mask = inputs.mask.reshape(*([1] * (4 - inputs.mask.dim())), *inputs.mask.shape)
+    return mask.expand(*mask.shape[:-1], inputs.keys).transpose(-1, -2).expand(*k.shape[:-1], 1)
+
+
+def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
+    """Means of `count` equal segments of each row's visible keys, (B, H, m, D); fewer keys than that: one each."""
+    order = visible.cumsum(-2) - 1
+    total = visible.sum(-2, keepdim=True)
+    segment = (order * count).div(total.clamp(min=1), rounding_mode="floor").clamp(0, count - 1)
+    member = (segment == torch.arange(count, device=k.device)) & visible  # (B, H, L, m)
+    size = member.sum(-2)[..., None]
+    means = member.to(k.dtype).transpose(-1, -2) @ k / size.clamp(min=1)
+    # With fewer keys than landmarks some segments are empty: they repeat the mean of all keys.
+    overall = (visible * k).sum(-2, keepdim=True) / total.clamp(min=1)
+    return torch.where(size > 0, means, overall)
+
+
+class _NewtonInverse(torch.autograd.Function):
+    """Inverse of symmetric A + ridge; its backward is the derivative of the inverse, not of the iteration."""
+
+    @staticmethod
+    def forward(a: Tensor, normalised: bool) -> Tensor:
+        regular = a + RIDGE * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        largest = a.abs().sum(-1).amax(-1)[..., None, None]
+        start = (2.0 if normalised else 0.9 * 2) / largest.square()
+        if normalised:
+            start = start.amin() * torch.ones_like(start)
+            for _ in range(10):
+                residual = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) - start * regular @ a
+                start = torch.where(residual.abs().sum(-2).amax(-1)[..., None, None] <= 1.01, start, start / 2)
+        inverse = start * a
+        for _ in range(NEWTON_STEPS):
+            inverse = 2 * inverse - inverse @ regular @ inverse
+        return inverse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (inverse,) = ctx.saved_tensors
+        transposed = inverse.transpose(-1, -2)
+        return -transposed @ grads[0] @ transposed, None
+
+
+def newton_inverse(a: Tensor, normalised: bool = False) -> Tensor:
+    inverse: Tensor = _NewtonInverse.apply(a, normalised)  # type: ignore[no-untyped-call]
+    return inverse

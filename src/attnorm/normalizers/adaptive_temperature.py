@@ -1,0 +1,111 @@
+"""Adaptive temperature: softmax(beta(H) z), beta a polynomial of the row's own entropy H.
+
+Velickovic, Perivolaropoulos, Barbero & Pascanu 2024, https://arxiv.org/abs/2410.01104. Where H > 0.5 nats the logits are
+multiplied by max(beta(H), 1). The printed polynomial exceeds 1 only for 0.849 < H < 5.945, so a row as flat as
+uniform over more than 381 keys is *not* sharpened; `monotone=True` keeps beta at the largest value it has reached.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import LogitRule, Normalizer
+from attnorm.normalizers.softmax import Softmax
+
+PRINTED = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
+LEAST_ENTROPY = 0.5
+
+
+class EntropyRule(LogitRule):
+    length = "entropy of the row"
+
+    def __init__(self, coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> None:
+        super().__init__()
+        if len(coefficients) == 0 or not all(map(math.isfinite, coefficients)):
+            raise ValueError(f"coefficients must be finite numbers, highest power first, got {list(coefficients)}")
+        self.coefficients = tuple(float(c) for c in coefficients)
+        self.monotone = monotone
+        self.turning_points = [turn for turn in _turning_points(self.coefficients) if turn > LEAST_ENTROPY]
+
+    def beta(self, entropy: Tensor) -> Tensor:
+        """The factor for rows of this entropy, in nats."""
+        beta = _polyval(self.coefficients, entropy)
+        if self.monotone:
+            for turn in self.turning_points:
+                height = _polyval(self.coefficients, entropy.new_tensor(turn))
+                beta = torch.where(entropy > turn, torch.maximum(beta, height), beta)
+        return torch.where(entropy > LEAST_ENTROPY, beta.clamp(min=1), 1.0)
+
+    def forward(self, block: Block) -> Tensor:
+        return block.logits * self.beta(softmax_entropy(block))
+
+    def extra_repr(self) -> str:
+        return f"coefficients={self.coefficients}, monotone={self.monotone}"
+
+
+def softmax_entropy(block: Block) -> Tensor:
+    """Entropy in nats of softmax over each row, (..., Lq, 1)."""
+    log_p = torch.log_softmax(block.filled_low(), dim=-1)
+    p = torch.exp(log_p)
+    return -block.hide(p * block.hide(log_p)).sum(-1, keepdim=True)
+
+
+def _polyval(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    value = torch.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = value * x + coefficient
+    return value
+
+
+def _turning_points(coefficients: Sequence[float]) -> list[float]:
+    """Real roots of the derivative, as eigenvalues of its companion matrix, in rising order."""
+    degree = len(coefficients) - 1
+    slope = [c * (degree - i) for i, c in enumerate(coefficients[:-1])]
+    while slope and slope[0] == 0:
+        slope.pop(0)
+    if len(slope) < 2:
+        return []
+    companion = torch.diag(torch.ones(len(slope) - 2, dtype=torch.float64), -1)
+    companion[0] = -torch.tensor(slope[1:], dtype=torch.float64) / slope[0]
+    return sorted(root.real for root in torch.linalg.eigvals(companion).tolist() if abs(root.imag) < 1e-9)
+
+
+def fit(
+    logits: Tensor, targets: Tensor | None = None, mask: Tensor | None = None, *, keep: float = 0.9, degree: int = 4
+) -> tuple[float, ...]:
+    """Coefficients of beta(H) fitted to rows of logits: pass them as `adaptive_temperature(coefficients=...)`.
+
+    For every row, beta is the smallest factor (from 1 up) at which the target key - given by index, or the row's
+    largest logit - keeps the weight `keep`; the polynomial is the least-squares fit of beta on the row's entropy.
+    Rows whose target can never get there (it is not the single largest logit) are left out.
+    """
+    if not 0 < keep < 1:
+        raise ValueError(f"keep must lie strictly between 0 and 1, got {keep}")
+    block = Block.of(logits.detach().double(), mask)
+    rows = block.filled_low()
+    target = rows.argmax(-1) if targets is None else targets
+    gaps = rows - rows.gather(-1, target[..., None])  # softmax weight of the target = 1 / sum exp(beta gaps)
+    others = torch.ones_like(gaps, dtype=torch.bool).scatter(-1, target[..., None], False)
+    reachable = ((gaps < 0) | ~others).all(-1)
+    low, high = torch.ones_like(gaps[..., :1]), torch.full_like(gaps[..., :1], 1e4)
+    for _ in range(60):
+        middle = (low * high).sqrt()
+        enough = torch.exp(middle * gaps).sum(-1, keepdim=True) <= 1 / keep
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    entropy = softmax_entropy(block)[..., 0][reachable]
+    beta = high[..., 0][reachable]
+    if entropy.numel() <= degree:
+        raise ValueError(
+            f"a fit of degree {degree} needs more than {degree} usable rows, got {entropy.numel()} "
+            "(rows whose target is not the single largest logit are left out)"
+        )
+    powers = entropy[:, None] ** torch.arange(degree, -1, -1, device=entropy.device)
+    return tuple(torch.linalg.lstsq(powers, beta[:, None]).solution[:, 0].tolist())
+
+
+def adaptive_temperature(coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> Normalizer:
+    """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy."""
+    return Normalizer(Softmax(), scale=[EntropyRule(coefficients, monotone=monotone)], name="adaptive_temperature")

@@ -1,0 +1,82 @@
+"""Adaptive-scale entmax: entmax((delta + beta log(n+1)^gamma) z) with alpha = 1.5.
+
+Vasylenko, Pitorro, Martins & Treviso 2025, https://arxiv.org/abs/2506.16640. beta = softplus(b) and
+gamma = 2 tanh(c) either learned per head, or read from the hidden state of each query by two linear maps. The length
+enters as log(n+1), so that a row of one key is not scaled by log 1 = 0.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from attnorm.normalizers.contract import Normalizer, ScaleRule, per_head_parameter
+from attnorm.normalizers.entmax import Entmax
+
+
+class AdaptiveLengthScale(ScaleRule):
+    length = "log(n+1)^gamma"
+    swap_untrained = False
+
+    def __init__(
+        self,
+        delta: float = 1.0,
+        beta: float = 0.55,
+        gamma: float = 0.0,
+        *,
+        heads: int | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not beta > 0:
+            raise ValueError(f"beta must be positive, got {beta}")
+        if not -2 < gamma < 2:
+            raise ValueError(f"gamma must lie strictly between -2 and 2, got {gamma}")
+        self.delta = delta
+        raw_beta, raw_gamma = math.log(math.expm1(beta)), math.atanh(gamma / 2)
+        self.from_hidden: nn.Linear | None = None
+        if width is None:
+            self.raw_beta = per_head_parameter(raw_beta, heads)
+            self.raw_gamma = per_head_parameter(raw_gamma, heads)
+            return
+        if heads is None:
+            raise ValueError(f"width={width} needs heads: beta and gamma are read per head from the hidden state")
+        self.from_hidden = nn.Linear(width, 2 * heads)
+        with torch.no_grad():
+            self.from_hidden.bias[:heads] = raw_beta
+            self.from_hidden.bias[heads:] = raw_gamma
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        raw_beta, raw_gamma = self._raw(hidden_states)
+        return self.delta + softplus(raw_beta) * torch.log(n + 1) ** (2 * torch.tanh(raw_gamma))
+
+    def _raw(self, hidden_states: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.from_hidden is None:
+            parameters = (self.raw_beta, self.raw_gamma)
+            beta, gamma = (p if p.dim() == 0 else p[:, None, None] for p in parameters)
+            return beta, gamma
+        if hidden_states is None:
+            raise ValueError(
+                "this normalizer reads beta and gamma from the hidden state: pass hidden_states=(batch, queries, width)"
+            )
+        per_query = self.from_hidden(hidden_states.to(self.from_hidden.weight.dtype))  # (B, Lq, 2H)
+        beta, gamma = per_query.transpose(-1, -2)[..., None].chunk(2, dim=-3)  # (B, H, Lq, 1)
+        return beta, gamma
+
+    def gain(self, n: int) -> float | None:
+        return None if self.from_hidden is not None else super().gain(n)
+
+
+def asentmax(
+    *,
+    alpha: float = 1.5,
+    delta: float = 1.0,
+    beta: float = 0.55,
+    gamma: float = 0.0,
+    heads: int | None = None,
+    width: int | None = None,
+) -> Normalizer:
+    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the mean of the authors' random start."""
+    rule = AdaptiveLengthScale(delta, beta, gamma, heads=heads, width=width)
+    return Normalizer(Entmax(alpha), scale=[rule], name="asentmax")

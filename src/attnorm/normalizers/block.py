@@ -1,0 +1,143 @@
+"""The record that every normalizer reads: a block of logits, which keys each row may see, and where the rows stand.
+
+Shapes: logits (..., Lq, Lk); the mask broadcasts to them and is True where a query may attend. Hidden logits are
+replaced by 0 once, here, through `torch.where`: neither their value nor their gradient (NaN included) can leave.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Token positions of the queries (..., Lq) and of the keys (..., Lk)."""
+
+    query: Tensor
+    key: Tensor
+
+    @property
+    def distance(self) -> Tensor:
+        """How far each key lies behind each query: (..., Lq, Lk), negative for keys ahead of it."""
+        return self.query[..., :, None] - self.key[..., None, :]
+
+    @classmethod
+    def of(cls, given: "Tensor | Positions | None", logits_shape: torch.Size, device: torch.device) -> "Positions":
+        """Positions as the caller gave them, or counted so that the last query stands at the last key."""
+        queries, keys = logits_shape[-2:]
+        if isinstance(given, Positions):
+            query, key = (_spread_over_heads(p, logits_shape) for p in (given.query, given.key))
+        elif given is None:
+            key = torch.arange(keys, device=device)
+            query = torch.arange(keys - queries, keys, device=device)
+        else:
+            query = _spread_over_heads(given, logits_shape)
+            key = query[..., -1:] + torch.arange(1 - keys, 1, device=device) if queries != keys else query
+        if query.shape[-1] != queries or key.shape[-1] != keys:
+            raise ValueError(
+                f"positions are for {query.shape[-1]} queries and {key.shape[-1]} keys, "
+                f"but the logits have {queries} queries and {keys} keys"
+            )
+        return cls(query, key)
+
+
+def _spread_over_heads(positions: Tensor, logits_shape: torch.Size) -> Tensor:
+    if positions.dim() == 1:
+        return positions
+    batch, between = logits_shape[0], len(logits_shape) - 3
+    if positions.dim() == 2 and between >= 0 and positions.shape[0] in (1, batch):
+        return positions.reshape(positions.shape[0], *([1] * between), positions.shape[1])
+    raise ValueError(
+        f"positions have shape {tuple(positions.shape)}; expected (length,) or (batch, length) "
+        f"for logits of shape {tuple(logits_shape)}"
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Logits in at least float32, 0 at hidden keys; `mask` is None where every row sees every key."""
+
+    logits: Tensor
+    mask: Tensor | None = None
+    given_positions: Tensor | Positions | None = None
+    hidden_states: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | Positions | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> "Block":
+        check_logits(logits)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if mask is not None:
+            check_mask(mask, logits.shape)
+            logits = torch.where(mask, logits, 0.0)
+        return cls(logits, mask, positions, hidden_states)
+
+    def with_logits(self, logits: Tensor) -> "Block":
+        return replace(self, logits=logits)
+
+    def narrowed(self, keep: Tensor) -> "Block":
+        """The same block where a key must also be in `keep` to be seen."""
+        mask = keep if self.mask is None else self.mask & keep
+        return replace(self, mask=mask, logits=torch.where(mask, self.logits, 0.0))
+
+    @cached_property
+    def n(self) -> Tensor:
+        """Visible keys of each row, (..., Lq, 1), in the logits' dtype."""
+        if self.mask is None:
+            return self.logits.new_full((1, 1), self.logits.shape[-1])
+        counted = self.mask.expand(*self.mask.shape[:-1], self.logits.shape[-1])
+        return counted.sum(-1, keepdim=True, dtype=self.logits.dtype)
+
+    @cached_property
+    def positions(self) -> Positions:
+        return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
+
+    def filled(self, value: float) -> Tensor:
+        """The logits with `value` at hidden keys."""
+        return self.logits if self.mask is None else torch.where(self.mask, self.logits, value)
+
+    def filled_low(self) -> Tensor:
+        """The logits with the lowest finite number at hidden keys: exp of it is 0, and no arithmetic makes it NaN."""
+        return self.filled(torch.finfo(self.logits.dtype).min)
+
+    def hide(self, weights: Tensor) -> Tensor:
+        """The weights with exact zeros at hidden keys."""
+        return weights if self.mask is None else torch.where(self.mask, weights, 0.0)
+
+
+def check_logits(logits: Tensor) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}; convert them, e.g. logits.float()")
+    if logits.dim() < 2:
+        raise ValueError(
+            f"logits must have shape (..., queries, keys), got {tuple(logits.shape)}; "
+            "for a single row use logits[None, :]"
+        )
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no keys; at least one is needed")
+
+
+def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a boolean torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be boolean with True = may attend, got {mask.dtype}; "
+            "an additive mask becomes one by `mask > torch.finfo(mask.dtype).min / 2`"
+        )
+    try:
+        fits = torch.broadcast_shapes(mask.shape, logits_shape) == logits_shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"mask of shape {tuple(mask.shape)} does not broadcast to logits of {tuple(logits_shape)}")

@@ -1,0 +1,92 @@
+"""Build a normalizer from parts: a scale rule in front of any map, a selection before it, a sink after it.
+
+    compose("entmax15", scale="ssmax")                       # length-aware and sparse
+    compose("softmax", scale=get("ssmax", heads=12), select=TopK("sqrt"), sink=Sink(heads=12))
+    mixture("softmax", "sparsemax", heads=12)                # learned per head
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection, Sink
+from attnorm.normalizers.mixture import Mixture
+from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.softmax import Softmax
+
+Part = str | Normalizer
+P = TypeVar("P")
+
+
+def compose(
+    map: Part | Map = "softmax",
+    *,
+    scale: Part | LogitRule | Iterable[Part | LogitRule] = (),
+    select: Part | Selection | Iterable[Part | Selection] = (),
+    sink: Part | Sink | None = None,
+    name: str = "custom",
+) -> Normalizer:
+    """A normalizer from parts, each given as an object, a normalizer that has just that part, or a name."""
+    return Normalizer(
+        map if isinstance(map, Map) else _map_of(map),
+        scale=[rule for part in _several(scale, LogitRule) for rule in _rules_of(part)],
+        select=[selection for part in _several(select, Selection) for selection in _selections_of(part)],
+        sink=sink if sink is None or isinstance(sink, Sink) else _sink_of(sink),
+        name=name,
+    )
+
+
+def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None = None) -> Normalizer:
+    """share * first + (1 - share) * second, the share learned, per head if `heads` is given."""
+    return Normalizer(Mixture(_row(first), _row(second), share=share, heads=heads), name="mixture")
+
+
+def _row(part: Part) -> Normalizer:
+    normalizer = resolve(part)
+    if isinstance(normalizer, Mechanism):
+        raise TypeError(
+            f"{normalizer.name!r} is an attention mechanism: it needs q, k, v and cannot be part of a composition of rows"
+        )
+    return normalizer
+
+
+def _several(given: P | Iterable[P], part: type) -> Iterable[P]:
+    if isinstance(given, str | Normalizer | part):
+        return [given]  # type: ignore[list-item]
+    return given  # type: ignore[return-value]
+
+
+def _map_of(part: Part) -> Map:
+    normalizer = _row(part)
+    _only(normalizer, "map", normalizer.scale, normalizer.select, normalizer.sink)
+    return normalizer.map
+
+
+def _rules_of(part: Part | LogitRule) -> list[LogitRule]:
+    if isinstance(part, LogitRule):
+        return [part]
+    normalizer = _row(part)
+    _only(normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax))
+    return normalizer.rules
+
+
+def _selections_of(part: Part | Selection) -> list[Selection]:
+    if isinstance(part, Selection):
+        return [part]
+    normalizer = _row(part)
+    _only(normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax))
+    return normalizer.selections
+
+
+def _sink_of(part: Part) -> Sink:
+    normalizer = _row(part)
+    _only(normalizer, "sink", normalizer.scale, normalizer.select, not isinstance(normalizer.map, Softmax))
+    if normalizer.sink is None:
+        raise ValueError(f"{normalizer.name!r} has no sink; use 'sink', 'softmax1' or a Sink object")
+    return normalizer.sink
+
+
+def _only(normalizer: Normalizer, wanted: str, *others: object) -> None:
+    """A part is taken from a normalizer only if nothing else of it would be lost."""
+    lost = [other for other in others if (len(other) > 0 if hasattr(other, "__len__") else bool(other))]
+    if lost:
+        raise ValueError(f"{normalizer.name!r} is more than a {wanted}; pass the {wanted} object itself")

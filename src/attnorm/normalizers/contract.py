@@ -1,0 +1,259 @@
+"""What a normalizer is: a composition of small parts, each declaring what it promises.
+
+    logits -> scale rules -> selection -> map -> (sink) -> weights
+
+A `Map` turns a row of logits into a row of weights. A `ScaleRule` changes the logits in front of it, a `Selection`
+hides keys from it, and a sink (one more key, whose weight is dropped) may take part of the row. `Normalizer` holds
+one of each kind and derives its own properties from theirs. A `Mechanism` needs more than one row of logits at a time
+(the queries and keys themselves, or other rows) and is called with q, k, v instead.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.normalizers.block import Block, Positions
+
+RowSum = Literal["one", "at most one", "free"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What a map or a whole normalizer promises about its weights, for every row of logits."""
+
+    row_sum: RowSum
+    signed: bool = False
+    exact_zeros: bool = False
+    shift_invariant: bool = True
+    permutation_equivariant: bool = True
+    length: str = ""  # how the number of visible keys or the position enters; empty: not at all
+    swap_untrained: bool = False  # may replace softmax in a trained model without further training
+
+
+class Map(nn.Module):
+    """Logits of a block to weights of the same shape; hidden keys must get exactly 0."""
+
+    properties: Properties
+
+    def forward(self, block: Block) -> Tensor:
+        raise NotImplementedError
+
+    def lipschitz(self, n: int) -> float | None:
+        """Largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None where none is known."""
+        return None
+
+
+class LogitRule(nn.Module):
+    """Changes the logits in front of a map."""
+
+    length: str = ""
+    shift_invariant: bool = True
+    permutation_equivariant: bool = True
+    swap_untrained: bool = True
+
+    def forward(self, block: Block) -> Tensor:
+        """The new logits; values at hidden keys do not matter."""
+        raise NotImplementedError
+
+    def gain(self, n: int) -> float | None:
+        """Largest factor by which the rule stretches differences of logits in a row of n keys; None if unknown."""
+        return None
+
+
+class ScaleRule(LogitRule):
+    """A logit rule that multiplies each row by one factor, known before the logits are: it can be folded into q."""
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        """The factor, broadcastable to (..., heads, Lq, 1).
+
+        n: visible keys (..., Lq, 1). positions: of the queries (..., Lq, 1), None unless the caller gave them.
+        """
+        raise NotImplementedError
+
+    def forward(self, block: Block) -> Tensor:
+        positions = None if block.given_positions is None else block.positions.query[..., None]
+        return self.scaled(block.logits, block.n, positions, block.hidden_states)
+
+    def scaled(self, rows: Tensor, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        """The rows - logits (..., Lq, Lk) or queries (..., Lq, D) - times their factors, in the rows' dtype."""
+        factor = self.factor(n, positions, hidden_states)
+        target = (*rows.shape[:-1], 1)
+        try:
+            fits = torch.broadcast_shapes(factor.shape, target) == target
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{type(self).__name__} gives factors of shape {tuple(factor.shape)} for rows of shape "
+                f"{tuple(rows.shape)}; expected (..., heads, queries, width) with as many heads as it has parameters"
+            )
+        return rows * factor.to(rows.dtype)
+
+    def gain(self, n: int) -> float | None:
+        with torch.no_grad():
+            factor = self.factor(torch.full((1, 1), float(n)), None, None)
+        return factor.abs().max().item()
+
+
+class Selection(nn.Module):
+    """Hides keys from the map; what it hides gets weight 0."""
+
+    length: str = ""
+    permutation_equivariant: bool = True
+    continuous: bool = True
+    swap_untrained: bool = True
+
+    def forward(self, block: Block) -> Tensor:
+        """The keys to keep: boolean, broadcastable to the logits."""
+        raise NotImplementedError
+
+
+class Sink(nn.Module):
+    """One more key with a logit of its own and no value; its share of the row is dropped."""
+
+    def __init__(self, logit: float = 0.0, *, learned: bool = True, heads: int | None = None) -> None:
+        super().__init__()
+        self.logit = per_head_parameter(logit, heads, learned=learned)
+
+    def forward(self, block: Block, map_: Map) -> Tensor:
+        shape = (*block.logits.shape[:-1], 1)
+        column = per_head(self.logit, block.logits).to(block.logits.dtype).expand(shape)
+        logits = torch.cat([column, block.logits], dim=-1)
+        mask = block.mask
+        if mask is not None:
+            seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
+            mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
+        weights: Tensor = map_(Block(logits, mask))
+        return weights[..., 1:]
+
+
+class Normalizer(nn.Module):
+    """Weights from logits, row by row: `normalizer(logits, mask)`."""
+
+    def __init__(
+        self,
+        map: Map,
+        *,
+        scale: Iterable[LogitRule] = (),
+        select: Iterable[Selection] = (),
+        sink: Sink | None = None,
+        name: str = "custom",
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.scale = nn.ModuleList(scale)
+        self.select = nn.ModuleList(select)
+        self.map = map
+        self.sink = sink
+
+    def forward(
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        *,
+        positions: Tensor | Positions | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """Weights of the logits' shape and dtype.
+
+        logits (..., Lq, Lk), with the heads at -3 where parameters are per head; mask: boolean, True = may attend.
+        positions: of the queries, (Lq,) or (B, Lq), where a rule needs them (default: the last query at the last key).
+        hidden_states: the layer input of the queries, (B, Lq, width), for rules that read it.
+        """
+        return self.weights(Block.of(logits, mask, positions, hidden_states)).to(logits.dtype)
+
+    def weights(self, block: Block) -> Tensor:
+        block = self.prepare(block)
+        weights: Tensor = self.map(block) if self.sink is None else self.sink(block, self.map)
+        return block.hide(weights)
+
+    def prepare(self, block: Block) -> Block:
+        """The block as the map sees it: rescaled and narrowed."""
+        for rule in self.scale:
+            block = block.with_logits(rule(block))
+        for selection in self.select:
+            block = block.narrowed(selection(block))
+        return block
+
+    @property
+    def rules(self) -> list[LogitRule]:
+        return [rule for rule in self.scale if isinstance(rule, LogitRule)]
+
+    @property
+    def selections(self) -> list[Selection]:
+        return [selection for selection in self.select if isinstance(selection, Selection)]
+
+    @property
+    def properties(self) -> Properties:
+        own = self.map.properties
+        row_sum: RowSum = "at most one" if self.sink is not None and own.row_sum == "one" else own.row_sum
+        lengths = [part.length for part in (*self.rules, *self.selections)]
+        return Properties(
+            row_sum=row_sum,
+            signed=own.signed,
+            exact_zeros=own.exact_zeros or bool(self.selections),
+            shift_invariant=own.shift_invariant and self.sink is None and all(r.shift_invariant for r in self.rules),
+            permutation_equivariant=own.permutation_equivariant
+            and all(part.permutation_equivariant for part in (*self.rules, *self.selections)),
+            length=", ".join(text for text in (*lengths, own.length) if text),
+            swap_untrained=own.swap_untrained
+            and self.sink is None
+            and all(part.swap_untrained for part in (*self.rules, *self.selections)),
+        )
+
+    def lipschitz(self, n: int) -> float | None:
+        """Largest l2 -> l2 norm of d weights / d logits over rows of n visible keys; None where none is known."""
+        if not all(selection.continuous for selection in self.selections):
+            return None
+        bound = self.map.lipschitz(n if self.sink is None else n + 1)
+        gains = [rule.gain(n) for rule in self.rules]
+        if bound is None or None in gains:
+            return None
+        return bound * math.prod(gain for gain in gains if gain is not None)
+
+    def extra_repr(self) -> str:
+        return f"name={self.name!r}"
+
+
+class Mechanism(nn.Module):
+    """Attention that is no function of one row of logits: called with q, k, v as `attnorm.attention` is."""
+
+    properties: Properties
+    name: str = "custom"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+def per_head_parameter(value: float, heads: int | None, *, learned: bool = True) -> nn.Parameter:
+    """One number for all heads (heads=None), or one per head."""
+    if heads is not None and heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}; use None for one value shared by all heads")
+    data = torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
+    return nn.Parameter(data, requires_grad=learned)
+
+
+def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
+    """The parameter shaped to meet logits (..., heads, Lq, Lk)."""
+    if parameter.dim() == 0:
+        return parameter
+    if logits.dim() < 3 or logits.shape[-3] != parameter.shape[0]:
+        raise ValueError(
+            f"the normalizer has parameters for {parameter.shape[0]} heads, but the logits have shape "
+            f"{tuple(logits.shape)}; expected (..., {parameter.shape[0]}, queries, keys)"
+        )
+    return parameter[:, None, None]

@@ -1,0 +1,174 @@
+"""alpha-entmax, the family from softmax (alpha = 1) to sparsemax (alpha = 2).
+
+    p = argmax_p <p, z> + H_alpha(p),   H_alpha = sum (p - p^alpha) / (alpha (alpha - 1))
+    p_j = [1 + (alpha-1)(z_j - mu)]_+ ^ (1/(alpha-1)),   mu such that sum p = 1
+
+Written with mu instead of the usual tau, the formula is the deformed exponential of z - mu, and alpha = 1 is its limit
+(mu = logsumexp z). The Jacobian is diag(u) - u u^T / sum u with u = p^(2-alpha) on the support: at most 1 in norm.
+Papers: Martins & Astudillo 2016, https://arxiv.org/abs/1602.02068 (sparsemax); Peters, Niculae & Martins 2019,
+https://arxiv.org/abs/1905.05702 (entmax); Correia, Niculae & Martins 2019, https://arxiv.org/abs/1909.00015 (learned).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.threshold import solve_threshold
+
+# Below this, alpha-entmax and softmax agree to float64 precision or learned alpha would divide by zero.
+LEAST_DEFORMATION = 1e-6
+
+
+def newton_step(shifted: Tensor, alpha: float | Tensor) -> Tensor:
+    """Newton's step for (S^(alpha-1) - 1) / (alpha-1) = 0, S(mu) = sum p: a norm of the row minus 1, hence convex."""
+    total, slope = _sums(shifted, alpha)
+    if isinstance(alpha, float) and alpha == 2.0:
+        return (total - 1) / slope
+    return (total - total ** (2 - alpha)) / ((alpha - 1) * slope)
+
+
+def _sums(shifted: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
+    """sum p and sum p^(2-alpha) of the rows."""
+    if isinstance(alpha, float) and alpha == 2.0:
+        base = shifted.add(1).relu_()
+        return base.sum(-1, keepdim=True), base.sign_().sum(-1, keepdim=True)
+    if isinstance(alpha, float) and alpha == 1.5:
+        base = shifted.mul(0.5).add_(1).relu_()
+        slope = base.sum(-1, keepdim=True)
+        return base.square_().sum(-1, keepdim=True), slope
+    p = deformed_exp(shifted, alpha)
+    return p.sum(-1, keepdim=True), (p ** (2 - alpha)).sum(-1, keepdim=True)
+
+
+def deformed_exp(x: Tensor, alpha: float | Tensor) -> Tensor:
+    """[1 + (alpha-1) x]_+ ^ (1/(alpha-1)), through log1p so that alpha near 1 keeps its precision."""
+    if isinstance(alpha, float) and alpha in (1.5, 2.0):
+        base = (1 + (alpha - 1) * x).relu()
+        return base if alpha == 2.0 else base.square()
+    deformation = alpha - 1
+    return torch.exp(torch.log1p((deformation * x).clamp(min=-1)) / deformation)
+
+
+class _Entmax(torch.autograd.Function):
+    """Saves only p; the gradients with respect to z and alpha are written in p alone (and can be differentiated)."""
+
+    @staticmethod
+    def forward(z: Tensor, alpha: float | Tensor) -> Tensor:
+        mu = solve_threshold(z, lambda shifted: newton_step(shifted, alpha))
+        p = deformed_exp(z - mu, alpha)
+        return p / p.sum(-1, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        alpha = inputs[1]
+        ctx.alpha = None if isinstance(alpha, Tensor) else alpha
+        ctx.save_for_backward(output, *([alpha] if isinstance(alpha, Tensor) else []))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        p = ctx.saved_tensors[0]
+        alpha = ctx.alpha if ctx.alpha is not None else ctx.saved_tensors[1]
+        support = p > 0
+        u = _slopes(p, support, alpha)
+        share = u / u.sum(-1, keepdim=True)
+        mean = (share * grad).sum(-1, keepdim=True)
+        grad_z = u * (grad - mean) if ctx.needs_input_grad[0] else None
+        if ctx.alpha is not None or not ctx.needs_input_grad[1]:
+            return grad_z, None
+        change = torch.where(support, _change_with_alpha(torch.where(support, p, 1.0), alpha), 0.0)
+        per_row = (change * (grad - mean)).sum(-1, keepdim=True)
+        return grad_z, per_row.sum_to_size(alpha.shape)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], z: Tensor, alpha: float | Tensor) -> tuple[Tensor, int]:
+        z = z.movedim(in_dims[0], 0) if in_dims[0] is not None else z.expand(info.batch_size, *z.shape)
+        if isinstance(alpha, Tensor) and in_dims[1] is not None:
+            alpha = alpha.movedim(in_dims[1], 0)
+            alpha = alpha.reshape(alpha.shape[0], *([1] * (z.dim() - alpha.dim())), *alpha.shape[1:])
+        return _Entmax.apply(z, alpha), 0  # type: ignore[no-untyped-call]
+
+
+def _slopes(p: Tensor, support: Tensor, alpha: float | Tensor) -> Tensor:
+    if isinstance(alpha, float) and alpha == 2.0:
+        return support.to(p.dtype)
+    return torch.where(support, torch.where(support, p, 1.0) ** (2 - alpha), 0.0)
+
+
+def _change_with_alpha(p: Tensor, alpha: Tensor) -> Tensor:
+    """d p / d alpha at fixed mu: -p y^2 (e^-t - 1 + t) / t^2 with y = log p, t = (alpha-1) y; finite as alpha -> 1."""
+    y = torch.log(p)
+    t = (alpha - 1) * y
+    small = t.abs() < 1e-2
+    safe = torch.where(small, 1.0, t)
+    series = 0.5 - t / 6 + t**2 / 24 - t**3 / 120 + t**4 / 720
+    return -p * y**2 * torch.where(small, series, (torch.expm1(-safe) + safe) / safe**2)
+
+
+class Entmax(Map):
+    """alpha fixed, or learned per head as 1 + sigmoid(theta)."""
+
+    properties = Properties(row_sum="one", exact_zeros=True)
+
+    def __init__(self, alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> None:
+        super().__init__()
+        if not 1 <= alpha <= 2:
+            raise ValueError(f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}")
+        if learned and alpha in (1, 2):
+            raise ValueError(f"a learned alpha starts strictly between 1 and 2, got {alpha}; try 1.5")
+        self.alpha = float(alpha)
+        self.theta: nn.Parameter | None = None
+        if learned:
+            start = math.log((alpha - 1) / (2 - alpha))
+            self.theta = nn.Parameter(torch.full((heads or 1,), start))
+        elif heads is not None:
+            raise ValueError(f"heads={heads} needs learned=True: a fixed alpha is shared by all heads")
+        if not learned and alpha - 1 < LEAST_DEFORMATION:
+            self.properties = Properties(row_sum="one", swap_untrained=True)
+
+    def forward(self, block: Block) -> Tensor:
+        z = block.filled_low()
+        if self.theta is not None:
+            weights = _Entmax.apply(z, self._learned_alpha(z))  # type: ignore[no-untyped-call]
+        elif self.alpha - 1 < LEAST_DEFORMATION:
+            weights = torch.softmax(z, dim=-1)
+        else:
+            weights = _Entmax.apply(z, self.alpha)  # type: ignore[no-untyped-call]
+        return block.hide(weights)
+
+    def _learned_alpha(self, z: Tensor) -> Tensor:
+        assert self.theta is not None
+        alpha = 1 + torch.sigmoid(self.theta.to(z.dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
+        if alpha.shape[0] > 1 and (z.dim() < 3 or z.shape[-3] != alpha.shape[0]):
+            raise ValueError(
+                f"alpha is learned for {alpha.shape[0]} heads, but the logits have shape {tuple(z.shape)}; "
+                f"expected (..., {alpha.shape[0]}, queries, keys)"
+            )
+        return alpha[:, None, None] if alpha.shape[0] > 1 else alpha
+
+    def lipschitz(self, n: int) -> float | None:
+        if n == 1:
+            return 0.0
+        return 0.5 if self.theta is None and self.alpha - 1 < LEAST_DEFORMATION else 1.0
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}" if self.theta is None else f"alpha learned from {self.alpha}"
+
+
+def sparsemax() -> Normalizer:
+    """Euclidean projection onto the simplex: entmax with alpha = 2, the sparsest of the family."""
+    return Normalizer(Entmax(2.0), name="sparsemax")
+
+
+def entmax15() -> Normalizer:
+    """entmax with alpha = 1.5: sparse, with quadratic instead of exponential weights."""
+    return Normalizer(Entmax(1.5), name="entmax15")
+
+
+def entmax(alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> Normalizer:
+    """alpha-entmax for any alpha in [1, 2], fixed or learned per head."""
+    return Normalizer(Entmax(alpha, learned=learned, heads=heads), name="entmax")

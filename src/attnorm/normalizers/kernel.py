@@ -1,0 +1,100 @@
+"""The papers' general normalizer: p_j = F(z_j) / sum F(z) for a positive function F.
+
+Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821, eq. 3. With F bounded between F_min and F_max on the logits, every
+weight lies between (F_min/F_max)/n and (F_max/F_min)/n: Lemma 1, dispersion for every such F. The Jacobian is
+(I - p 1^T) diag(F') / sum F.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu, softplus
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PositiveFunction:
+    """F with its derivative; `log`, where given, computes log F without over- or underflow."""
+
+    value: Elementwise
+    derivative: Elementwise
+    log: Elementwise | None = None
+    shift_invariant: bool = False
+
+
+def _log_softplus(z: Tensor) -> Tensor:
+    # softplus(z) = e^z (1 - e^z/2 + ...) far below 0, where it would underflow.
+    low = z < -15
+    safe = torch.where(low, 0.0, z)
+    return torch.where(low, z, torch.log(softplus(safe, threshold=50)))
+
+
+def polynomial(power: int = 2, offset: float = 0.0) -> PositiveFunction:
+    """(z + offset)^power with an even power, so that F >= 0; not monotone: very negative logits count as well."""
+    if power < 2 or power % 2:
+        raise ValueError(f"power must be an even number from 2 up (F must not be negative), got {power}")
+    return PositiveFunction(lambda z: (z + offset) ** power, lambda z: power * (z + offset) ** (power - 1))
+
+
+FUNCTIONS: dict[str, PositiveFunction] = {
+    "exp": PositiveFunction(torch.exp, torch.exp, log=lambda z: z, shift_invariant=True),
+    "softplus": PositiveFunction(softplus, torch.sigmoid, log=_log_softplus),
+    "elu+1": PositiveFunction(
+        lambda z: elu(z) + 1,
+        lambda z: torch.exp(z.clamp(max=0)),
+        log=lambda z: torch.where(z > 0, torch.log1p(z.clamp(min=0)), z),
+    ),
+    "polynomial": polynomial(),
+}
+
+
+class Kernel(Map):
+    def __init__(self, function: PositiveFunction) -> None:
+        super().__init__()
+        self.function = function
+        self.properties = Properties(
+            row_sum="one" if function.log is not None else "at most one",
+            shift_invariant=function.shift_invariant,
+            exact_zeros=function.log is None,
+            swap_untrained=function.shift_invariant,
+        )
+
+    def forward(self, block: Block) -> Tensor:
+        if self.function.log is not None:
+            return block.hide(torch.softmax(block.with_logits(self.function.log(block.logits)).filled_low(), dim=-1))
+        value = block.hide(self.function.value(block.logits))
+        total = value.sum(-1, keepdim=True)
+        return value / torch.where(total > 0, total, 1.0)
+
+    def lipschitz(self, n: int) -> float | None:
+        if self.function is FUNCTIONS["exp"]:
+            return 0.5 if n > 1 else 0.0
+        return None
+
+
+def kernel(
+    function: str | PositiveFunction | Elementwise = "softplus",
+    *,
+    derivative: Elementwise | None = None,
+    power: int = 2,
+    offset: float = 0.0,
+) -> Normalizer:
+    """F(z) / sum F(z) for F = exp, softplus, elu+1, an even polynomial, or your own with its derivative."""
+    if isinstance(function, str):
+        if function not in FUNCTIONS:
+            raise ValueError(f"unknown function {function!r}; expected one of {', '.join(FUNCTIONS)}, or a callable")
+        chosen = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
+    elif isinstance(function, PositiveFunction):
+        chosen = function
+    elif derivative is None:
+        raise ValueError("a function of your own needs its derivative: kernel(F, derivative=dF), both elementwise")
+    else:
+        chosen = PositiveFunction(function, derivative)
+    return Normalizer(Kernel(chosen), name="kernel")
+

@@ -1,0 +1,78 @@
+"""The length rescales that deployed models apply to q; none is learned.
+
+- qwen: max(1, log n / log L), the "logn" attention of Qwen beyond its training length L, https://arxiv.org/abs/2309.16609
+- llama4: 1 + a log(1 + floor((position + 1) / L0)), a = 0.1, L0 = 8192 (Llama 4, layers without rotary embedding)
+- yarn: (0.1 ln s + 1)^2 for an extension factor s, the same at every position, https://arxiv.org/abs/2309.00071
+The position is n - 1 unless the caller passes positions.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.softmax import Softmax
+
+Rule = Literal["qwen", "llama4", "yarn"]
+
+
+class QwenScale(ScaleRule):
+    length = "log n beyond the training length"
+
+    def __init__(self, train_length: int) -> None:
+        super().__init__()
+        if train_length < 2:
+            raise ValueError(f"train_length must be at least 2, got {train_length}")
+        self.train_length = train_length
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        reached = n if positions is None else positions.to(n.dtype) + 1
+        return torch.log(reached.clamp(min=1)).div(math.log(self.train_length)).clamp(min=1)
+
+
+class Llama4Scale(ScaleRule):
+    length = "log of the position"
+
+    def __init__(self, attention_scale: float = 0.1, floor_scale: int = 8192) -> None:
+        super().__init__()
+        if floor_scale < 1:
+            raise ValueError(f"floor_scale must be at least 1, got {floor_scale}")
+        self.attention_scale, self.floor_scale = attention_scale, floor_scale
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        reached = n if positions is None else positions.to(n.dtype) + 1
+        return 1 + self.attention_scale * torch.log1p(torch.floor(reached / self.floor_scale))
+
+
+class YarnScale(ScaleRule):
+    def __init__(self, extension: float) -> None:
+        super().__init__()
+        if extension < 1:
+            raise ValueError(f"extension (new length over training length) must be at least 1, got {extension}")
+        self.constant = (0.1 * math.log(extension) + 1) ** 2
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        return torch.full_like(n, self.constant)
+
+
+def log_scaled(
+    rule: Rule = "qwen",
+    *,
+    train_length: int = 1024,
+    attention_scale: float = 0.1,
+    floor_scale: int = 8192,
+    extension: float = 4.0,
+) -> Normalizer:
+    """softmax behind a fixed length rule of a deployed model: qwen, llama4 or yarn."""
+    scale: ScaleRule
+    if rule == "qwen":
+        scale = QwenScale(train_length)
+    elif rule == "llama4":
+        scale = Llama4Scale(attention_scale, floor_scale)
+    elif rule == "yarn":
+        scale = YarnScale(extension)
+    else:
+        raise ValueError(f"unknown rule {rule!r}; expected one of {', '.join(get_args(Rule))}")
+    return Normalizer(Softmax(), scale=[scale], name="log_scaled")

@@ -1,0 +1,156 @@
+"""Every normalizer by name: a table of lazy targets, plus what others register by decorator or entry point.
+
+A package adds its own by `@attnorm.register("name")` on a factory (or Map, LogitRule, Selection class), or, to be
+found without an import, through an entry point in the group "attnorm.normalizers".
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
+from attnorm.normalizers.softmax import Softmax
+
+ENTRY_POINT_GROUP = "attnorm.normalizers"
+
+Factory = Callable[..., Any]
+F = TypeVar("F", bound=Factory)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a normalizer is made (module:name, or the factory itself), and the paper it comes from."""
+
+    target: str | Factory
+    paper: str = ""
+    url: str = ""
+
+    def factory(self) -> Factory:
+        if callable(self.target):
+            return self.target
+        module, _, attribute = self.target.partition(":")
+        factory: Factory = getattr(importlib.import_module(module), attribute)
+        return factory
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.factory()) or "").partition("\n")[0]
+
+
+def _arxiv(number: str) -> str:
+    return f"https://arxiv.org/abs/{number}"
+
+
+BUILT_IN: dict[str, Entry] = {
+    name: Entry(f"attnorm.{target}", paper, url)
+    for name, target, paper, url in [
+        ("softmax", "normalizers.softmax:softmax", "Vaswani et al. 2017", _arxiv("1706.03762")),
+        ("sparsemax", "normalizers.entmax:sparsemax", "Martins & Astudillo 2016", _arxiv("1602.02068")),
+        ("entmax15", "normalizers.entmax:entmax15", "Peters et al. 2019", _arxiv("1905.05702")),
+        ("entmax", "normalizers.entmax:entmax", "Correia et al. 2019", _arxiv("1909.00015")),
+        ("ssmax", "normalizers.ssmax:ssmax", "Nakanishi 2025", _arxiv("2501.19399")),
+        ("asentmax", "normalizers.asentmax:asentmax", "Vasylenko et al. 2025", _arxiv("2506.16640")),
+        ("sa_softmax", "normalizers.sa_softmax:sa_softmax", "Zheng et al. 2025", _arxiv("2502.18277")),
+        (
+            "adaptive_temperature",
+            "normalizers.adaptive_temperature:adaptive_temperature",
+            "Velickovic et al. 2024",
+            _arxiv("2410.01104"),
+        ),
+        ("sigmoid", "normalizers.sigmoid:sigmoid", "Ramapuram et al. 2024", _arxiv("2409.04431")),
+        ("softmax1", "normalizers.sink:softmax1", "Miller 2023", "https://www.evanmiller.org/attention-is-off-by-one.html"),
+        ("sink", "normalizers.sink:sink", "gpt-oss 2025", _arxiv("2508.10925")),
+        ("relu", "normalizers.relu:relu", "Wortsman et al. 2023", _arxiv("2309.08586")),
+        ("softpick", "normalizers.softpick:softpick", "Zuhri et al. 2025", _arxiv("2504.20966")),
+        ("stick_breaking", "normalizers.stick_breaking:stick_breaking", "Tan et al. 2024", _arxiv("2410.17980")),
+        ("topk", "normalizers.topk:topk", "Gupta et al. 2021", _arxiv("2106.06899")),
+        ("hard", "normalizers.hard:hard", "Bengio et al. 2013", _arxiv("1308.3432")),
+        ("log_scaled", "normalizers.log_scaled:log_scaled", "Qwen, Llama 4, YaRN", _arxiv("2309.00071")),
+        ("scale_invariant", "normalizers.scale_invariant:scale_invariant", "Anson et al. 2025", _arxiv("2505.17083")),
+        ("kernel", "normalizers.kernel:kernel", "Mudarisov et al. 2025", _arxiv("2508.17821")),
+        ("local", "normalizers.local:local", "Beltagy et al. 2020", _arxiv("2004.05150")),
+        ("gaussian", "mechanisms.gaussian:Gaussian", "Lu et al. 2021", _arxiv("2110.11945")),
+        ("soft", "mechanisms.soft:Soft", "Lu et al. 2022", _arxiv("2207.03341")),
+        ("linear", "mechanisms.linear:Linear", "Katharopoulos et al. 2020", _arxiv("2006.16236")),
+        ("selective", "mechanisms.selective:Selective", "Leviathan et al. 2024", _arxiv("2410.02703")),
+        ("differential", "mechanisms.differential:Differential", "Ye et al. 2024", _arxiv("2410.05258")),
+    ]
+}
+
+_registered: dict[str, Entry] = {}
+
+
+def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
+    """Decorator: make a factory - or a Map, LogitRule, Selection or Mechanism class - available as `name`."""
+
+    def add(factory: F) -> F:
+        if not name.isidentifier():
+            raise ValueError(f"a normalizer's name must be a Python identifier, got {name!r}")
+        if name in BUILT_IN:
+            raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
+        known = _registered.get(name)
+        if known is not None and known.target is not factory:
+            raise ValueError(f"{name!r} is already registered by {known.target!r}; choose another name")
+        _registered[name] = Entry(factory, paper, url)
+        return factory
+
+    return add
+
+
+def entries() -> dict[str, Entry]:
+    """All known normalizers: built in, registered, and found through entry points."""
+    found = {**BUILT_IN, **_registered}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name in found and found[point.name].target != point.value:
+            raise ValueError(
+                f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer; "
+                "uninstall that package or have it rename its entry point"
+            )
+        found[point.name] = Entry(point.value)
+    return found
+
+
+def available() -> list[str]:
+    """Names of all normalizers, built in and registered."""
+    return list(entries())
+
+
+def get(name: str, **options: Any) -> Normalizer | Mechanism:
+    """The normalizer of that name, e.g. get("entmax", alpha=1.3) or get("ssmax", heads=12)."""
+    known = entries()
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(sorted(known))}"
+        raise ValueError(f"unknown normalizer {name!r}; {hint}")
+    factory = known[name].factory()
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(factory).parameters) or "no options"
+        raise TypeError(f"normalizer {name!r}: {error}; it accepts {accepted}") from None
+    return as_normalizer(factory(**options), name)
+
+
+def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
+    """A normalizer from what a factory returned: a single part is completed by softmax."""
+    if isinstance(made, Map):
+        made = Normalizer(made)
+    elif isinstance(made, LogitRule):
+        made = Normalizer(Softmax(), scale=[made])
+    elif isinstance(made, Selection):
+        made = Normalizer(Softmax(), select=[made])
+    elif not isinstance(made, Normalizer | Mechanism):
+        raise TypeError(f"expected a Normalizer, Mechanism, Map, LogitRule or Selection, got {type(made).__name__}")
+    if name is not None and made.name == "custom":
+        made.name = name
+    assert isinstance(made, Normalizer | Mechanism)
+    return made
+
+
+def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
+    """A name becomes its normalizer with default options; an object stays as it is."""
+    return get(normalizer) if isinstance(normalizer, str) else as_normalizer(normalizer)

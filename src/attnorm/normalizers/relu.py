@@ -1,0 +1,33 @@
+"""ReLU attention: p_j = [z_j]_+^power / n, with n the visible keys of the row.
+
+Wortsman et al. 2023, https://arxiv.org/abs/2309.08586 (power 1); power 2 as in squared-ReLU attention.
+"""
+
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+
+
+class Relu(Map):
+    properties = Properties(row_sum="free", exact_zeros=True, shift_invariant=False, length="1/n")
+
+    def __init__(self, power: float = 1.0) -> None:
+        super().__init__()
+        if not power >= 1:
+            raise ValueError(f"power must be at least 1, got {power}; below it the gradient is unbounded at 0")
+        self.power = power
+
+    def forward(self, block: Block) -> Tensor:
+        positive = block.logits.relu()
+        if self.power != 1:
+            positive = positive**self.power
+        return block.hide(positive / block.n.clamp(min=1))
+
+    def lipschitz(self, n: int) -> float | None:
+        return 1 / n if self.power == 1 else None
+
+
+def relu(power: float = 1.0) -> Normalizer:
+    """[z]_+^power / n: no normalization across keys, exact zeros for negative logits."""
+    return Normalizer(Relu(power), name="relu")

@@ -1,0 +1,43 @@
+"""Self-adjusted softmax: softmax weights multiplied by the logit itself, or by its place in the row's range.
+
+    plain:       z_j p_j
+    normalised:  (z_j - min(z_min, 0)) / (max(z_max, 0) - min(z_min, 0)) p_j,   p = softmax(z)
+
+Zheng et al. 2025, https://arxiv.org/abs/2502.18277; z_min and z_max over the visible keys. The gradient of the plain form
+does not vanish as p_j -> 1. Neither form is shift invariant, and no row sum is fixed (plain: any; normalised: at most 1).
+"""
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+
+
+class SelfAdjusted(Map):
+    def __init__(self, *, normalised: bool = True) -> None:
+        super().__init__()
+        self.normalised = normalised
+        self.properties = Properties(
+            row_sum="at most one" if normalised else "free",
+            signed=not normalised,
+            exact_zeros=normalised,
+            shift_invariant=False,
+        )
+
+    def forward(self, block: Block) -> Tensor:
+        p = torch.softmax(block.filled_low(), dim=-1)
+        # Hidden logits are 0 in the block, and 0 takes part in both clamps anyway.
+        return block.hide(p * (self._place_in_range(block.logits) if self.normalised else block.logits))
+
+    @staticmethod
+    def _place_in_range(z: Tensor) -> Tensor:
+        low = z.amin(-1, keepdim=True).clamp(max=0)
+        high = z.amax(-1, keepdim=True).clamp(min=0)
+        width = high - low
+        return (z - low) / torch.where(width > 0, width, 1.0)
+
+
+def sa_softmax(*, normalised: bool = True) -> Normalizer:
+    """softmax weights times the logit (plain) or times its place in the row's range (normalised)."""
+    return Normalizer(SelfAdjusted(normalised=normalised), name="sa_softmax")

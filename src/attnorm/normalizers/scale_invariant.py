@@ -1,0 +1,43 @@
+"""Scale-invariant attention: logits a_t z + m_t for a key t steps behind, so that no distance scale wins by number.
+
+    a_t = sqrt(2 log(1 + t/tau) + 1),   m_t = -2 log(1 + t/tau)
+
+Anson, Wang & Aitchison 2025, https://arxiv.org/abs/2505.17083. Keys ahead of the query count as t = |distance|.
+"""
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import LogitRule, Normalizer
+from attnorm.normalizers.softmax import Softmax
+
+
+class DistanceRule(LogitRule):
+    length = "distance of the key"
+    shift_invariant = False
+    permutation_equivariant = False
+    swap_untrained = False
+
+    def __init__(self, tau: float = 10.0) -> None:
+        super().__init__()
+        if not tau > 0:
+            raise ValueError(f"tau must be positive, got {tau}")
+        self.tau = tau
+
+    def coefficients(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """a_t and m_t."""
+        log_distance = torch.log1p(distance.abs() / self.tau)
+        return torch.sqrt(2 * log_distance + 1), -2 * log_distance
+
+    def forward(self, block: Block) -> Tensor:
+        slope, offset = self.coefficients(block.positions.distance.to(block.logits.dtype))
+        return slope * block.logits + offset
+
+    def gain(self, n: int) -> float | None:
+        return self.coefficients(torch.tensor(float(n - 1)))[0].item()
+
+
+def scale_invariant(tau: float = 10.0) -> Normalizer:
+    """softmax(a_t z + m_t): logits spread and sink with the distance t, so near and far keys share alike."""
+    return Normalizer(Softmax(), scale=[DistanceRule(tau)], name="scale_invariant")

@@ -1,0 +1,33 @@
+"""Softpick: rectified softmax, p_j = [e^z_j - 1]_+ / (sum |e^z - 1| + eps).
+
+Zuhri, Fuadi & Aji 2025, https://arxiv.org/abs/2504.20966. Weight 0 for negative logits, yet they still receive gradient
+through the denominator; the row sums to 1 only where no visible logit is negative.
+"""
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+
+
+class Softpick(Map):
+    properties = Properties(row_sum="at most one", exact_zeros=True, shift_invariant=False)
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        super().__init__()
+        if not eps > 0:
+            raise ValueError(f"eps must be positive, got {eps}")
+        self.eps = eps
+
+    def forward(self, block: Block) -> Tensor:
+        # Everything times e^-m with m = max(0, max z): no exp can overflow, and the result does not change with m.
+        m = block.filled(0.0).amax(-1, keepdim=True).clamp(min=0).detach()
+        above = torch.exp(block.logits - m) - torch.exp(-m)
+        total = block.hide(above.abs()).sum(-1, keepdim=True) + self.eps * torch.exp(-m)
+        return block.hide(above.relu() / total)
+
+
+def softpick(eps: float = 1e-8) -> Normalizer:
+    """[e^z - 1]_+ over sum |e^z - 1|: softmax without the obligation to attend, so no sink grows."""
+    return Normalizer(Softpick(eps), name="softpick")

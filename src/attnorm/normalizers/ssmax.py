@@ -1,0 +1,48 @@
+"""Scalable-Softmax: softmax((s log n + b) z), with n the visible keys of the row and s learned per head.
+
+Nakanishi 2025, https://arxiv.org/abs/2501.19399. A token whose logit is g above the rest keeps its weight at every
+length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.contract import Normalizer, ScaleRule, per_head_parameter
+from attnorm.normalizers.softmax import Softmax
+
+
+class LogLengthScale(ScaleRule):
+    length = "log n"
+
+    def __init__(self, s: float, *, bias: bool = False, learned: bool = True, heads: int | None = None) -> None:
+        super().__init__()
+        self.s = per_head_parameter(s, heads, learned=learned)
+        self.bias = per_head_parameter(0.0, heads, learned=learned) if bias else None
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        log_n = torch.log(n.clamp(min=1))
+        s, bias = (p if p is None or p.dim() == 0 else p[:, None, None] for p in (self.s, self.bias))
+        assert s is not None
+        return s * log_n if bias is None else s * log_n + bias
+
+
+def neutral_s(train_length: int) -> float:
+    """The s whose factor s log n is 1 on average over the rows of a causal sequence: 0.1685 at 1024."""
+    if train_length < 2:
+        raise ValueError(f"train_length must be at least 2, got {train_length}")
+    return train_length / math.lgamma(train_length + 1)
+
+
+def ssmax(
+    s: float | None = None,
+    *,
+    bias: bool = False,
+    train_length: int = 1024,
+    learned: bool = True,
+    heads: int | None = None,
+) -> Normalizer:
+    """softmax((s log n + b) z): the scale grows with the row's visible keys n; s learned."""
+    start = neutral_s(train_length) if s is None else s
+    return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")

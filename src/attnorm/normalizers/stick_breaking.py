@@ -1,0 +1,44 @@
+"""Stick-breaking attention: each key, from the last visible one back, takes the share sigmoid(z_j) of what is left.
+
+    p_j = sigmoid(z_j) prod_{k > j} (1 - sigmoid(z_k)),   products over visible keys, in log space
+
+Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order takes the place of position encodings. With
+`attend_current=False`, the paper's form, the query's own key takes no share but receives what is left of the stick.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties
+
+
+class StickBreaking(Map):
+    properties = Properties(
+        row_sum="at most one", shift_invariant=False, permutation_equivariant=False, length="order of the keys"
+    )
+
+    def __init__(self, *, attend_current: bool = True) -> None:
+        super().__init__()
+        self.attend_current = attend_current
+
+    def forward(self, block: Block) -> Tensor:
+        log_rest = block.hide(logsigmoid(-block.logits))
+        if self.attend_current:
+            return block.hide(torch.exp(logsigmoid(block.logits) + _sum_after(log_rest)))
+        current = block.positions.distance == 0
+        log_rest = torch.where(current, 0.0, log_rest)
+        taken = torch.exp(logsigmoid(block.logits) + _sum_after(log_rest))
+        left = torch.exp(log_rest.sum(-1, keepdim=True))
+        return block.hide(torch.where(current, left, taken))
+
+
+def _sum_after(x: Tensor) -> Tensor:
+    """For each key, the sum over all later keys."""
+    return x.flip(-1).cumsum(-1).flip(-1) - x
+
+
+def stick_breaking(*, attend_current: bool = True) -> Normalizer:
+    """Each key takes a sigmoid share of what later keys left over; order replaces position encodings."""
+    return Normalizer(StickBreaking(attend_current=attend_current), name="stick_breaking")

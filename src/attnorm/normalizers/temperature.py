@@ -1,0 +1,20 @@
+"""Temperature: logits / T with one T for all heads or one per head, fixed or learned (as log T, so it stays positive)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.contract import ScaleRule, per_head_parameter
+
+
+class Temperature(ScaleRule):
+    def __init__(self, temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> None:
+        super().__init__()
+        if not temperature > 0 or math.isinf(temperature):
+            raise ValueError(f"temperature must be a positive number, got {temperature}")
+        self.log_temperature = per_head_parameter(math.log(temperature), heads, learned=learned)
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        factor = torch.exp(-self.log_temperature)
+        return factor if factor.dim() == 0 else factor[:, None, None]

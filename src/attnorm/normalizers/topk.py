@@ -1,0 +1,53 @@
+"""Top-k: keep the k largest logits of each row, normalise over them.
+
+Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a number or a rule of the row's visible keys n ("sqrt", "log", or
+a function of a tensor of counts); rows with fewer than k keys keep all. Keys tied with the k-th are all kept, so that
+the result does not depend on their order.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Normalizer, Selection
+from attnorm.normalizers.softmax import Softmax
+
+CountRule = Callable[[Tensor], Tensor]
+
+RULES: dict[str, CountRule] = {
+    "sqrt": lambda n: torch.ceil(torch.sqrt(n)),
+    "log": lambda n: torch.ceil(torch.log2(n.clamp(min=1))) + 1,
+}
+
+
+class TopK(Selection):
+    continuous = False
+
+    def __init__(self, k: int | str | CountRule = 64) -> None:
+        super().__init__()
+        if isinstance(k, str) and k not in RULES:
+            raise ValueError(f"unknown rule {k!r} for k; expected a number, a function of n, or one of {sorted(RULES)}")
+        if isinstance(k, int) and k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        self.k = k
+        self.length = "" if isinstance(k, int) else f"k = {k if isinstance(k, str) else 'rule'}(n)"
+
+    def forward(self, block: Block) -> Tensor:
+        z = block.filled_low().detach()
+        if isinstance(self.k, int):
+            kth = z.topk(min(self.k, z.shape[-1]), dim=-1).values[..., -1:]
+        else:
+            rule = RULES[self.k] if isinstance(self.k, str) else self.k
+            count = rule(block.n).clamp(min=1).minimum(block.n.clamp(min=1)).long()
+            kth = z.sort(dim=-1, descending=True).values.gather(-1, (count - 1).expand(*z.shape[:-1], 1))
+        return z >= kth
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}"
+
+
+def topk(k: int | str | CountRule = 64) -> Normalizer:
+    """softmax over the k largest logits of each row; k a number or a rule of n."""
+    return Normalizer(Softmax(), select=[TopK(k)], name="topk")

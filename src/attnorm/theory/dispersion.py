@@ -1,0 +1,274 @@
+"""Dispersion: how large a weight, and how small an entropy, bounded logits leave possible among n keys.
+
+Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 1, Corollary 1) and Velickovic et al. 2024,
+https://arxiv.org/abs/2410.01104 (Lemma 2.1, Theorem 2.2). Proofs: docs/theory/dispersion.md.
+
+Spread, temperature and n may be numbers or tensors that broadcast. Rows to which a statement does not apply (no visible
+key, one key where two are needed) give NaN; input to which it applies nowhere is an error.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnorm.theory.selection import at_least_float32, visible_keys
+
+Number = Tensor | float
+
+
+class Bounds(NamedTuple):
+    lower: Tensor
+    upper: Tensor
+
+
+def lemma1_constants(F_min: Number, F_max: Number) -> tuple[Tensor, Tensor]:
+    """C1 = F_min/F_max, C2 = F_max/F_min: F(l_i)/sum F(l) lies in [C1/L, C2/L]. No better constants serve all L."""
+    F_min, F_max = _floats(F_min, F_max)
+    if bool((F_min <= 0).any()) or bool((F_max < F_min).any()):
+        raise ValueError(
+            f"Lemma 1 needs 0 < F_min <= F_max, got F_min {_extreme(F_min, 'min')}, F_max {_extreme(F_max, 'max')}; "
+            "maps that reach zero (sparsemax, entmax, ReLU, top-k) are not covered by it"
+        )
+    return F_min / F_max, F_max / F_min
+
+
+def lemma1_bounds(F_min: Number, F_max: Number, n: Number) -> Bounds:
+    """C1/n <= a_i <= C2/n as printed."""
+    C1, C2 = lemma1_constants(F_min, F_max)
+    n = _applicable(n, C1)
+    return Bounds(C1 / n, C2 / n)
+
+
+def observed_range(
+    F_values: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
+) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
+    """F_min and F_max over the visible keys of each row; with them Lemma 1 holds for that row exactly."""
+    visible = visible_keys(F_values, mask)
+    low = torch.where(visible, F_values, torch.inf).amin(-1)
+    high = torch.where(visible, F_values, -torch.inf).amax(-1)
+    seen = visible.any(-1)
+    return torch.where(seen, low, torch.nan), torch.where(seen, high, torch.nan)
+
+
+def range_on_interval(
+    F: Callable[[Tensor], Tensor], low: float, high: float, *, points: int = 4097, rounds: int = 8
+) -> tuple[float, float]:
+    """F_min and F_max of a continuous F on [low, high], monotone or not.
+
+    A grid that contains both ends, then repeated zooms around its eight best points. Exact for monotone F; otherwise
+    right to about 1e-12 unless F has extrema narrower than (high - low) / points.
+    """
+    if not low <= high:
+        raise ValueError(f"the interval [{low}, {high}] is empty; give low <= high")
+    return -_maximum(lambda x: -F(x), low, high, points, rounds), _maximum(F, low, high, points, rounds)
+
+
+def _maximum(F: Callable[[Tensor], Tensor], low: float, high: float, points: int, rounds: int) -> float:
+    step = (high - low) / (points - 1)
+    x = torch.linspace(low, high, points, dtype=torch.float64)
+    values = F(x)
+    best = float(values.max())
+    centers = x[values.topk(min(8, points)).indices]
+    window = torch.linspace(-1, 1, 65, dtype=torch.float64)
+    for _ in range(rounds):
+        x = (centers[:, None] + step * window).clamp(low, high)
+        values = F(x)
+        best = max(best, float(values.max()))
+        centers = x.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
+        step /= 32
+    if not math.isfinite(best):
+        raise ValueError(f"F is not finite on [{low}, {high}] (found {best}); Lemma 1 needs a bounded F")
+    return best
+
+
+def corollary1_bounds(query_norm: Number, max_key_norm: Number, n: Number, temperature: Number = 1.0) -> Bounds:
+    """exp(-2D/T)/n <= a_i <= exp(2D/T)/n with D = ||q|| max ||k||; true, and far wider than Lemma 2.1."""
+    query_norm, max_key_norm = _floats(query_norm, max_key_norm)
+    return lemma21_bounds(2 * query_norm * max_key_norm, n, temperature)
+
+
+def lemma21_bounds(spread: Number, n: Number, temperature: Number = 1.0) -> Bounds:
+    """exp(-d/T)/n <= a_i <= exp(d/T)/n for logits of spread d, as printed."""
+    d = _scaled_spread(spread, temperature)
+    n = _applicable(n, d)
+    return Bounds(torch.exp(-d) / n, torch.exp(d) / n)
+
+
+def sharp_weight_bounds(spread: Number, n: Number, temperature: Number = 1.0) -> Bounds:
+    """1/(1 + (n-1)e^{d/T}) <= a_i <= 1/(1 + (n-1)e^{-d/T}): Lemma 2.1 with both ends attained.
+
+    For a general F use spread = log(F_max/F_min).
+    """
+    d = _scaled_spread(spread, temperature)
+    others = torch.log(_applicable(n, d) - 1)
+    return Bounds(torch.sigmoid(-d - others), torch.sigmoid(d - others))
+
+
+def horizon(spread: Number, temperature: Number = 1.0, weight: float = 0.5) -> Tensor:
+    """The number of keys beyond which no weight can reach `weight`: 1 + e^{d/T} (1 - w)/w; 1 + e^{d/T} for one half."""
+    if not 0 < weight < 1:
+        raise ValueError(f"weight must lie strictly between 0 and 1, got {weight}")
+    return 1 + torch.exp(_scaled_spread(spread, temperature)) * ((1 - weight) / weight)
+
+
+def entropy_nats(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None) -> Float[Tensor, "*rows"]:
+    """Entropy of the row divided by its mass (so rows need not sum to 1); NaN for negative weights or no mass."""
+    weights = at_least_float32(weights)
+    weights = torch.where(visible_keys(weights, mask), weights, 0.0)
+    mass = weights.sum(-1, keepdim=True)
+    valid = (mass.squeeze(-1) > 0) & (weights >= 0).all(-1)
+    p = weights / torch.where(mass > 0, mass, 1.0)
+    positive = p > 0
+    terms = torch.where(positive, p * torch.log(torch.where(positive, p, 1.0)), 0.0)
+    return torch.where(valid, -terms.sum(-1), torch.nan)
+
+
+def entropy_floor(spread: Number, n: Number, temperature: Number = 1.0) -> Tensor:
+    """The smallest entropy (nats) that softmax over n logits of this spread can have.
+
+    Reached by k logits at the top and n - k at the bottom; k is the better of the two integers around
+    n (c - 1)/(e^d - 1), c = d/(1 - e^{-d}), within [1, n - 1].
+    """
+    d = _scaled_spread(spread, temperature)
+    d, keys = torch.broadcast_tensors(d, _applicable(n, d))
+    with torch.no_grad():
+        k = keys * _c_minus_one(d) * torch.exp(-d) / torch.where(d > 0, -torch.expm1(-d), 1.0)
+        k = torch.where(d > 0, k, keys / 2)
+    lowest = torch.minimum(two_level_entropy(d, keys, k.floor()), two_level_entropy(d, keys, k.ceil()))
+    return torch.where(keys == 1, 0.0, lowest)
+
+
+def two_level_entropy(spread: Number, n: Number, k: Number) -> Tensor:
+    """Entropy of k equal logits that lie `spread` above n - k equal ones, k taken into [1, n - 1]."""
+    d, n, k = _floats(spread, n, k)
+    k = torch.maximum(torch.minimum(k, n - 1), torch.ones_like(k))
+    low = (n - k) * torch.exp(-d) / k
+    return torch.log(k) + torch.log1p(low) + d * low / (1 + low)
+
+
+def entropy_floor_deficit(spread: Number, temperature: Number = 1.0) -> Tensor:
+    """c - 1 - log c: the floor lies at most this far below log n, whatever n."""
+    excess = _c_minus_one(_scaled_spread(spread, temperature))
+    return excess - torch.log1p(excess)
+
+
+def _c_minus_one(d: Tensor) -> Tensor:
+    small = d < 1e-2
+    safe = torch.where(small, 1.0, d)
+    return torch.where(small, d / 2 + d**2 / 12 - d**4 / 720, safe / -torch.expm1(-safe) - 1)
+
+
+def effective_gap(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None) -> Float[Tensor, "*rows"]:
+    """G = logit(max a) + log(n - 1): the log-odds of the winner against the mean of the others.
+
+    From sums of the others, never 1 - max a, so it stays exact as max a -> 1 and needs no row sum of 1. Infinite where
+    all others are exactly 0; NaN for one key or where the others sum to less than 0. Softmax with spread d has
+    0 <= G <= d/T; G grows like log n only if the largest weight does not shrink.
+    """
+    weights = at_least_float32(weights)
+    visible = visible_keys(weights, mask)
+    winner = torch.where(visible, weights, -torch.inf).argmax(-1, keepdim=True)
+    top = weights.gather(-1, winner).squeeze(-1)
+    others = torch.where(visible.scatter(-1, winner, False), weights, 0.0).sum(-1)
+    n = visible.sum(-1, dtype=weights.dtype)
+    valid = (n > 1) & (top > 0) & (others >= 0)
+    gap = torch.log(torch.where(valid, top, 1.0)) - torch.log(torch.where(valid, others, 1.0))
+    return torch.where(valid, gap + torch.log((n - 1).clamp(min=1)), torch.nan)
+
+
+def effective_gap_from_logits(
+    logits: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None, temperature: Number = 1.0
+) -> Float[Tensor, "*rows"]:
+    """The effective gap of softmax(logits/T) from the logits: finite even where the weights have rounded to 0 and 1."""
+    logits = at_least_float32(logits)
+    visible = visible_keys(logits, mask)
+    n = visible.sum(-1, dtype=logits.dtype)
+    winner = torch.where(visible, logits, -torch.inf).argmax(-1, keepdim=True)
+    others = visible.scatter(-1, winner, False) & (n > 1).unsqueeze(-1)
+    z = logits / _positive_temperature(temperature, logits)
+    top = z.gather(-1, winner).squeeze(-1)
+    # Rows without others are NaN below; a finite stand-in keeps their gradient 0 instead of NaN.
+    stand_in = torch.where((n > 1).unsqueeze(-1), -torch.inf, 0.0)
+    gap = top - torch.logsumexp(torch.where(others, z, stand_in), -1) + torch.log((n - 1).clamp(min=1))
+    return torch.where(n > 1, gap, torch.nan)
+
+
+@dataclass(frozen=True)
+class LineFit:
+    """Least squares y = intercept + slope x; the standard error takes the points as independent."""
+
+    slope: Tensor
+    intercept: Tensor
+    slope_standard_error: Tensor
+    points: Tensor
+
+
+def least_squares_line(
+    x: Float[Tensor, "*rows m"], y: Float[Tensor, "*rows m"], where: Bool[Tensor, "..."] | None = None
+) -> LineFit:
+    """One line per row; NaN with fewer than two different x, and NaN standard error with fewer than three points."""
+    used = visible_keys(y, where)
+    m = used.sum(-1, dtype=y.dtype)
+    count = m.clamp(min=1).unsqueeze(-1)
+    x, y = torch.where(used, x, 0.0), torch.where(used, y, 0.0)
+    x_mean, y_mean = x.sum(-1, keepdim=True) / count, y.sum(-1, keepdim=True) / count
+    dx, dy = torch.where(used, x - x_mean, 0.0), torch.where(used, y - y_mean, 0.0)
+    sxx = dx.square().sum(-1)
+    different = sxx > 1e-12 * x.square().sum(-1)
+    safe = torch.where(different, sxx, 1.0)
+    slope = torch.where(different, (dx * dy).sum(-1) / safe, torch.nan)
+    residual = dy - slope.unsqueeze(-1) * dx
+    variance = residual.square().sum(-1) / (m - 2).clamp(min=1)
+    error = torch.where(m > 2, (variance / safe).sqrt(), torch.nan)
+    return LineFit(slope, (y_mean.squeeze(-1) - slope * x_mean.squeeze(-1)), error, m)
+
+
+def effective_gap_slope(gap: Float[Tensor, "*rows m"], n: Float[Tensor, "*rows m"]) -> LineFit:
+    """Slope of G on log n: 0 disperses as Theorem 2.2 predicts, 1 keeps the largest weight for every length.
+
+    Points where G is NaN (not applicable) are left out; an infinite G (all others exactly 0) makes the slope NaN.
+    """
+    return least_squares_line(torch.log(n), gap, ~gap.isnan())
+
+
+def _floats(*values: Number) -> list[Tensor]:
+    """The numbers as floating tensors of one dtype: that of the floating tensors among them, else float64."""
+    floating = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+    dtype = torch.float64
+    if floating:
+        dtype = at_least_float32(floating[0]).dtype
+        for tensor in floating[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    return [torch.as_tensor(v, dtype=dtype, device=device) for v in values]
+
+
+def _positive_temperature(temperature: Number, like: Tensor) -> Tensor:
+    value = torch.as_tensor(temperature, dtype=like.dtype, device=like.device)
+    if not bool((value > 0).all()):
+        raise ValueError(f"temperature must be positive, got {_extreme(value, 'min')}")
+    return value
+
+
+def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
+    d, T = _floats(spread, temperature)
+    if bool((d < 0).any()):
+        raise ValueError(f"the spread, largest minus smallest logit, cannot be negative; got {_extreme(d, 'min')}")
+    return d / _positive_temperature(T, d)
+
+
+def _applicable(n: Number, like: Tensor) -> Tensor:
+    """n as a tensor with NaN where a row has no key; an error where no row has one."""
+    n = torch.as_tensor(n, dtype=like.dtype, device=like.device)
+    if not bool((n >= 1).any()):
+        raise ValueError(f"n must be at least 1 visible key, got {_extreme(n, 'max')}")
+    return torch.where(n >= 1, n, torch.nan)
+
+
+def _extreme(values: Tensor, which: str) -> float:
+    return float(values.min() if which == "min" else values.max()) if values.numel() else math.nan

@@ -1,0 +1,189 @@
+"""What a row of attention selects: its weights, the vectors they mix, its N heaviest keys and their context vector.
+
+Notation of Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821: weights a_i and vectors x_i of the n visible keys,
+y_i = a_i x_i, I the top-N set, A = sum of a_i over I, s = sum of y_i over I (the context vector).
+
+Two layouts: weights (..., L) with vectors (..., L, d), one row for each set of vectors; or weights (..., Q, L) with
+vectors (..., L, d) shared by the Q rows, as in attention. Nothing of size Q x L x d is formed.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """Rows with their selected keys. Hidden keys have weight 0; rows with n <= N give NaN (not applicable)."""
+
+    weights: Float[Tensor, "*rows L"]
+    vectors: Float[Tensor, "*sets L d"]
+    visible: Bool[Tensor, "*rows L"]
+    indices: Int[Tensor, "*rows N"]
+    one_row_per_set: bool
+
+    @property
+    def top_n(self) -> int:
+        return self.indices.shape[-1]
+
+    @cached_property
+    def n(self) -> Tensor:
+        """Visible keys of each row, in the dtype of the weights."""
+        return self.visible.sum(-1, dtype=self.weights.dtype)
+
+    @cached_property
+    def chosen(self) -> Tensor:
+        """True at the selected keys."""
+        return torch.zeros_like(self.visible).scatter(-1, self.indices, True) & self.visible
+
+    @cached_property
+    def outside(self) -> Tensor:
+        """True at the visible keys that are not selected."""
+        return self.visible & ~self.chosen
+
+    @cached_property
+    def mass(self) -> Tensor:
+        """A, the weight of the selected keys together."""
+        return torch.where(self.chosen, self.weights, 0.0).sum(-1)
+
+    @cached_property
+    def context(self) -> Tensor:
+        """s, the selected keys' part of the attention output."""
+        return torch.where(self.chosen, self.weights, 0.0) @ self.vectors
+
+    @cached_property
+    def output(self) -> Tensor:
+        """x_bar, the attention output: the sum of all y_i."""
+        return self.weights @ self.vectors
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """||y_i||."""
+        return self.weights.abs() * safe_sqrt(self.vectors.square().sum(-1)).unsqueeze(-2)
+
+    @cached_property
+    def distances(self) -> Tensor:
+        """||y_i - s|| for every key."""
+        return scaled_distances(self.weights, self.vectors, self.context)
+
+    @cached_property
+    def chosen_weights(self) -> Tensor:
+        """The N selected weights, heaviest first."""
+        return self.weights.gather(-1, self.indices)
+
+    @property
+    def applies(self) -> Tensor:
+        """True for rows with more visible keys than selected ones."""
+        return self.n > self.top_n
+
+    def with_indices(self, indices: Int[Tensor, "*rows N"]) -> "SelectedRows":
+        """The same rows with another selected set (visible keys, none twice)."""
+        return SelectedRows(self.weights, self.vectors, self.visible, indices, self.one_row_per_set)
+
+    def per_row(self, value: Tensor, where: Tensor | None = None) -> Tensor:
+        """One number per row in the caller's layout: NaN where the row has n <= N or `where` is False."""
+        applies = self.applies if where is None else self.applies & where
+        value = torch.where(applies, value, torch.nan)
+        return value.squeeze(-1) if self.one_row_per_set else value
+
+    def per_key(self, value: Tensor) -> Tensor:
+        """One value per key (or selected key) of each row, in the caller's layout."""
+        return value.squeeze(-2) if self.one_row_per_set else value
+
+    def row_value(self, given: Tensor | float) -> Tensor:
+        """A number per row, as the caller gave it, ready to meet this record's rows."""
+        value = torch.as_tensor(given, dtype=self.weights.dtype, device=self.weights.device)
+        return value.unsqueeze(-1) if self.one_row_per_set and value.dim() else value
+
+
+def select(
+    weights: Float[Tensor, "*rows L"],
+    vectors: Float[Tensor, "*sets L d"],
+    top_n: int,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> SelectedRows:
+    """The rows with their true top-N set: the N heaviest visible keys, ties to the earlier key."""
+    if top_n < 1:
+        raise ValueError(f"top_n must be at least 1, got {top_n}")
+    one_row_per_set = weights.dim() == vectors.dim() - 1
+    if weights.dim() < vectors.dim() - 1:
+        raise ValueError(
+            f"weights {tuple(weights.shape)} do not fit vectors {tuple(vectors.shape)}; "
+            "expected (..., L) or (..., queries, L) with (..., L, d)"
+        )
+    visible = visible_keys(weights, mask)
+    if not bool((visible.sum(-1) > top_n).any()):
+        raise ValueError(
+            f"top_n = {top_n} leaves nothing outside the top-N set: the largest row has "
+            f"{int(visible.sum(-1).max()) if visible.numel() else 0} visible keys; choose top_n below that"
+        )
+    weights, vectors = at_least_float32(weights), at_least_float32(vectors)
+    dtype = torch.promote_types(weights.dtype, vectors.dtype)
+    weights, vectors = torch.where(visible, weights, 0.0).to(dtype), vectors.to(dtype)
+    if one_row_per_set:
+        weights, visible = weights.unsqueeze(-2), visible.unsqueeze(-2)
+    if mask is not None:
+        # A key that no row sees may hold anything, NaN included: 0 * NaN must not reach the sums.
+        vectors = torch.where(visible.any(-2).unsqueeze(-1), vectors, 0.0)
+    return SelectedRows(weights, vectors, visible, top_n_indices(weights, top_n, visible), one_row_per_set)
+
+
+def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask, broadcast to the weights; all True where there is none."""
+    if mask is None:
+        return torch.ones_like(weights, dtype=torch.bool)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be boolean with True = visible, got {mask.dtype}")
+    try:
+        return mask.expand(weights.shape)
+    except RuntimeError:
+        raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to weights {tuple(weights.shape)}") from None
+
+
+def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
+    """Indices of the N heaviest visible keys, heaviest first, ties to the earlier key."""
+    return torch.where(visible, weights, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
+
+
+def top_n_set(
+    weights: Float[Tensor, "*rows L"], top_n: int, mask: Bool[Tensor, "..."] | None = None
+) -> Bool[Tensor, "*rows L"]:
+    """True at the N heaviest visible keys of each row, ties to the earlier key; all visible keys where n <= N."""
+    if top_n < 1:
+        raise ValueError(f"top_n must be at least 1, got {top_n}")
+    visible = visible_keys(weights, mask)
+    return torch.zeros_like(visible).scatter(-1, top_n_indices(weights, top_n, visible), True) & visible
+
+
+def scaled_distances(weights: Tensor, vectors: Tensor, points: Tensor) -> Tensor:
+    """||a_i x_i - p|| for weights (..., Q, L), vectors (..., L, d) and points (..., Q, d): (..., Q, L).
+
+    From inner products, so that no (Q, L, d) tensor arises; pairs so close that the subtraction would lose more than
+    half of the digits are computed again from their difference.
+    """
+    own = weights.square() * vectors.square().sum(-1).unsqueeze(-2)
+    point = points.square().sum(-1, keepdim=True)
+    squared = own - 2 * weights * (points @ vectors.mT) + point
+    with torch.no_grad():
+        close = (squared < torch.finfo(squared.dtype).eps ** 0.5 * (own + point)).nonzero(as_tuple=True)
+    if close[0].numel():
+        *batch, row, key = close
+        every_vector = vectors.expand(*squared.shape[:-2], *vectors.shape[-2:])
+        every_weight = weights.expand(squared.shape)
+        every_point = points.expand(*squared.shape[:-1], points.shape[-1])
+        apart = every_weight[close].unsqueeze(-1) * every_vector[(*batch, key)] - every_point[(*batch, row)]
+        squared = squared.index_put(close, apart.square().sum(-1))
+    return safe_sqrt(squared)
+
+
+def safe_sqrt(squared: Tensor) -> Tensor:
+    """sqrt with gradient 0 at 0, where a norm has no derivative but 0 is a subgradient."""
+    positive = squared > 0
+    return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
