@@ -1,6 +1,6 @@
 """attnorm: measure how sharply attention can select, know the limit theory sets, replace softmax by something better."""
 
-from importlib.metadata import version
+
 
 from attnorm.attention import attention, normalize
 from attnorm.normalizers import (
@@ -20,7 +20,7 @@ from attnorm.normalizers import (
     register,
 )
 
-__version__ = version("attnorm")
+__version__ = "0.1.0"
 
 __all__ = [
     "LogitRule",

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from attnorm.engines import flex, fused
+from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, checked
 from attnorm.normalizers.block import Positions
@@ -37,24 +37,31 @@ def attention(
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
     chosen = resolve(normalizer)
+    if engine not in get_args(Engine):
+        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
     if isinstance(chosen, Mechanism):
+        if engine != "auto":
+            raise ValueError(f"{chosen.name!r} brings its own engine, got engine={engine!r}; use engine='auto'")
         output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         return output
     inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
-    return _run(inputs, chosen, engine).reshape(*q.shape[:-1], v.shape[-1])
+    return _run(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _run(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
-    if engine not in get_args(Engine):
-        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
+    if inputs.q_BHQD.numel() == 0:
+        return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
     if engine == "fused" or (engine == "auto" and fused.applies(inputs, normalizer)):
         if not fused.applies(inputs, normalizer):
             raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
         return fused.fused(inputs, normalizer)
-    if engine == "flex" or (engine == "auto" and inputs.q_BHQD.is_cuda and flex.applies(inputs, normalizer)):
-        if not flex.applies(inputs, normalizer):
+    if engine == "flex" or (engine == "auto" and inputs.q_BHQD.is_cuda):
+        from attnorm.engines import flex  # loads torch's compiler
+
+        if flex.applies(inputs, normalizer):
+            return flex.flex(inputs, normalizer)
+        if engine == "flex":
             raise ValueError(f"{normalizer.name!r} has no FlexAttention form here; use engine='auto' or 'blocked'")
-        return flex.flex(inputs, normalizer)
     return blocked(inputs, normalizer)
 
 
@@ -72,6 +79,8 @@ def normalize(
     """
     chosen = resolve(normalizer)
     if isinstance(chosen, Mechanism):
-        raise TypeError(f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})")
+        raise TypeError(
+            f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})"
+        )
     weights: Tensor = chosen(logits, mask, positions=positions, hidden_states=hidden_states)
     return weights

@@ -4,27 +4,32 @@ Backward computes each block again and adds its gradients into place, so nothing
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs
+from attnorm.engines.inputs import Inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
 
-# Elements of one block's logits. A step holds about ten arrays of this size: 2^21 floats keep it near 100 MB.
+# Elements of one block's logits. A step holds about ten arrays of this size: 2^21 floats keep it near 100 MB. A GPU needs
+# larger blocks to be busy, and has the memory.
 BLOCK_ELEMENTS = 2**21
+CUDA_BLOCK_ELEMENTS = 2**25
 
 # Logits from a block of queries (B, H, q, D) and the keys (B, H, l, D).
 Scores = Callable[[Tensor, Tensor], Tensor]
 
 
 def blocked(
-    inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int = BLOCK_ELEMENTS
+    inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int | None = None
 ) -> Tensor:
-    """Output (B, H, Q, D). `scores` replaces the scaled dot product."""
-    run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), block_elements)
+    """Output (B, H, Q, D). `scores` replaces the scaled dot product; block_elements: by device unless given."""
+    elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
+    run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
     working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
@@ -47,30 +52,40 @@ class _Run:
         self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
         batch, heads = inputs.q_BHQD.shape[:2]
         self.rows = max(1, block_elements // max(1, batch * heads * inputs.keys))
-        self.positions: Positions | None = None
-        if inputs.positions is not None:
-            self.positions = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.inputs.queries, self.rows):
-            yield start, min(start + self.rows, self.inputs.queries)
+        return self.inputs.steps(self.rows)
 
     def block(self, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Output of the queries start..stop; q and hidden_states are those queries', k and v their reachable keys."""
         keys = k.shape[-2]
-        block = Block.of(
-            self.scores(q, k), self.inputs.visible(start, stop, keys), self._positions(start, stop, keys), hidden_states
-        )
-        return self.normalizer.weights(block) @ v
+        with without_autocast(q.device):
+            block = Block.of(self.scores(q, k), self.inputs.visible(start, stop, keys))
+            given = self._given(start, stop, keys)
+            rows = _Rows(block.logits, block.mask, given, hidden_states, first=self.inputs.offset + start)
+            return self.normalizer.weights(rows) @ v
 
-    def _positions(self, start: int, stop: int, keys: int) -> Positions:
-        if self.positions is not None:
-            return Positions(self.positions.query[..., start:stop], self.positions.key[..., :keys])
-        device = self.inputs.q_BHQD.device
-        offset = self.inputs.offset
-        return Positions(
-            torch.arange(offset + start, offset + stop, device=device), torch.arange(keys, device=device)
-        )
+    def _given(self, start: int, stop: int, keys: int) -> Positions | None:
+        if self.inputs.positions is None:
+            return None
+        every = Positions.of(self.inputs.positions, self.inputs.weights_shape, self.inputs.q_BHQD.device)
+        query, key = every.query[..., start:stop], every.key[..., :keys]
+        return Positions(*(p if p.dim() == 1 else p[:, 0] for p in (query, key)))
+
+
+@dataclass(frozen=True)
+class _Rows(Block):
+    """Some rows of an attention call. Where the caller gave no positions they are counted from the first row's."""
+
+    first: int = 0
+
+    @cached_property
+    def positions(self) -> Positions:
+        if self.given_positions is not None:
+            return super().positions
+        rows, keys = self.logits.shape[-2:]
+        device = self.logits.device
+        return Positions(torch.arange(self.first, self.first + rows, device=device), torch.arange(keys, device=device))
 
 
 class _BlockedAttention(torch.autograd.Function):
@@ -82,7 +97,12 @@ class _BlockedAttention(torch.autograd.Function):
         for start, stop in run.spans():
             reach = run.inputs.reach(stop)
             output[..., start:stop, :] = run.block(
-                start, stop, q[..., start:stop, :], k[..., :reach, :], v[..., :reach, :], _rows(hidden_states, start, stop)
+                start,
+                stop,
+                q[..., start:stop, :],
+                k[..., :reach, :],
+                v[..., :reach, :],
+                _rows(hidden_states, start, stop),
             )
         ctx.run = run
         ctx.save_for_backward(q, k, v, hidden_states, *parameters)
@@ -115,4 +135,3 @@ class _BlockedAttention(torch.autograd.Function):
 
 def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if hidden_states is None else hidden_states[..., start:stop, :]
-

@@ -1,8 +1,242 @@
-"""placeholder"""
-from attnorm.engines.inputs import Inputs
-from attnorm.normalizers.contract import Normalizer
+"""Normalizers as FlexAttention kernels: the fused path on CUDA, forward and backward.
+
+FlexAttention computes softmax of a modified score together with its logsumexp. A weight w(z) that is not divided by the
+row's sum is softmax of log w(z) times exp(logsumexp); a weight F(z) / G with G another sum over the row is the same
+times exp(lse_F - lse_G). On the CPU the same recipes run forward, uncompiled and unfused: enough to test them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from attnorm.engines.inputs import Inputs
+from attnorm.normalizers.contract import Map, Normalizer, ScaleRule
+from attnorm.normalizers.kernel import Kernel
+from attnorm.normalizers.relu import Relu
+from attnorm.normalizers.sa_softmax import SelfAdjusted
+from attnorm.normalizers.scale_invariant import DistanceRule
+from attnorm.normalizers.sigmoid import Sigmoid
+from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.softpick import Softpick
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+LEAST_WIDTH = 16  # of q, k and v, in FlexAttention's kernels
+
+
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
-    return False
+    """Whether this call has an exact FlexAttention form."""
+    if normalizer.selections or normalizer.sink is not None or inputs.queries == 0:
+        return False
+    if min(inputs.q_BHQD.shape[-1], inputs.v_BKLD.shape[-1]) < LEAST_WIDTH:
+        return False
+    rules, map_ = normalizer.rules, normalizer.map
+    if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
+        return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
+    if not all(isinstance(rule, ScaleRule) for rule in rules):
+        return False
+    if isinstance(map_, Kernel):
+        return map_.function.log is not None
+    return isinstance(map_, Sigmoid | Relu | Softpick) or (isinstance(map_, SelfAdjusted) and map_.normalised)
+
+
 def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    raise NotImplementedError
+    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    q, n = inputs.q_BHQD, inputs.n()
+    for rule in normalizer.rules:
+        if isinstance(rule, ScaleRule):
+            q = rule.scaled(q, n, inputs.query_positions(), inputs.hidden_states)
+    call = _Call(inputs, q, n)
+    map_ = normalizer.map
+    if isinstance(map_, Softmax):
+        rule = normalizer.rules[-1]
+        assert isinstance(rule, DistanceRule)
+        return call.attend(_distance_score(rule, inputs.offset))[0].to(q.dtype)
+    output = _recipe(map_)(call, map_)
+    return torch.where(n > 0, output, 0.0).to(q.dtype)
+
+
+class _Call:
+    """One attention call: q as scaled, and flex attention over it with any score."""
+
+    def __init__(self, inputs: Inputs, q: Tensor, n: Tensor) -> None:
+        self.inputs, self.q, self.n = inputs, q, n
+        self.mask = _block_mask(inputs)
+
+    def attend(self, score: ScoreMod | None, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """softmax(score) @ values in float32, and the logsumexp (B, H, Q, 1) of the score."""
+        run = _compiled() if self.q.is_cuda else flex_attention
+        # FlexAttention's kernel for few queries cannot compile some group sizes; the general one takes them all.
+        options = {"FORCE_USE_FLEX_ATTENTION": True} if self.q.is_cuda and self.inputs.queries < 128 else None
+        # Past the limit torch would silently run the unfused form; every recipe and mask is a kernel of its own, and a
+        # number in a recipe must stay a constant of its kernel.
+        with torch._dynamo.config.patch(
+            recompile_limit=1024, accumulated_recompile_limit=1024, specialize_float=True
+        ):
+            output, aux = run(
+                self.q,
+                self.inputs.k_BKLD,
+                self.inputs.v_BKLD if values is None else values,
+                score_mod=score,
+                block_mask=self.mask,
+                scale=self.inputs.scale,
+                enable_gqa=self.inputs.groups > 1,
+                return_aux=AuxRequest(lse=True),
+                kernel_options=options,
+            )
+        return output.float() if output.dtype != torch.float64 else output, aux.lse[..., None]
+
+    def row_values(self, rows: Tensor) -> Tensor:
+        """A number per row, shaped (B, H, Q) for use inside a score."""
+        shape = (*self.q.shape[:2], self.inputs.queries)
+        return rows[..., 0].expand(shape).contiguous()
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
+
+
+def _block_mask(inputs: Inputs) -> BlockMask | None:
+    if inputs.mask is None and (not inputs.causal or inputs.queries == 1):
+        return None
+    offset, mask = inputs.offset, inputs.mask
+    if mask is None:
+        return _causal_block_mask(inputs.queries, inputs.keys, inputs.q_BHQD.device)
+    full = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
+    batches, heads, rows, keys = full.shape
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = full[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
+        return seen & (j <= i + offset) if inputs.causal else seen
+
+    return create_block_mask(
+        visible,
+        B=batches if batches > 1 else None,
+        H=heads if heads > 1 else None,
+        Q_LEN=inputs.queries,
+        KV_LEN=inputs.keys,
+        device=inputs.q_BHQD.device,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_block_mask(queries: int, keys: int, device: torch.device) -> BlockMask:
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + (keys - queries)
+
+    return create_block_mask(visible, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device=device)
+
+
+def _distance_score(rule: DistanceRule, offset: int) -> ScoreMod:
+    def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        slope, shift = rule.coefficients((i + offset - j).to(z.dtype))
+        return slope * z + shift
+
+    return score
+
+
+def _kernel(call: _Call, map_: Kernel) -> Tensor:
+    log = map_.function.log
+    assert log is not None
+    return call.attend(lambda z, b, h, i, j: log(z))[0]
+
+
+def _sigmoid(call: _Call, map_: Sigmoid) -> Tensor:
+    bias = map_.bias_of(call.n)
+    per_row = call.row_values(bias if isinstance(bias, Tensor) else call.n.new_full((1, 1), bias))
+
+    def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(z + per_row[b, h, i])
+
+    output, log_sum = call.attend(score)
+    return output * torch.exp(log_sum)
+
+
+def _relu(call: _Call, map_: Relu) -> Tensor:
+    def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(z > 0, map_.power * torch.log(torch.where(z > 0, z, 1.0)), -torch.inf)
+
+    output, log_sum = call.attend(score)
+    return _scaled_by_sum(output, log_sum) / call.n.clamp(min=1)
+
+
+def _softpick(call: _Call, map_: Softpick) -> Tensor:
+    def log_distance_from_one(z: Tensor) -> Tensor:
+        """log |e^z - 1|."""
+        return z.clamp(min=0) + torch.log(-torch.expm1(-z.abs().clamp(min=1e-30)))
+
+    def above(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(z > 0, log_distance_from_one(z), -torch.inf)
+
+    def either(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return log_distance_from_one(z)
+
+    output, log_sum = call.attend(above)
+    _, log_total = call.attend(either, call.inputs.v_BKLD[..., :LEAST_WIDTH])
+    eps = torch.full_like(log_total, map_.eps).log()
+    return _scaled_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
+
+
+def _self_adjusted(call: _Call, map_: SelfAdjusted) -> Tensor:
+    low, high = (_logit_of(call, index) for index in _extreme_keys(call))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    # sum p (z - low) v is linear in low: compute it for a constant safely below, where the logarithm is smooth, and
+    # correct for the difference, which also carries the gradient of the row's minimum.
+    width = high - low
+    below = (low - 0.25 * width - 1e-3).detach()
+    per_row = call.row_values(below)
+
+    def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return z + torch.log((z - per_row[b, h, i]).clamp(min=1e-6))
+
+    plain, log_sum = call.attend(None)
+    adjusted, log_adjusted = call.attend(score)
+    total = _scaled_by_sum(adjusted, log_adjusted - log_sum) + (below - low) * plain
+    return total / torch.where(width > 0, width, 1.0)
+
+
+def _extreme_keys(call: _Call, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
+    """For each row the visible keys of the smallest and the largest logit, (B, H, Q), found block by block."""
+    inputs = call.inputs
+    q, k = call.q.detach().float(), inputs.k_BKLD.detach().float()
+    k = k.repeat_interleave(inputs.groups, dim=1)
+    rows = max(1, block_elements // max(1, q.shape[0] * q.shape[1] * inputs.keys))
+    lowest, highest = [], []
+    for start, stop in inputs.steps(rows):
+        z = (q[..., start:stop, :] * inputs.scale) @ k.transpose(-1, -2)
+        mask = inputs.visible(start, stop, inputs.keys)
+        hidden = torch.zeros_like(z, dtype=torch.bool) if mask is None else ~mask
+        lowest.append(z.masked_fill(hidden, torch.inf).argmin(-1))
+        highest.append(z.masked_fill(hidden, -torch.inf).argmax(-1))
+    return torch.cat(lowest, -1), torch.cat(highest, -1)
+
+
+def _logit_of(call: _Call, index: Tensor) -> Tensor:
+    """The logit of each query with one key of its own, (B, H, Q, 1), with gradients."""
+    inputs = call.inputs
+    k = inputs.k_BKLD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BKLD
+    chosen = k.gather(2, index[..., None].expand(*index.shape, k.shape[-1]))
+    return (call.q.float() * chosen.float()).sum(-1, keepdim=True) * inputs.scale
+
+
+def _scaled_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
+    """output * exp(log_sum), 0 where no key took part."""
+    empty = torch.isneginf(log_sum)
+    return torch.where(empty, 0.0, output) * torch.exp(torch.where(empty, 0.0, log_sum))
+
+
+def _recipe(map_: Map) -> Callable[[_Call, Any], Tensor]:
+    recipes: dict[type, Callable[[_Call, Any], Tensor]] = {
+        Kernel: _kernel,
+        Sigmoid: _sigmoid,
+        Relu: _relu,
+        Softpick: _softpick,
+        SelfAdjusted: _self_adjusted,
+    }
+    return recipes[type(map_)]

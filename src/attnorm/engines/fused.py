@@ -9,6 +9,7 @@ Where a mask is needed, queries go in steps, so that it is never built for all r
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
 
-# Elements of the boolean mask built for one step of queries.
-MASK_ELEMENTS = 2**24
+# Below this the scale goes into q: SDPA hides the future before it scales, so that -inf times 0 or a negative number is
+# NaN or infinite, and the logit of a sink enters divided by the scale.
+LEAST_SCALE = 1e-3
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -40,13 +42,17 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    if inputs.scale < LEAST_SCALE:
+        inputs = replace(inputs, q_BHQD=inputs.q_BHQD * inputs.scale, scale=1.0)
     q = inputs.q_BHQD
     rules = normalizer.rules
     if rules:
         n, positions = inputs.n(), inputs.query_positions()
+        q = q.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones are sums in float32
         for rule in rules:
             if isinstance(rule, ScaleRule):
                 q = rule.scaled(q, n, positions, inputs.hidden_states)
+        q = q.to(inputs.q_BHQD.dtype)
     if rules and isinstance(rules[-1], EntropyRule):
         return _attend_adaptively(inputs, q, rules[-1])
     return _attend(inputs, q, inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
@@ -56,9 +62,9 @@ def _attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink | None) 
     width = v.shape[-1]
     if sink is not None:
         q, k, v = _with_sink_key(inputs, q, k, v, sink)
-    padded = q.shape[-1] != v.shape[-1]
-    if padded:  # SDPA's fast kernels want one width
+    if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels want one width, on CUDA a multiple of 8
         widest = max(q.shape[-1], v.shape[-1])
+        widest = -(-widest // 8) * 8 if q.is_cuda else widest
         q, k, v = (pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
     extra = 0 if sink is None else 1
     grouped = inputs.groups > 1
@@ -92,10 +98,8 @@ def _step_mask(inputs: Inputs, start: int, stop: int, extra: int) -> tuple[Tenso
     reach = inputs.reach(stop)
     mask = inputs.visible(start, stop, reach)
     if mask is not None:
-        mask = mask.expand(*mask.shape[:-1], reach)
         mask = pad(mask, (extra, 0), value=True) if extra else mask
         mask = mask.expand(*mask.shape[:-2], stop - start, mask.shape[-1])
-        mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
     return mask, reach
 
 
@@ -115,12 +119,10 @@ def _in_steps(inputs: Inputs, q: Tensor, step: Callable[[int, int, Tensor], Tens
 
 
 def _spans(inputs: Inputs) -> Iterator[tuple[int, int]]:
-    masks = math.prod(inputs.mask.shape[:-2]) if inputs.mask is not None else 1
-    rows = max(1, MASK_ELEMENTS // (masks * inputs.keys))
+    rows = inputs.mask_rows()
     if inputs.causal and inputs.mask is None and inputs.queries > 1:
         rows = min(rows, 1024)  # steps also skip the keys ahead of them
-    for start in range(0, inputs.queries, rows):
-        yield start, min(start + rows, inputs.queries)
+    return inputs.steps(rows)
 
 
 def _attend_adaptively(inputs: Inputs, q: Tensor, rule: EntropyRule) -> Tensor:
@@ -130,9 +132,12 @@ def _attend_adaptively(inputs: Inputs, q: Tensor, rule: EntropyRule) -> Tensor:
 
 def _softmax_entropy(inputs: Inputs, q: Tensor) -> Tensor:
     """Entropy of softmax over each row in nats, (B, H, Q, 1); 0 for rows that see nothing."""
-    working = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    flash = half and q.is_cuda and inputs.mask is None  # takes half precision only; its logsumexp is float32
+    working = torch.float32 if half and not flash else q.dtype
     q, k = q.to(working), inputs.k_BKLD.to(working)
     k = k.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else k
+    q, k = q.contiguous(), k.contiguous()  # the operators below take the last stride to be 1 and do not check
     if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys):
         mean_key, log_sum = attention_and_logsumexp(q, k, k, None, inputs.causal, inputs.scale)
     else:
@@ -143,7 +148,8 @@ def _softmax_entropy(inputs: Inputs, q: Tensor) -> Tensor:
             seen = k[..., :reach, :]
             pieces.append(attention_and_logsumexp(q[..., start:stop, :], seen, seen, additive, False, inputs.scale))
         mean_key, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
-    entropy = log_sum[..., None] - inputs.scale * (q * mean_key).sum(-1, keepdim=True)
+    mean_logit = inputs.scale * (q.to(log_sum.dtype) * mean_key.to(log_sum.dtype)).sum(-1, keepdim=True)
+    entropy = log_sum[..., None] - mean_logit
     return torch.where(torch.isfinite(entropy), entropy, 0.0).clamp(min=0)
 
 
@@ -155,6 +161,9 @@ def attention_and_logsumexp(
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=additive_mask, scale=scale
         )
+        return out, log_sum
+    if additive_mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, log_sum
     bias = None if additive_mask is None else additive_mask.expand(*q.shape[:-1], k.shape[-2])
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(

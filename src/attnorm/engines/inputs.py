@@ -4,12 +4,16 @@ Shape suffixes: B batch, H query heads, K key/value heads (H is a multiple of K)
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Positions, check_mask
+
+# Elements of the boolean mask built for one step of queries.
+MASK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Inputs:
     q_BHQD: Tensor
     k_BKLD: Tensor
     v_BKLD: Tensor
-    mask: Tensor | None  # boolean, broadcastable to (B, H, Q, L)
+    mask: Tensor | None  # boolean, broadcastable to (B, H, Q, L), all four dimensions and L keys written out
     causal: bool  # bottom-right: the last query sees every key
     scale: float
     positions: Tensor | Positions | None = None
@@ -51,47 +55,76 @@ class Inputs:
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:
-        """The mask of queries start..stop over the first `keys` keys, causality included; None if all are seen."""
+        """The mask of queries start..stop over the first `keys` keys, causality included, in four dimensions.
+
+        None if all are seen.
+        """
         mask = self.mask
         if mask is not None:
-            mask = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
-            mask = mask if mask.shape[-1] == 1 else mask[..., :keys]
+            mask = mask[..., :keys] if mask.shape[-2] == 1 else mask[..., start:stop, :keys]
         if not self.causal or keys <= self.offset + start + 1:
             return mask
         device = self.q_BHQD.device
         last_seen = torch.arange(self.offset + start, self.offset + stop, device=device)
-        ordered = torch.arange(keys, device=device) <= last_seen[:, None]
+        ordered = (torch.arange(keys, device=device) <= last_seen[:, None])[None, None]
         return ordered if mask is None else mask & ordered
 
     def reach(self, stop: int) -> int:
         """How many leading keys the queries before `stop` may see at the most (never less than 1)."""
         return max(self.offset + stop, 1) if self.causal else self.keys
 
-    def n(self, rows_per_step: int = 1024) -> Tensor:
-        """Visible keys of each row, (..., Q or 1, 1), without building the mask of all rows at once."""
-        like = self.q_BHQD
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    def n(self) -> Tensor:
+        """Visible keys of each row, (..., Q, 1) or (1, 1), without building the mask of all rows at once."""
+        dtype = torch.float64 if self.q_BHQD.dtype == torch.float64 else torch.float32
+        device = self.q_BHQD.device
         if self.mask is None and not self.causal:
-            return torch.full((1, 1), float(self.keys), dtype=dtype, device=like.device)
+            return torch.full((1, 1), float(self.keys), dtype=dtype, device=device)
+        last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask is None:
-            seen = torch.arange(self.offset + 1, self.keys + 1, device=like.device).clamp(min=0)
-            return seen.to(dtype)[:, None]
-        counts = []
-        for start in range(0, self.queries, rows_per_step):
-            stop = min(start + rows_per_step, self.queries)
+            return (last_seen + 1).clamp(min=0).to(dtype)[:, None]
+        if self.mask.shape[-2] > 1 or not self.causal:
+            return torch.cat([v.sum(-1, keepdim=True, dtype=dtype) for v in self._masks()], dim=-2)
+        up_to = self.mask.cumsum(-1, dtype=dtype)[..., last_seen.clamp(min=0)]
+        return torch.where(last_seen < 0, 0.0, up_to).transpose(-1, -2)
+
+    def seen(self) -> Tensor:
+        """(B or 1, H or 1, L): the keys that at least one query sees, where there is a mask."""
+        seen = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
+        for visible in self._masks():
+            seen = seen | visible.any(-2)
+        return seen
+
+    def _masks(self) -> Iterator[Tensor]:
+        """The mask, causality included, in steps of queries; in one piece where it is the same for all."""
+        assert self.mask is not None
+        if self.mask.shape[-2] == 1:  # the last query decides: causality hides no key from it
+            yield self.mask
+            return
+        for start, stop in self.steps(self.mask_rows()):
             visible = self.visible(start, stop, self.keys)
             assert visible is not None
-            full = visible.expand(*visible.shape[:-1], self.keys)
-            counts.append(full.sum(-1, keepdim=True, dtype=dtype))
-            if full.shape[-2] == 1:
-                return counts[0]
-        return torch.cat(counts, dim=-2)
+            yield visible
+
+    def mask_rows(self) -> int:
+        """How many queries to take at a time where their mask has to be built."""
+        masks = 1 if self.mask is None else math.prod(self.mask.shape[:2])
+        return max(1, MASK_ELEMENTS // max(1, masks * self.keys))
+
+    def steps(self, rows: int) -> Iterator[tuple[int, int]]:
+        """The queries in spans of `rows`; one empty span where there are none."""
+        for start in range(0, max(self.queries, 1), rows):
+            yield start, min(start + rows, self.queries)
 
     def query_positions(self) -> Tensor | None:
         """(..., Q, 1) where the caller gave positions."""
         if self.positions is None:
             return None
         return Positions.of(self.positions, self.weights_shape, self.q_BHQD.device).query[..., None]
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Engines choose their dtype themselves, at least float32; autocast would round every product to half precision."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def checked(
@@ -105,30 +138,31 @@ def checked(
     positions: Tensor | Positions | None,
     hidden_states: Tensor | None = None,
 ) -> Inputs:
-    """Inputs in four dimensions, with keys and values that no query may see set to zero."""
+    """Inputs in four dimensions, with zeros for keys and values that no query sees and queries that see no key."""
     _check_shapes(q, k, v)
-    q, k, v = (t.reshape(*([1] * (4 - t.dim())), *t.shape) for t in (q, k, v))
+    q, k, v = (_four_dimensional(t) for t in (q, k, v))
     inputs = Inputs(
-        q, k, v, mask, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), positions, hidden_states
+        q, k, v, None, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), positions, hidden_states
     )
     if mask is None:
         return inputs
     check_mask(mask, inputs.weights_shape)
-    seen = _seen_keys(inputs)
-    k, v = (torch.where(seen, t, 0.0) for t in (k, v))
-    return Inputs(q, k, v, mask, causal, inputs.scale, positions, hidden_states)
+    mask = _four_dimensional(mask)
+    return _without_unseen(replace(inputs, mask=mask.expand(*mask.shape[:-1], inputs.keys)))
 
 
-def _seen_keys(inputs: Inputs) -> Tensor:
-    """(B, K, L, 1): keys that at least one query sees, so that garbage in padding cannot reach a product."""
-    mask = inputs.mask
-    assert mask is not None
-    seen = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape).any(-2)
-    if inputs.queries == 0:
-        seen = torch.ones_like(seen)
+def _four_dimensional(t: Tensor) -> Tensor:
+    return t.reshape(*([1] * (4 - t.dim())), *t.shape)
+
+
+def _without_unseen(inputs: Inputs) -> Inputs:
+    """Garbage in padding, NaN included, must not reach a product: 0 times NaN is NaN."""
+    q, k, v = inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD
+    seen = inputs.seen()
     if seen.shape[1] > 1:  # a mask per query head: a key is seen if any head of its group sees it
         seen = seen.unflatten(1, (-1, inputs.groups)).any(2)
-    return seen[..., None]
+    k, v = (torch.where(seen[..., None], t, 0.0) for t in (k, v))
+    return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BKLD=k, v_BKLD=v)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -141,8 +175,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]} ({given})")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k and v must agree in all but the width; got {given}")
-    if k.shape[-2] == 0:
-        raise ValueError(f"there is no key to attend to; got {given}")
+    if k.shape[-2] == 0 or k.shape[-1] == 0:
+        raise ValueError(f"there must be at least one key to attend to, at least one wide; got {given}")
     if q.dim() == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q and k must have the same batch size; got {given}")
     if q.dim() > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):

@@ -16,7 +16,7 @@ from torch.nn.functional import rms_norm
 
 from attnorm.engines.fused import fused
 from attnorm.engines.inputs import checked
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
 from attnorm.normalizers.softmax import Softmax
 
@@ -59,6 +59,8 @@ class Differential(Mechanism):
                 "differential attention takes query and key heads in pairs and one value head per pair: "
                 f"q (B, 2H, L, D), k (B, 2K, L, D), v (B, K, L, Dv); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
             )
+        if mask is not None:
+            check_mask(mask, torch.Size((*q.shape[:-1], k.shape[-2])))
 
         def attend(of_pair: int) -> Tensor:
             heads = mask

@@ -24,7 +24,13 @@ class Exp(Map):
 
 
 def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """-scale ||q_i - k_j||^2 / 2, by the expanded square; rounding cannot make it positive."""
+    """-scale ||q_i - k_j||^2 / 2, by the expanded square; rounding cannot make it positive.
+
+    Distances do not change when all points move: with the first key, which every query may see, at the origin the
+    squares stay small even where all points share a large offset.
+    """
+    origin = k[..., :1, :].detach()
+    q, k = q - origin, k - origin
     squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
     return -0.5 * scale * (squares - 2 * q @ k.transpose(-1, -2)).relu()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 from attnorm.engines.blocked import blocked
-from attnorm.engines.inputs import Inputs, checked
+from attnorm.engines.inputs import Inputs, checked, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 
@@ -55,7 +55,7 @@ class Linear(Mechanism):
     ) -> Tensor:
         """`scale` multiplies q before the feature map; 1 unless given."""
         inputs = checked(q, k, v, mask=mask, causal=causal, scale=1.0 if scale is None else scale, positions=positions)
-        per_query = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
+        per_query = inputs.mask is not None and inputs.mask.shape[-2] > 1
         output = self._by_blocks(inputs) if per_query else self._by_sums(inputs)
         return output.reshape(*q.shape[:-1], v.shape[-1])
 
@@ -66,12 +66,16 @@ class Linear(Mechanism):
         return blocked(inputs, self._share, scores=scores)
 
     def _by_sums(self, inputs: Inputs) -> Tensor:
+        with without_autocast(inputs.q_BHQD.device):
+            return self._summed(inputs)
+
+    def _summed(self, inputs: Inputs) -> Tensor:
         dtype = inputs.q_BHQD.dtype
         working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         k, v = (t.to(working).repeat_interleave(inputs.groups, dim=1) for t in (inputs.k_BKLD, inputs.v_BKLD))
         q, k = self.feature_map(inputs.q_BHQD.to(working) * inputs.scale), self.feature_map(k)
         if inputs.mask is not None:
-            k = torch.where(inputs.mask.expand(*inputs.mask.shape[:-1], inputs.keys).transpose(-1, -2), k, 0.0)
+            k = torch.where(inputs.mask.transpose(-1, -2), k, 0.0)
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights themselves
         summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else q @ (k.transpose(-1, -2) @ v)
         total = summed[..., -1:]

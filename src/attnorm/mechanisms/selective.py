@@ -9,10 +9,11 @@ with a cache, carry the penalty that `attend` returns.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from attnorm.engines.blocked import BLOCK_ELEMENTS
-from attnorm.engines.inputs import Inputs, checked
+from attnorm.engines.inputs import Inputs, checked, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
 from attnorm.normalizers.softmax import Softmax
@@ -68,13 +69,13 @@ class Selective(Mechanism):
         k4, v4 = (t.repeat_interleave(inputs.groups, dim=1) for t in (k4, v4))
         carried = q4.new_zeros(q4.shape[0], 1, 1, inputs.keys)
         if penalty is not None:
-            carried = carried + torch.nn.functional.pad(penalty.to(working), (0, inputs.keys - penalty.shape[-1]))
+            _check_penalty(penalty, carried.shape)
+            carried = carried + pad(penalty.to(working), (0, inputs.keys - penalty.shape[-1]))
         rows = max(1, self.block_elements // max(1, q4.shape[0] * q4.shape[1] * inputs.keys))
         outputs = []
-        for start in range(0, inputs.queries, rows):
-            stop = min(start + rows, inputs.queries)
+        for start, stop in inputs.steps(rows):
             arguments = (inputs, start, stop, q4[..., start:stop, :], k4, v4, carried)
-            if torch.is_grad_enabled() and q4.requires_grad and rows < inputs.queries:
+            if inputs.needs_grad and rows < inputs.queries:
                 output, carried = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 output, carried = self._block(*arguments)
@@ -85,11 +86,13 @@ class Selective(Mechanism):
         self, inputs: Inputs, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, carried: Tensor
     ) -> tuple[Tensor, Tensor]:
         mask = inputs.visible(start, stop, inputs.keys)
-        logits = (q * inputs.scale) @ k.transpose(-1, -2)
-        selected = self._selected(Block.of(logits[:, :1], _of_first_head(mask)), inputs.offset + start)
-        earlier = carried + selected.cumsum(-2) - selected
-        weights = self._softmax.weights(Block.of(logits - earlier, mask))
-        return weights @ v, carried + selected.sum(-2, keepdim=True)
+        with without_autocast(q.device):
+            logits = (q * inputs.scale) @ k.transpose(-1, -2)
+            first_head = Block.of(logits[:, :1], None if mask is None else mask[:, :1])
+            selected = self._selected(first_head, inputs.offset + start)
+            earlier = carried + selected.cumsum(-2) - selected
+            weights = self._softmax.weights(Block.of(logits - earlier, mask))
+            return weights @ v, carried + selected.sum(-2, keepdim=True)
 
     @staticmethod
     def _selected(block: Block, first_row: int) -> Tensor:
@@ -102,5 +105,10 @@ class Selective(Mechanism):
         return torch.where(own | first, 0.0, selected)
 
 
-def _of_first_head(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 else mask[..., :1, :, :]
+def _check_penalty(penalty: Tensor, expected: torch.Size) -> None:
+    fits = penalty.dim() == 4 and penalty.shape[0] == expected[0] and penalty.shape[1:3] == (1, 1)
+    if not fits or penalty.shape[-1] > expected[-1]:
+        raise ValueError(
+            f"penalty of shape {tuple(penalty.shape)} is not one per key, {tuple(expected)} or fewer keys; "
+            "pass what .attend returned for the queries before"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, checked
+from attnorm.engines.inputs import Inputs, checked, without_autocast
 from attnorm.mechanisms.gaussian import gaussian_logits
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Properties
@@ -55,7 +55,9 @@ class Soft(Mechanism):
                 "'gaussian' takes any mask"
             )
         inputs = checked(q, k, v, mask=mask, causal=False, scale=scale, positions=positions)
-        return self._attend(inputs).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+        with without_autocast(q.device):
+            output = self._attend(inputs)
+        return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
     def _attend(self, inputs: Inputs) -> Tensor:
         dtype = inputs.q_BHQD.dtype
@@ -67,7 +69,7 @@ class Soft(Mechanism):
         from_q = torch.exp(gaussian_logits(q, centres, inputs.scale))
         from_k = torch.where(visible, torch.exp(gaussian_logits(k, centres, inputs.scale)), 0.0)
         among = torch.exp(gaussian_logits(centres, centres, inputs.scale))
-        inverse = newton_inverse(among, self.normalised)
+        inverse = newton_inverse(among)
         if self.normalised:
             root = among.sum(-1).rsqrt()
             inverse = root[..., :, None] * inverse * root[..., None, :]
@@ -77,8 +79,7 @@ class Soft(Mechanism):
 def _visible_keys(inputs: Inputs, k: Tensor) -> Tensor:
     if inputs.mask is None:
         return torch.ones_like(k[..., :1], dtype=torch.bool)
-    mask = inputs.mask.reshape(*([1] * (4 - inputs.mask.dim())), *inputs.mask.shape)
-    return mask.expand(*mask.shape[:-1], inputs.keys).transpose(-1, -2).expand(*k.shape[:-1], 1)
+    return inputs.mask.transpose(-1, -2).expand(*k.shape[:-1], 1)
 
 
 def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
@@ -98,15 +99,12 @@ class _NewtonInverse(torch.autograd.Function):
     """Inverse of symmetric A + ridge; its backward is the derivative of the inverse, not of the iteration."""
 
     @staticmethod
-    def forward(a: Tensor, normalised: bool) -> Tensor:
+    def forward(a: Tensor) -> Tensor:
         regular = a + RIDGE * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        largest = a.abs().sum(-1).amax(-1)[..., None, None]
-        start = (2.0 if normalised else 0.9 * 2) / largest.square()
-        if normalised:
-            start = start.amin() * torch.ones_like(start)
-            for _ in range(10):
-                residual = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) - start * regular @ a
-                start = torch.where(residual.abs().sum(-2).amax(-1)[..., None, None] <= 1.01, start, start / 2)
+        # Every eigenvalue of I - start A (A + ridge) lies strictly between -1 and 1, so that the iteration converges. The
+        # authors start SOFT++ from the largest row sum of the whole batch instead: sequences would change each other's
+        # output, and landmarks that come in pairs make that start diverge.
+        start = 0.9 * 2 / a.abs().sum(-1).amax(-1)[..., None, None].square()
         inverse = start * a
         for _ in range(NEWTON_STEPS):
             inverse = 2 * inverse - inverse @ regular @ inverse
@@ -117,12 +115,13 @@ class _NewtonInverse(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
-        return -transposed @ grads[0] @ transposed, None
+        return -transposed @ grads[0] @ transposed
 
 
-def newton_inverse(a: Tensor, normalised: bool = False) -> Tensor:
-    inverse: Tensor = _NewtonInverse.apply(a, normalised)  # type: ignore[no-untyped-call]
+def newton_inverse(a: Tensor) -> Tensor:
+    """(A + ridge)^-1 after NEWTON_STEPS steps: exact where the landmarks lie apart, damped where they crowd."""
+    inverse: Tensor = _NewtonInverse.apply(a)  # type: ignore[no-untyped-call]
     return inverse

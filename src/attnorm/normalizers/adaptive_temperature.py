@@ -17,6 +17,7 @@ from attnorm.normalizers.softmax import Softmax
 
 PRINTED = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
 LEAST_ENTROPY = 0.5
+MOST_BETA = 1e4  # in `fit`: a row that needs more counts as one that cannot be sharpened
 
 
 class EntropyRule(LogitRule):
@@ -28,7 +29,7 @@ class EntropyRule(LogitRule):
             raise ValueError(f"coefficients must be finite numbers, highest power first, got {list(coefficients)}")
         self.coefficients = tuple(float(c) for c in coefficients)
         self.monotone = monotone
-        self.turning_points = [turn for turn in _turning_points(self.coefficients) if turn > LEAST_ENTROPY]
+        self.turning_points = [LEAST_ENTROPY, *(t for t in _turning_points(self.coefficients) if t > LEAST_ENTROPY)]
 
     def beta(self, entropy: Tensor) -> Tensor:
         """The factor for rows of this entropy, in nats."""
@@ -80,7 +81,7 @@ def fit(
 
     For every row, beta is the smallest factor (from 1 up) at which the target key - given by index, or the row's
     largest logit - keeps the weight `keep`; the polynomial is the least-squares fit of beta on the row's entropy.
-    Rows whose target can never get there (it is not the single largest logit) are left out.
+    Rows whose target cannot get there (it is not the single largest logit, or by a hair only) are left out.
     """
     if not 0 < keep < 1:
         raise ValueError(f"keep must lie strictly between 0 and 1, got {keep}")
@@ -90,11 +91,12 @@ def fit(
     gaps = rows - rows.gather(-1, target[..., None])  # softmax weight of the target = 1 / sum exp(beta gaps)
     others = torch.ones_like(gaps, dtype=torch.bool).scatter(-1, target[..., None], False)
     reachable = ((gaps < 0) | ~others).all(-1)
-    low, high = torch.ones_like(gaps[..., :1]), torch.full_like(gaps[..., :1], 1e4)
+    low, high = torch.ones_like(gaps[..., :1]), torch.full_like(gaps[..., :1], MOST_BETA)
     for _ in range(60):
         middle = (low * high).sqrt()
         enough = torch.exp(middle * gaps).sum(-1, keepdim=True) <= 1 / keep
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    reachable &= high[..., 0] < MOST_BETA
     entropy = softmax_entropy(block)[..., 0][reachable]
     beta = high[..., 0][reachable]
     if entropy.numel() <= degree:

@@ -9,7 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import linear, softplus
 
 from attnorm.normalizers.contract import Normalizer, ScaleRule, per_head_parameter
 from attnorm.normalizers.entmax import Entmax
@@ -48,19 +48,20 @@ class AdaptiveLengthScale(ScaleRule):
             self.from_hidden.bias[heads:] = raw_gamma
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        raw_beta, raw_gamma = self._raw(hidden_states)
-        return self.delta + softplus(raw_beta) * torch.log(n + 1) ** (2 * torch.tanh(raw_gamma))
+        raw_beta, raw_gamma = self._raw(hidden_states, n.dtype)
+        return self.delta + softplus(raw_beta) * torch.log(n.clamp(min=1) + 1) ** (2 * torch.tanh(raw_gamma))
 
-    def _raw(self, hidden_states: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _raw(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.from_hidden is None:
-            parameters = (self.raw_beta, self.raw_gamma)
+            parameters = (self.raw_beta.to(dtype), self.raw_gamma.to(dtype))
             beta, gamma = (p if p.dim() == 0 else p[:, None, None] for p in parameters)
             return beta, gamma
         if hidden_states is None:
             raise ValueError(
                 "this normalizer reads beta and gamma from the hidden state: pass hidden_states=(batch, queries, width)"
             )
-        per_query = self.from_hidden(hidden_states.to(self.from_hidden.weight.dtype))  # (B, Lq, 2H)
+        weight, bias = self.from_hidden.weight.to(dtype), self.from_hidden.bias.to(dtype)
+        per_query = linear(hidden_states.to(dtype), weight, bias)  # (B, Lq, 2H)
         beta, gamma = per_query.transpose(-1, -2)[..., None].chunk(2, dim=-3)  # (B, H, Lq, 1)
         return beta, gamma
 

@@ -5,7 +5,6 @@ replaced by 0 once, here, through `torch.where`: neither their value nor their g
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ class Block:
         mask = keep if self.mask is None else self.mask & keep
         return replace(self, mask=mask, logits=torch.where(mask, self.logits, 0.0))
 
-    @cached_property
+    @property
     def n(self) -> Tensor:
         """Visible keys of each row, (..., Lq, 1), in the logits' dtype."""
         if self.mask is None:
@@ -96,7 +95,7 @@ class Block:
         counted = self.mask.expand(*self.mask.shape[:-1], self.logits.shape[-1])
         return counted.sum(-1, keepdim=True, dtype=self.logits.dtype)
 
-    @cached_property
+    @property
     def positions(self) -> Positions:
         return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
 

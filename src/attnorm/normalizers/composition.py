@@ -74,6 +74,8 @@ def _selections_of(part: Part | Selection) -> list[Selection]:
         return [part]
     normalizer = _row(part)
     _only(normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax))
+    if not normalizer.selections:
+        raise ValueError(f"{normalizer.name!r} selects no keys; use 'topk', 'local' or a Selection object")
     return normalizer.selections
 
 

@@ -174,7 +174,7 @@ class Normalizer(nn.Module):
     def prepare(self, block: Block) -> Block:
         """The block as the map sees it: rescaled and narrowed."""
         for rule in self.scale:
-            block = block.with_logits(rule(block))
+            block = block.with_logits(block.hide(rule(block)))
         for selection in self.select:
             block = block.narrowed(selection(block))
         return block

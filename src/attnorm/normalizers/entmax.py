@@ -3,8 +3,9 @@
     p = argmax_p <p, z> + H_alpha(p),   H_alpha = sum (p - p^alpha) / (alpha (alpha - 1))
     p_j = [1 + (alpha-1)(z_j - mu)]_+ ^ (1/(alpha-1)),   mu such that sum p = 1
 
-Written with mu instead of the usual tau, the formula is the deformed exponential of z - mu, and alpha = 1 is its limit
-(mu = logsumexp z). The Jacobian is diag(u) - u u^T / sum u with u = p^(2-alpha) on the support: at most 1 in norm.
+Written with mu instead of the usual tau = (alpha-1) mu - 1, the formula is the deformed exponential of z - mu, and
+alpha = 1 is its limit (mu = logsumexp z). The Jacobian is diag(u) - u u^T / sum u with u = p^(2-alpha) on the
+support: at most 1 in norm.
 Papers: Martins & Astudillo 2016, https://arxiv.org/abs/1602.02068 (sparsemax); Peters, Niculae & Martins 2019,
 https://arxiv.org/abs/1905.05702 (entmax); Correia, Niculae & Martins 2019, https://arxiv.org/abs/1909.00015 (learned).
 """
@@ -16,41 +17,50 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
-from attnorm.normalizers.threshold import solve_threshold
+from attnorm.normalizers.contract import Map, Normalizer, Properties, per_head, per_head_parameter
+from attnorm.normalizers.threshold import Newton, solve_threshold
 
-# Below this, alpha-entmax and softmax agree to float64 precision or learned alpha would divide by zero.
+# A learned alpha keeps this distance from 1 and 2, where its gradient would divide 0 by 0.
 LEAST_DEFORMATION = 1e-6
 
 
-def newton_step(shifted: Tensor, alpha: float | Tensor) -> Tensor:
-    """Newton's step for (S^(alpha-1) - 1) / (alpha-1) = 0, S(mu) = sum p: a norm of the row minus 1, hence convex."""
-    total, slope = _sums(shifted, alpha)
+def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
+    """alpha-entmax over the last dimension, 1 < alpha <= 2: the threshold, then one division for an exact sum."""
+    y = z - z.amax(-1, keepdim=True)  # the largest key at 0, or an offset would eat the digits of the rest
     if isinstance(alpha, float) and alpha == 2.0:
-        return (total - 1) / slope
-    return (total - total ** (2 - alpha)) / ((alpha - 1) * slope)
+        p = solve_threshold(y.add_(1), _sparsemax)
+    elif isinstance(alpha, float) and alpha == 1.5:
+        p = solve_threshold(y.mul_(0.5).add_(1), _entmax15)
+    else:
+        p = solve_threshold(y, lambda shifted: _entmax(shifted, alpha))
+    return p / p.sum(-1, keepdim=True)
 
 
-def _sums(shifted: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
-    """sum p and sum p^(2-alpha) of the rows."""
-    if isinstance(alpha, float) and alpha == 2.0:
-        base = shifted.add(1).relu_()
-        return base.sum(-1, keepdim=True), base.sign_().sum(-1, keepdim=True)
-    if isinstance(alpha, float) and alpha == 1.5:
-        base = shifted.mul(0.5).add_(1).relu_()
-        slope = base.sum(-1, keepdim=True)
-        return base.square_().sum(-1, keepdim=True), slope
-    p = deformed_exp(shifted, alpha)
-    return p.sum(-1, keepdim=True), (p ** (2 - alpha)).sum(-1, keepdim=True)
+def _sparsemax(base: Tensor) -> Newton:
+    """p = [base]_+, and sum p - 1."""
+    p = base.relu()
+    return Newton(p, p.sum(-1, keepdim=True) - 1, p.sign().sum(-1, keepdim=True))
 
 
-def deformed_exp(x: Tensor, alpha: float | Tensor) -> Tensor:
-    """[1 + (alpha-1) x]_+ ^ (1/(alpha-1)), through log1p so that alpha near 1 keeps its precision."""
-    if isinstance(alpha, float) and alpha in (1.5, 2.0):
-        base = (1 + (alpha - 1) * x).relu()
-        return base if alpha == 2.0 else base.square()
-    deformation = alpha - 1
-    return torch.exp(torch.log1p((deformation * x).clamp(min=-1)) / deformation)
+def _entmax15(base: Tensor) -> Newton:
+    """p = [base]_+^2, and the norm of its root, minus 1."""
+    root = base.relu()
+    p = root.square()
+    norm = p.sum(-1, keepdim=True).sqrt()  # torch's norm would lose many small weights beside a large one
+    return Newton(p, norm - 1, root.sum(-1, keepdim=True) / norm)
+
+
+def _entmax(x: Tensor, alpha: float | Tensor) -> Newton:
+    """p = [1 + d x]_+^(1/d) with d = alpha - 1, and (S^d - 1) / d with S = sum p: S^d is a norm of [1 + d x]_+.
+
+    Through log1p and expm1, so that alpha near 1 keeps its digits.
+    """
+    d = alpha - 1
+    log_p = (d * x).clamp_(min=-1).log1p_().div_(d)
+    p = torch.exp(log_p)
+    log_total = torch.log(p.sum(-1, keepdim=True))
+    slope = log_p.mul_(1 - d).exp_().sum(-1, keepdim=True) * torch.exp((d - 1) * log_total)
+    return Newton(p, torch.expm1(d * log_total) / d, slope)
 
 
 class _Entmax(torch.autograd.Function):
@@ -58,9 +68,7 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     def forward(z: Tensor, alpha: float | Tensor) -> Tensor:
-        mu = solve_threshold(z, lambda shifted: newton_step(shifted, alpha))
-        p = deformed_exp(z - mu, alpha)
-        return p / p.sum(-1, keepdim=True)
+        return entmax_rows(z, alpha)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -124,36 +132,27 @@ class Entmax(Map):
         self.theta: nn.Parameter | None = None
         if learned:
             start = math.log((alpha - 1) / (2 - alpha))
-            self.theta = nn.Parameter(torch.full((heads or 1,), start))
+            self.theta = per_head_parameter(start, heads)
         elif heads is not None:
             raise ValueError(f"heads={heads} needs learned=True: a fixed alpha is shared by all heads")
-        if not learned and alpha - 1 < LEAST_DEFORMATION:
+        if alpha == 1:
             self.properties = Properties(row_sum="one", swap_untrained=True)
 
     def forward(self, block: Block) -> Tensor:
         z = block.filled_low()
         if self.theta is not None:
-            weights = _Entmax.apply(z, self._learned_alpha(z))  # type: ignore[no-untyped-call]
-        elif self.alpha - 1 < LEAST_DEFORMATION:
+            share = torch.sigmoid(self.theta.to(z.dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
+            weights = _Entmax.apply(z, per_head(1 + share, z))  # type: ignore[no-untyped-call]
+        elif self.alpha == 1:
             weights = torch.softmax(z, dim=-1)
         else:
             weights = _Entmax.apply(z, self.alpha)  # type: ignore[no-untyped-call]
         return block.hide(weights)
 
-    def _learned_alpha(self, z: Tensor) -> Tensor:
-        assert self.theta is not None
-        alpha = 1 + torch.sigmoid(self.theta.to(z.dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
-        if alpha.shape[0] > 1 and (z.dim() < 3 or z.shape[-3] != alpha.shape[0]):
-            raise ValueError(
-                f"alpha is learned for {alpha.shape[0]} heads, but the logits have shape {tuple(z.shape)}; "
-                f"expected (..., {alpha.shape[0]}, queries, keys)"
-            )
-        return alpha[:, None, None] if alpha.shape[0] > 1 else alpha
-
     def lipschitz(self, n: int) -> float | None:
         if n == 1:
             return 0.0
-        return 0.5 if self.theta is None and self.alpha - 1 < LEAST_DEFORMATION else 1.0
+        return 0.5 if self.alpha == 1 else 1.0
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}" if self.theta is None else f"alpha learned from {self.alpha}"

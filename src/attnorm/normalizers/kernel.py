@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu, softplus
+from torch.nn.functional import softplus
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
@@ -32,7 +32,7 @@ def _log_softplus(z: Tensor) -> Tensor:
     # softplus(z) = e^z (1 - e^z/2 + ...) far below 0, where it would underflow.
     low = z < -15
     safe = torch.where(low, 0.0, z)
-    return torch.where(low, z, torch.log(softplus(safe, threshold=50)))
+    return torch.where(low, z - torch.exp(z.clamp(max=-15)) / 2, torch.log(softplus(safe, threshold=50)))
 
 
 def polynomial(power: int = 2, offset: float = 0.0) -> PositiveFunction:
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, PositiveFunction] = {
     "exp": PositiveFunction(torch.exp, torch.exp, log=lambda z: z, shift_invariant=True),
     "softplus": PositiveFunction(softplus, torch.sigmoid, log=_log_softplus),
     "elu+1": PositiveFunction(
-        lambda z: elu(z) + 1,
+        lambda z: torch.where(z > 0, z + 1, torch.exp(z.clamp(max=0))),  # elu(z) + 1 would cancel far below 0
         lambda z: torch.exp(z.clamp(max=0)),
         log=lambda z: torch.where(z > 0, torch.log1p(z.clamp(min=0)), z),
     ),

@@ -19,7 +19,7 @@ class Mixture(Map):
         self.properties = _mixed(first.properties, second.properties)
 
     def forward(self, block: Block) -> Tensor:
-        share = torch.sigmoid(per_head(self.theta, block.logits)).to(block.logits.dtype)
+        share = torch.sigmoid(per_head(self.theta, block.logits).to(block.logits.dtype))
         return share * self.first.weights(block) + (1 - share) * self.second.weights(block)
 
     def lipschitz(self, n: int) -> float | None:

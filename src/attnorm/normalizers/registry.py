@@ -7,9 +7,11 @@ found without an import, through an entry point in the group "attnorm.normalizer
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
@@ -35,6 +37,13 @@ class Entry:
         module, _, attribute = self.target.partition(":")
         factory: Factory = getattr(importlib.import_module(module), attribute)
         return factory
+
+    @property
+    def address(self) -> str:
+        """Where the factory is defined, module:name."""
+        if isinstance(self.target, str):
+            return self.target
+        return f"{getattr(self.target, '__module__', '')}:{getattr(self.target, '__qualname__', self.target)}"
 
     @property
     def summary(self) -> str:
@@ -104,14 +113,19 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
 def entries() -> dict[str, Entry]:
     """All known normalizers: built in, registered, and found through entry points."""
     found = {**BUILT_IN, **_registered}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in found and found[point.name].target != point.value:
+    for point in _entry_points(tuple(sys.path)):
+        if point.name in found and found[point.name].address != point.value:
             raise ValueError(
                 f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer; "
                 "uninstall that package or have it rename its entry point"
             )
-        found[point.name] = Entry(point.value)
+        found.setdefault(point.name, Entry(point.value))
     return found
+
+
+@cache  # a search costs milliseconds, more than a small attention call; it is repeated when the path changes
+def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def available() -> list[str]:

@@ -34,9 +34,6 @@ class DistanceRule(LogitRule):
         slope, offset = self.coefficients(block.positions.distance.to(block.logits.dtype))
         return slope * block.logits + offset
 
-    def gain(self, n: int) -> float | None:
-        return self.coefficients(torch.tensor(float(n - 1)))[0].item()
-
 
 def scale_invariant(tau: float = 10.0) -> Normalizer:
     """softmax(a_t z + m_t): logits spread and sink with the distance t, so near and far keys share alike."""

@@ -23,9 +23,10 @@ class Softpick(Map):
     def forward(self, block: Block) -> Tensor:
         # Everything times e^-m with m = max(0, max z): no exp can overflow, and the result does not change with m.
         m = block.filled(0.0).amax(-1, keepdim=True).clamp(min=0).detach()
-        above = torch.exp(block.logits - m) - torch.exp(-m)
-        total = block.hide(above.abs()).sum(-1, keepdim=True) + self.eps * torch.exp(-m)
-        return block.hide(above.relu() / total)
+        # e^z - 1 = +-e^max(z, 0) (1 - e^-|z|): expm1 keeps the digits of small logits.
+        size = torch.exp(block.logits.relu() - m) * -torch.expm1(-block.logits.abs())
+        total = block.hide(size).sum(-1, keepdim=True) + self.eps * torch.exp(-m)
+        return block.hide(torch.where(block.logits > 0, size, 0.0) / total)
 
 
 def softpick(eps: float = 1e-8) -> Normalizer:

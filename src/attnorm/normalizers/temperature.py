@@ -16,5 +16,5 @@ class Temperature(ScaleRule):
         self.log_temperature = per_head_parameter(math.log(temperature), heads, learned=learned)
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        factor = torch.exp(-self.log_temperature)
+        factor = torch.exp(-self.log_temperature.to(n.dtype))
         return factor if factor.dim() == 0 else factor[:, None, None]

@@ -185,5 +185,10 @@ def safe_sqrt(squared: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
 
+def sum_where(values: Tensor, where: Tensor) -> Tensor:
+    """The sum over the keys where `where` holds; what stands elsewhere, NaN included, does not count."""
+    return torch.where(where, values, 0.0).sum(-1)
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -52,9 +52,10 @@ def proposition31_tight(
     scaling: float = 1.0,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "... H Q"]:
-    """Spread <= 2 |scaling| smax(W_Q^T W_K) ||y|| max_i ||x_i - mean x||; only where q and k are not rotated.
+    """Spread <= 2 |scaling| smax(W_Q^T W_K) ||y|| max_i ||x_i - c||, c = 0 or the mean input, whichever gives less.
 
-    A key bias, and a shift of all key inputs, move the logits of a row alike: neither can widen its spread.
+    Never above the printed bound, but only for heads that do not rotate q and k. A key bias, and a shift of all key
+    inputs, move the logits of a row alike: neither can widen its spread.
     """
     query_weight, query_inputs = _augmented(query_weight, query_bias, query_inputs)
     # With the QR factorisation W_Q^T = U R, W_Q^T W_K = U (R W_K) has the singular values of the small R W_K.
@@ -62,10 +63,15 @@ def proposition31_tight(
     seen = torch.ones_like(key_inputs[..., 0], dtype=torch.bool) if mask is None else mask.any(-2)
     key_inputs = torch.where(seen.unsqueeze(-1), key_inputs, 0.0)
     centre = key_inputs.sum(-2, keepdim=True) / seen.sum(-1).clamp(min=1)[..., None, None]
-    return _bound(_largest_singular(product), query_inputs, key_inputs - centre, scaling, mask)
+    size = _largest_singular(product)
+    return torch.minimum(
+        _bound(size, query_inputs, key_inputs, scaling, mask),
+        _bound(size, query_inputs, key_inputs - centre, scaling, mask),
+    )
 
 
 def _bound(size: Tensor, query_inputs: Tensor, key_inputs: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+    """2 |scaling| size ||y|| max ||x_i|| over the keys that each query sees."""
     norms = torch.linalg.vector_norm(key_inputs, dim=-1).unsqueeze(-2)
     norms = norms.expand(*norms.shape[:-2], query_inputs.shape[-2], norms.shape[-1])
     reach: Tensor = torch.linalg.vector_norm(query_inputs, dim=-1) * observed_range(norms, mask)[1]

@@ -1,0 +1,55 @@
+# Every target works as the first command in a fresh clone: it creates .venv and installs what it needs.
+#   make test      lint, types, layers, then all tests (what .ci/run runs)
+#   make demo      how much weight a clear winner keeps as the context grows: table and figures in demo/
+#   make lint      the first three only
+#   make format    let ruff rewrite what it can
+#   make nightly   the checks too long for every commit: every normalizer compiled, random examples
+#   make bench     speed and memory against what one would use instead
+# Variables: PYTHON (3.11 or newer), WORKERS (parallel test processes), ARGS (more arguments for pytest or bench).
+
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: test lint format demo nightly bench clean
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: $(INSTALLED)
+	$(BIN)/attnorm dispersion --out demo/
+
+nightly: $(INSTALLED)
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/attnorm bench $(ARGS)
+
+clean:
+	rm -rf .venv demo dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "attnorm needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	      "name another one: make PYTHON=python3.12 ..." >&2; exit 1; }; \
+	  echo "creating .venv and installing attnorm with its dependencies (about 1.5 GB; a minute or two)"; \
+	  $(PYTHON) -m venv .venv; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,162 @@
+"""attention() against torch's scaled_dot_product_attention, and against the dense form of the same normalizer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnorm.attention import attention
+from attnorm.bench.timing import Call, in_turn
+from attnorm.engines import fused
+from attnorm.engines.inputs import checked
+from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import available, get
+from attnorm.report.benchmarks import Ratio
+
+RESCALED = 1 / 1.15  # promised: at most this much of SDPA's speed is lost
+ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
+WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of attention, batch 1 and width 64."""
+
+    length: int
+    causal: bool
+    heads: int = 8
+    key_heads: int = 8
+
+    def __str__(self) -> str:
+        groups = "" if self.key_heads == self.heads else f", {self.key_heads} key head{'s' * (self.key_heads > 1)}"
+        return f"L = {self.length:,}{', causal' if self.causal else ''}{groups}"
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        heads = (self.heads, self.key_heads, self.key_heads)
+        q, k, v = (torch.randn(1, count, self.length, WIDTH, generator=generator) for count in heads)
+        return q, k, v
+
+
+FUSED_CASES = [
+    Case(1024, False), Case(1024, True), Case(2048, False), Case(2048, True), Case(4096, False), Case(4096, True),
+    Case(2048, True, key_heads=2),
+]  # fmt: skip
+
+
+def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+    """Everything fused against SDPA, adaptive temperature also as its paper prints it, the rest as dense."""
+    yield from _against_sdpa(quick)
+    yield from _adaptive(quick)
+    yield from _blocked_against_dense(quick, notes)
+
+
+def _against_sdpa(quick: bool) -> Iterator[Ratio]:
+    cases = [Case(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
+    promises = {"softmax": RESCALED, "ssmax": RESCALED, "log_scaled": RESCALED, "softmax1": None, "sink": None}
+    for name, target in promises.items():
+        for case in cases:
+            q, k, v = case.tensors()
+            ours = partial(attention, q, k, v, get(name), causal=case.causal)
+            yield _forward_ratio(
+                f"Attention on fused kernels, forward, float32, batch 1, {case.heads} heads, width {WIDTH}",
+                f"{name}, {case}", "torch SDPA", ours, partial(sdpa, q, k, v, case), None if quick else target,
+                rounds=1 if quick else 15,
+            )  # fmt: skip
+
+
+def _adaptive(quick: bool) -> Iterator[Ratio]:
+    normalizer = get("adaptive_temperature")
+    assert isinstance(normalizer, Normalizer)
+    for case in [Case(256, True, 2, 2)] if quick else [Case(4096, False, 4, 4), Case(4096, True, 4, 4)]:
+        q, k, v = case.tensors()
+        ours = partial(attention, q, k, v, normalizer, causal=case.causal)
+        for against, theirs, target in [
+            ("torch SDPA", partial(sdpa, q, k, v, case), ADAPTIVE),
+            ("its eager form", partial(adaptive_as_printed, q, k, v, causal=case.causal), ADAPTIVE_EAGER),
+        ]:
+            yield _forward_ratio(
+                f"Adaptive temperature, two fused passes, forward, float32, batch 1, {case.heads} heads, width {WIDTH}",
+                f"adaptive_temperature, {case}", against, ours, theirs, None if quick else target,
+                rounds=1 if quick else 9,
+            )  # fmt: skip
+
+
+def _forward_ratio(
+    topic: str, what: str, against: str, ours: Call, theirs: Call, target: float | None, *, rounds: int
+) -> Ratio:
+    with torch.no_grad():
+        timed = in_turn(ours, theirs, rounds=rounds)
+    return Ratio(topic=topic, what=what, against=against, target=target, **asdict(timed))
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.key_heads != case.heads)
+
+
+def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Adaptive temperature as one writes it down from the paper."""
+    logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        ahead = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(ahead, torch.finfo(logits.dtype).min)
+    p = torch.softmax(logits, dim=-1)
+    entropy = -(p * torch.log(p + 1e-9)).sum(-1, keepdim=True)
+    beta = torch.zeros_like(entropy)
+    for coefficient in PRINTED:
+        beta = beta * entropy + coefficient
+    beta = torch.where(entropy > LEAST_ENTROPY, beta.clamp(min=1), 1.0)
+    return torch.softmax(logits * beta, dim=-1) @ v
+
+
+def blocked_normalizers() -> list[str]:
+    """Names of the row normalizers that attention() computes in blocks of queries."""
+    q = torch.zeros(1, 1, 2, 4)
+    inputs = checked(q, q, q, mask=None, causal=True, scale=None, positions=None)
+    made = {name: get(name) for name in available()}
+    return [
+        name for name, normalizer in made.items()
+        if isinstance(normalizer, Normalizer) and not fused.applies(inputs, normalizer)
+    ]  # fmt: skip
+
+
+def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
+    case = Case(192, True, 2, 2) if quick else Case(2048, True, 4, 4)
+    q, k, v = case.tensors()
+    for name in blocked_normalizers():
+        normalizer = get(name)
+        assert isinstance(normalizer, Normalizer)
+        ours = partial(attention, normalizer=normalizer, causal=True)
+        theirs = partial(dense, normalizer=normalizer, causal=True)
+        for way, run in [("forward", _forward), ("forward + backward", _forward_and_backward)]:
+            try:
+                timed = in_turn(partial(run, ours, q, k, v), partial(run, theirs, q, k, v), rounds=1 if quick else 5)
+            except (TypeError, ValueError, NotImplementedError) as error:  # a registered one that wants more
+                notes.append(f"{name} was not timed: {error}")
+                break
+            topic = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
+            yield Ratio(topic=topic, what=f"{name}, {way}", against="its dense form", **asdict(timed))
+
+
+def _forward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> object:
+    with torch.no_grad():
+        return attend(q, k, v)
+
+
+def _forward_and_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> object:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    output = attend(*leaves)
+    return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bool) -> Tensor:
+    """The textbook form: all logits, all weights, one product."""
+    logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    queries, keys = logits.shape[-2:]
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries) if causal else None
+    weights: Tensor = normalizer(logits, mask)
+    return weights @ v

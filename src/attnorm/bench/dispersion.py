@@ -1,0 +1,150 @@
+"""How much weight does a clear winner keep as the context grows? Every normalizer asked the same question.
+
+One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0.
+What it keeps is w / max(1, sum |w|): its weight, except that rows which sum to more than 1 are divided by their sum.
+A mechanism is asked through its queries and keys; its weights are the derivative of the output by the values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.attention import attention
+from attnorm.mechanisms.differential import Differential
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.registry import available, get
+from attnorm.report.dispersion import Curve, Dispersion
+
+LENGTHS = tuple(2**power for power in range(4, 18))  # 16 .. 131,072
+
+# Settings that matter for the answer and are stated with it; any other normalizer is drawn as `get(name)` makes it.
+SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "entmax": (("entmax, α = 1.25", {"alpha": 1.25}),),
+    "ssmax": (("ssmax, s = 0.17", {}), ("ssmax, s = 0.43", {"s": 0.43})),  # the start; the paper's Figure 1
+    "asentmax": (("asentmax, γ = 0", {}), ("asentmax, γ = 1", {"gamma": 1.0})),
+    "adaptive_temperature": (
+        ("adaptive_temperature", {}),
+        ("adaptive_temperature, monotone", {"monotone": True}),
+    ),
+    "topk": (("topk, k = 64", {}), ("topk, k = √n", {"k": "sqrt"})),
+    "log_scaled": (("log_scaled, Qwen", {}), ("log_scaled, Llama 4", {"rule": "llama4"})),
+    "kernel": (("kernel, softplus", {}),),
+    "local": (("local, 256 keys", {}),),
+    "differential": (("differential, λ = 0.2", {"head_norm": False, "width": 1}),),
+}
+
+# Mechanisms for which the row of scores does not settle the answer.
+NOT_ASKED = {
+    "selective": "it depends on what earlier queries selected; where they selected nothing it is softmax",
+    "soft": "its landmarks are averages of keys, so the answer depends on where the keys lie, not on their scores",
+}
+
+
+def dispersion(
+    *,
+    gap: float = 6.0,
+    noise: float = 1.0,
+    lengths: Sequence[int] = LENGTHS,
+    draws: int = 5,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Dispersion:
+    """The curves of all normalizers (or of `names`); `progress` hears each name before it is measured."""
+    _check(gap, noise, lengths, draws)
+    curves: list[Curve] = []
+    left_out: dict[str, str] = {}
+    rows = {n: _scores(n, gap, noise, draws if noise else 1, seed) for n in lengths}
+    for name in available() if names is None else names:
+        progress(name)
+        if name in NOT_ASKED:
+            left_out[name] = NOT_ASKED[name]
+            continue
+        try:
+            for label, options in SETTINGS.get(name, ((name, {}),)):
+                normalizer = get(name, **options)
+                kept = tuple(_kept(normalizer, rows[n], n // 2) for n in lengths)
+                curves.append(Curve(name=name, label=label, lengths=tuple(lengths), kept=kept))
+        except (TypeError, ValueError, NotImplementedError) as error:  # one that is not ours and wants more than scores
+            left_out[name] = str(error)
+    return Dispersion(gap=gap, noise=noise, draws=draws, seed=seed, curves=tuple(curves), left_out=left_out)
+
+
+def _check(gap: float, noise: float, lengths: Sequence[int], draws: int) -> None:
+    if not gap > 0:
+        raise ValueError(f"gap must be positive (how far the winner's score lies above the mean of others), got {gap}")
+    if not noise >= 0:
+        raise ValueError(f"noise must not be negative (standard deviation of the other scores), got {noise}")
+    if not lengths or min(lengths) < 2 or list(lengths) != sorted(set(lengths)):
+        raise ValueError(f"lengths must rise and start at 2 or more keys, got {list(lengths)}")
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1, got {draws}")
+
+
+def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:
+    """(draws, 1, n) with the winner at n // 2."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = noise * torch.randn(draws, 1, n, generator=generator, dtype=torch.float64)
+    scores[..., n // 2] = gap
+    return scores
+
+
+def _kept(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> float:
+    weights = _weights(normalizer, scores, winner)
+    share = weights[..., winner].abs() / weights.abs().sum(-1).clamp(min=1)
+    return share.median().item()
+
+
+def _weights(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> Tensor:
+    """(draws, 1, n)."""
+    if isinstance(normalizer, Normalizer):
+        with torch.no_grad():
+            weights: Tensor = normalizer(scores)
+        return weights
+    if normalizer.name not in PROBES:
+        raise ValueError("it takes queries and keys; attnorm does not know which ones would give it these scores")
+    return torch.cat([PROBES[normalizer.name](normalizer, row, winner) for row in scores.split(1)])
+
+
+def _linear_in_values(mechanism: Mechanism, q: Tensor, k: Tensor, *, scale: float | None) -> Tensor:
+    """Weights (1, 1, n) of the one query: the derivative of the output by the values."""
+    values = torch.zeros(1, 1, k.shape[-2], 1, dtype=k.dtype, requires_grad=True)
+    output = attention(q, k, values, mechanism, scale=scale)
+    (weights,) = torch.autograd.grad(output.sum(), values)
+    return weights[..., 0].detach()
+
+
+def _ask_gaussian(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+    # The query lies on the best key, the others at the distance whose kernel is exp(score - best score).
+    distance = torch.sqrt(2 * (scores.amax(-1, keepdim=True) - scores))[..., None]
+    return _linear_in_values(mechanism, torch.zeros_like(distance[..., :1, :]), distance, scale=1.0)
+
+
+def _ask_linear(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+    # Width 64: q . k / 8 gives the scores, and the rest of each key is unit normal noise orthogonal to q.
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 1, 64, generator=generator)
+    k = torch.randn(1, 1, scores.shape[-1], 64, generator=generator)
+    wanted = 8 * scores[..., None].float()
+    k = k + (wanted - (k * q).sum(-1, keepdim=True)) * q / q.square().sum()
+    return _linear_in_values(mechanism, q, k, scale=None).double()
+
+
+def _ask_differential(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+    # The second map sees the same noise but no winner. Its share lambda is the paper's start.
+    assert isinstance(mechanism, Differential)
+    with torch.no_grad():
+        mechanism.vectors.zero_()
+    without_winner = scores.clone()
+    without_winner[..., winner] = 0.0
+    k = torch.cat([scores, without_winner], dim=1)[..., None]
+    return _linear_in_values(mechanism, torch.ones_like(k[..., :1, :]), k, scale=1.0)
+
+
+PROBES: dict[str, Callable[[Mechanism, Tensor, int], Tensor]] = {
+    "gaussian": _ask_gaussian,
+    "linear": _ask_linear,
+    "differential": _ask_differential,
+}

@@ -1,0 +1,116 @@
+"""What is installed here, and whether the promises that everything else rests on hold on this machine."""
+
+import platform
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnorm.attention import attention
+from attnorm.bench.attention import dense
+from attnorm.bench.machine import this_machine
+from attnorm.normalizers.check import check_normalizer
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import get
+from attnorm.report.health import Check, Health, Optional
+
+OPTIONAL_PACKAGES = {
+    "triton": "torch.compile and FlexAttention on CUDA",
+    "adasplash": "fused entmax on CUDA",
+    "entmax": "the rival in `attnorm bench normalizers`",
+    "transformers": "Hugging Face models",
+}
+CLOSE = 1e-5  # float32 attention of unit normal inputs
+
+
+def examine() -> Health:
+    """Everything the doctor tells; takes a few seconds."""
+    return Health(
+        machine=this_machine(),
+        versions={
+            "attnorm": _version("attnorm") or "not installed",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        devices=_devices(),
+        optional=(
+            *(Optional(name=name, version=_version(name), enables=use) for name, use in OPTIONAL_PACKAGES.items()),
+            Optional(name="C++ compiler", version=_compiler(), enables="torch.compile on the CPU"),
+        ),
+        checks=tuple(_tried(promise, attempt) for promise, attempt in PROMISES.items()),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[str, ...]:
+    cuda = (f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count()))
+    return ("cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else []))
+
+
+def _compiler() -> str | None:
+    found = next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
+    return found
+
+
+def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> Check:
+    try:
+        passed, detail = attempt()
+    except Exception as error:  # whatever breaks here is what the user came to learn
+        passed, detail = False, f"{type(error).__name__}: {error}"
+    return Check(promise=promise, passed=passed, detail=detail)
+
+
+def _keeps_the_contract(name: str) -> tuple[bool, str]:
+    report = check_normalizer(name, raise_on_failure=False)
+    failures = "; ".join(f"{check.name}: {check.detail}" for check in report.failures)
+    return report.passed, failures or f"{len(report.checks)} checks"
+
+
+def _matches_sdpa() -> tuple[bool, str]:
+    q, k, v = _inputs(64)
+    return _close(attention(q, k, v, "softmax", causal=True), scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def _blocks_match_the_dense_form() -> tuple[bool, str]:
+    normalizer = get("entmax15")
+    assert isinstance(normalizer, Normalizer)
+    q, k, v = _inputs(2048)
+    with torch.no_grad():
+        return _close(attention(q, k, v, normalizer, causal=True), dense(q, k, v, normalizer, causal=True))
+
+
+def _hidden_keys_get_nothing() -> tuple[bool, str]:
+    logits = torch.tensor([[0.0, torch.nan, 1.0]], requires_grad=True)
+    normalizer = get("entmax15")
+    weights = normalizer(logits, torch.tensor([[True, False, True]]))
+    (gradient,) = torch.autograd.grad((weights * torch.tensor([3.0, 2.0, 1.0])).sum(), logits)
+    clean = weights[0, 1].item() == 0 == gradient[0, 1].item() and bool(torch.isfinite(gradient).all())
+    return clean, "weight 0, gradient 0" if clean else f"weights {weights.tolist()}, gradient {gradient.tolist()}"
+
+
+def _inputs(length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 1, length, 32, generator=generator) for _ in range(3)]
+
+
+def _close(ours: Tensor, expected: Tensor) -> tuple[bool, str]:
+    error = (ours - expected).abs().max().item()
+    return error <= CLOSE, f"largest difference {error:.1e}"
+
+
+PROMISES: dict[str, Callable[[], tuple[bool, str]]] = {
+    "softmax keeps the contract": lambda: _keeps_the_contract("softmax"),
+    "entmax15 keeps the contract": lambda: _keeps_the_contract("entmax15"),
+    "attention with softmax equals torch SDPA": _matches_sdpa,
+    "attention in blocks equals the dense form": _blocks_match_the_dense_form,
+    "a NaN at a hidden key does not leak": _hidden_keys_get_nothing,
+}

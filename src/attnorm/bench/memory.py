@@ -1,0 +1,108 @@
+"""Peak memory of one attention call: resident size at its highest minus resident size just before, in a fresh process.
+
+The resident size counts everything a user would see in `top` - the output and the gradients (17 MB each at the promised
+size), the blocks in flight, and whatever the allocator holds on to. It is measured by the system, not by torch.
+"""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from attnorm.attention import attention
+from attnorm.bench.attention import WIDTH, blocked_normalizers
+from attnorm.normalizers.registry import get
+from attnorm.report.benchmarks import Footprint
+
+MEGABYTE = 10**6
+PROMISED_MB = 400.0
+HEADS = 4
+
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Measured:
+    forward_mb: float
+    backward_mb: float
+    seconds: float
+
+
+def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Footprint]:
+    """Every normalizer that runs in blocks of queries, causal."""
+    if not _RESET.exists():
+        notes.append("memory is not measured: it needs /proc/self/clear_refs, which only Linux has")
+        return
+    length = 1024 if quick else 16_384
+    for name in ["entmax15"] if quick else blocked_normalizers():
+        try:
+            measured = in_fresh_process(name, length)
+        except RuntimeError as error:
+            notes.append(f"the memory of {name} was not measured: {error}")
+            continue
+        yield Footprint(
+            what=name,
+            setting=f"L = {length:,}, causal, {HEADS} heads, width {WIDTH}, float32",
+            dense_mb=HEADS * length * length * 4 / MEGABYTE,
+            target_mb=None if quick else PROMISED_MB,
+            **asdict(measured),
+        )
+
+
+def in_fresh_process(name: str, length: int) -> Measured:
+    """The peak of `name` at this length, in a process that has done nothing else."""
+    code = f"from attnorm.bench.memory import report; report({name!r}, {length}, {torch.get_num_threads()})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    if run.returncode != 0:
+        raise RuntimeError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
+    return Measured(**json.loads(run.stdout))
+
+
+def report(name: str, length: int, threads: int) -> None:
+    """What the fresh process runs: measures, and prints JSON."""
+    torch.set_num_threads(threads)
+    sys.stdout.write(json.dumps(asdict(measure(name, length))))
+
+
+def measure(name: str, length: int) -> Measured:
+    normalizer = get(name)
+
+    def run(queries: int, backward: bool) -> None:
+        q, k, v = (t[..., :queries, :].requires_grad_(backward) for t in inputs)
+        with torch.set_grad_enabled(backward):
+            output = attention(q, k, v, normalizer, causal=True)
+        if backward:
+            torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+
+    inputs = [torch.randn(1, HEADS, length, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    for backward in (False, True):
+        run(min(64, length), backward)  # libraries load and thread pools start outside the measurement
+    start = time.perf_counter()
+    forward = peak_above(lambda: run(length, False))
+    both = peak_above(lambda: run(length, True))
+    return Measured(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)
+
+
+def peak_above(call: Callable[[], object]) -> int:
+    """Bytes by which the resident size rose above its present value at the highest point of the call. Linux only."""
+    gc.collect()
+    _RESET.write_text("5")  # sets the high-water mark to the present resident size
+    before = _resident("VmRSS")
+    call()
+    return _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{_STATUS} does not tell {field}; memory can be measured on Linux only")
+    return int(found[1]) * 1024

@@ -1,0 +1,104 @@
+"""The sparse maps against the package that people use for them today, entmax (https://github.com/deep-spin/entmax)."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.bench.timing import Call, in_turn
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import get
+from attnorm.report.benchmarks import Ratio
+
+Map = Callable[[Tensor], Tensor]
+
+EAGER, BACKWARD, COMPILED = 4.0, 3.0, 10.0  # promised speedups
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One of our maps, and the function of the entmax package that computes the same."""
+
+    name: str
+    alpha: float
+    function: str
+    options: dict[str, Any]
+    compiles: bool = True  # in reasonable time: the bisection unrolls into fifty steps and takes minutes
+
+
+RIVALS = [
+    Rival("sparsemax", 2.0, "sparsemax", {}),
+    Rival("entmax15", 1.5, "entmax15", {}),
+    Rival("entmax", 1.5, "entmax_bisect", {"alpha": 1.5}, compiles=False),
+]
+
+
+def compare_normalizers(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+    """Eager, forward and backward, and compiled; appends to `notes` what could not be compared."""
+    try:
+        package = importlib.import_module("entmax")
+    except ImportError:
+        notes.append("the entmax package is not installed, so there is nothing to compare with: pip install entmax")
+        return
+    rows, keys = (64, 128) if quick else (1024, 1024)
+    topic = f"{rows} rows of {keys} keys, float32, normal logits, against entmax"
+    logits = torch.randn(rows, keys, generator=torch.Generator().manual_seed(0))
+    for rival in RIVALS:
+        ours = get(rival.name)
+        assert isinstance(ours, Normalizer)
+        theirs = _on_last_dimension(getattr(package, rival.function), rival.options)
+        yield from _compare(topic, rival, ours, theirs, logits, quick)
+
+
+def _on_last_dimension(function: Callable[..., Tensor], options: dict[str, Any]) -> Map:
+    return lambda logits: function(logits, dim=-1, **options)
+
+
+def _compare(topic: str, rival: Rival, ours: Map, theirs: Map, logits: Tensor, quick: bool) -> Iterator[Ratio]:
+    peer = f"entmax.{rival.function}"
+    exact = by_bisection(logits.double(), rival.alpha)
+
+    def ratio(way: str, against: str, a: Call, b: Call, target: float, errors: tuple[float | None, ...]) -> Ratio:
+        timed = in_turn(a, b, rounds=1 if quick else 11)
+        return Ratio(
+            topic=topic, what=f"{rival.name}, {way}", against=against, target=None if quick else target,
+            error=errors[0], their_error=errors[1], **asdict(timed),
+        )  # fmt: skip
+
+    def forward(way: str, against: str, a: Map, b: Map, target: float) -> Ratio:
+        with torch.no_grad():
+            errors = tuple((function(logits) - exact).abs().max().item() for function in (a, b))
+            return ratio(way, against, partial(a, logits), partial(b, logits), target, errors)
+
+    yield forward("forward", peer, ours, theirs, EAGER)
+    leaf, upstream = logits.clone().requires_grad_(), torch.randn_like(logits)
+    a, b = (partial(_gradient, function, leaf, upstream) for function in (ours, theirs))
+    yield ratio("forward + backward", peer, a, b, BACKWARD, (None, None))
+    if quick:
+        return
+    torch.compiler.reset()
+    compiled: Map = torch.compile(ours)
+    yield forward("forward, compiled", peer, compiled, theirs, COMPILED)
+    if rival.compiles:
+        yield forward("forward, compiled", f"{peer}, compiled", compiled, torch.compile(theirs), COMPILED)
+
+
+def _gradient(function: Map, leaf: Tensor, upstream: Tensor) -> Tensor:
+    return torch.autograd.grad(function(leaf), leaf, upstream)[0]
+
+
+def by_bisection(z: Tensor, alpha: float) -> Tensor:
+    """alpha-entmax by halving the interval of the threshold in float64: slow, and right."""
+    scaled = (alpha - 1) * z.double()
+    high = scaled.amax(-1, keepdim=True)
+    low = high - 1
+    for _ in range(80):
+        middle = (low + high) / 2
+        mass = (scaled - middle).relu().pow(1 / (alpha - 1)).sum(-1, keepdim=True)
+        low, high = torch.where(mass >= 1, middle, low), torch.where(mass >= 1, high, middle)
+    weights = (scaled - low).relu().pow(1 / (alpha - 1))
+    return weights / weights.sum(-1, keepdim=True)

@@ -1,0 +1,20 @@
+"""attnorm doctor: what is here, and does it work?"""
+
+import typer
+
+from attnorm.cli.output import Json, show, show_json, status
+
+
+def doctor(as_json: Json = False) -> None:
+    """Tell versions, devices and optional packages, and check attnorm on this machine. Exit code 1 if a check fails."""
+    from attnorm.bench.doctor import examine
+    from attnorm.report.health import health_tables
+
+    with status("examining"):
+        health = examine()
+    if as_json:
+        show_json(health.as_dict())
+    else:
+        show(health_tables(health))
+    if not health.well:
+        raise typer.Exit(1)

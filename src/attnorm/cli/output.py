@@ -1,0 +1,41 @@
+"""Where output goes: results to stdout, everything else to stderr."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+NARROWEST = 130  # columns of a table where no terminal says how wide it is
+
+
+def show(renderable: RenderableType) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, NARROWEST))
+    console.print(renderable)
+
+
+def show_json(value: list[dict[str, Any]] | dict[str, Any]) -> None:
+    """NaN and infinities are refused: they are not JSON."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+@contextmanager
+def status(what: str) -> Iterator[Any]:
+    """A line on stderr that says what is being done; `.update(text)` changes it. Silent where stderr is no terminal."""
+    with Console(stderr=True).status(what) as line:
+        yield line
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """A ValueError is the caller's: print what it says and leave with exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

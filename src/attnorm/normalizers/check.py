@@ -1,0 +1,131 @@
+"""The contract as a test that anyone can run, on a built-in normalizer or on one's own.
+
+    attnorm.check_normalizer("entmax15")
+    attnorm.check_normalizer(compose("entmax15", scale=MyRule()))
+
+Every promise is checked that the contract or the normalizer's own `properties` make; the checks are the functions of
+`attnorm.normalizers.checks`. One that cannot hold is excepted by name, with the reason.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attnorm.normalizers.checks import CHECKS, CheckFunction, Subject
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.registry import resolve
+
+# The built-in normalizers' exceptions: which check does not apply to which, and why.
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "hard": {
+        "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
+    },
+    "kernel": {
+        "large_precision": "computed as softmax of log F, and log 1e4 = 9.2 takes two bits that F itself would keep",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check's outcome; `detail` holds the complaints, or the reason why it is excepted."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check_normalizer` found."""
+
+    normalizer: str
+    checks: tuple[Check, ...]
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"{self.normalizer}: {len(self.checks) - len(self.failures)} of {len(self.checks)} checks passed"]
+        for check in self.checks:
+            detail = f": {check.detail}" if check.detail else ""
+            lines.append(f"  {'passed' if check.passed else 'FAILED'}  {check.name}{detail}")
+        return "\n".join(lines)
+
+
+class ContractError(AssertionError):
+    """A normalizer breaks the contract; `report` says where."""
+
+    def __init__(self, report: Report) -> None:
+        failures = "\n".join(f"  {check.name}: {check.detail}" for check in report.failures)
+        super().__init__(
+            f"{report.normalizer!r} fails {len(report.failures)} of {len(report.checks)} checks\n{failures}\n"
+            "Correct the normalizer or what it declares, or pass exceptions={check: reason} for what cannot hold."
+        )
+        self.report = report
+
+
+def check_normalizer(
+    normalizer: str | Normalizer,
+    *,
+    heads: int = 2,
+    width: int | None = None,
+    exceptions: Mapping[str, str] | None = None,
+    compile: bool = False,
+    raise_on_failure: bool = True,
+) -> Report:
+    """Check a normalizer against the contract and its own declared properties; raise ContractError where it fails.
+
+    heads: of the test logits, as many as the normalizer has parameters for. width: of the hidden states, if it reads
+    them. exceptions: {check name: reason}; the built-in ones have theirs in EXCEPTIONS. compile: compare with
+    torch.compile too, which takes a while.
+    """
+    subject = Subject.of(_row_normalizer(normalizer), heads, width)
+    name = subject.normalizer.name
+    excepted = EXCEPTIONS.get(name, {}) if exceptions is None else _known(exceptions)
+    wanted = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
+    checks = []
+    for check, function in wanted.items():
+        checks.append(
+            Check(check, True, f"excepted, {excepted[check]}") if check in excepted else _run(check, function, subject)
+        )
+        if check == "runs" and not checks[-1].passed:
+            break
+    report = Report(name, tuple(checks))
+    if raise_on_failure and not report.passed:
+        raise ContractError(report)
+    return report
+
+
+def _run(name: str, function: CheckFunction, subject: Subject) -> Check:
+    try:
+        complaints = list(function(subject))
+    except Exception as error:  # a normalizer that raises has failed the check; the others may still say why
+        complaints = [f"raised {type(error).__name__}: {error}"]
+        if name == "runs":
+            complaints.append(f"tried with heads={subject.heads}, width={subject.width}; pass others if it needs them")
+    return Check(name, not complaints, "; ".join(dict.fromkeys(complaints)))
+
+
+def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
+    resolved = resolve(normalizer)
+    if isinstance(resolved, Mechanism):
+        raise TypeError(
+            f"{resolved.name!r} is an attention mechanism: it has no rows of weights for this contract to speak of; "
+            "compare its output with a dense reference instead"
+        )
+    return resolved
+
+
+def _known(exceptions: Mapping[str, str]) -> Mapping[str, str]:
+    for name in exceptions:
+        if name not in CHECKS:
+            close = difflib.get_close_matches(name, CHECKS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the checks are {', '.join(CHECKS)}"
+            raise ValueError(f"exceptions name an unknown check {name!r}; {hint}")
+    return exceptions

@@ -1,0 +1,98 @@
+"""Hidden keys do not exist: no weight, no gradient, no influence, wherever and however many they are."""
+
+import math
+
+import torch
+
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, some_mask
+
+ROUNDING = 1e-10
+
+
+def hidden_keys(subject: Subject) -> Complaints:
+    """A hidden key gets exactly 0, as weight and as gradient."""
+    logits = subject.logits()
+    hidden = ~some_mask(logits).expand(logits.shape)
+    weights, gradient, _ = subject.gradients(logits, ~hidden)
+    if exceeds(largest(weights[hidden]), 0):
+        yield f"a hidden key gets weight {largest(weights[hidden])!r} instead of 0"
+    if exceeds(largest(gradient[hidden]), 0):
+        yield f"a hidden key gets gradient {largest(gradient[hidden])!r} instead of 0"
+
+
+def hidden_values(subject: Subject) -> Complaints:
+    """What stands in a hidden logit, NaN and infinity included, reaches neither weights nor any gradient."""
+    logits = subject.logits()
+    mask = some_mask(logits)
+    weights, gradient, parameters = subject.gradients(logits, mask)
+    for value in (math.nan, math.inf, -math.inf, 1e30, torch.finfo(torch.float64).min):
+        new_weights, new_gradient, new_parameters = subject.gradients(torch.where(mask, logits, value), mask)
+        if not torch.equal(new_weights, weights):
+            yield f"{value} in hidden logits changes a weight by {largest(new_weights - weights):.3g}"
+        if not torch.equal(new_gradient, gradient):
+            yield f"{value} in hidden logits changes a gradient by {largest(new_gradient - gradient):.3g}"
+        for name, found in new_parameters.items():
+            if not torch.equal(found, parameters[name]):
+                yield f"{value} in hidden logits changes the gradient of {name} to {found.tolist()}"
+
+
+def empty_rows(subject: Subject) -> Complaints:
+    """A row that sees no key is all zeros, has gradient 0, disturbs no other row and no parameter's gradient."""
+    logits = subject.logits()
+    mask = some_mask(logits).clone()
+    before, _, _ = subject.gradients(logits, mask)
+    mask[0, :, 1] = False
+    mask[1] = False
+    empty = ~mask.any(-1).expand(logits.shape[:-1])
+    weights, gradient, parameters = subject.gradients(logits, mask)
+    for what, found in (("weight", weights), ("gradient", gradient)):
+        if exceeds(largest(found[empty]), 0):
+            yield f"a row without visible keys has a {what} of {largest(found[empty])!r} instead of 0"
+    if exceeds(largest((weights - before)[~empty]), ROUNDING):
+        yield f"an empty row changes another row's weight by {largest((weights - before)[~empty]):.3g}"
+    for name, found in parameters.items():
+        if not found.isfinite().all():
+            yield f"with an empty row the gradient of {name} is {found.tolist()}"
+    for name, found in subject.gradients(logits, torch.zeros_like(mask))[2].items():
+        if exceeds(largest(found), 0):
+            yield f"with empty rows only the gradient of {name} is {found.tolist()} instead of 0"
+
+
+def padding(subject: Subject) -> Complaints:
+    """Hidden keys before, behind or between the others change no weight, tokens keeping their positions."""
+    queries, keys = 5, 7
+    logits = subject.logits(queries, keys)
+    mask = some_mask(logits)
+    query = torch.arange(keys - queries, keys)
+    expected = subject(logits, mask, positions=Positions(query, torch.arange(keys)))
+    real = torch.arange(keys)
+    places = {"left": (real + 6, 13), "right": (real, 13), "both": (real + 3, 13), "between": (2 * real + 1, 15)}
+    for where, (place, width) in places.items():
+        key = torch.full((width,), -1).scatter(0, place, real)
+        wide = torch.full((*logits.shape[:-1], width), 3.0, dtype=logits.dtype)
+        wide[..., place] = logits
+        seen = torch.zeros(*mask.shape[:-1], width, dtype=torch.bool)
+        seen[..., place] = mask
+        weights = subject(wide, seen, positions=Positions(query, key))
+        if exceeds(largest(weights[..., place] - expected), ROUNDING):
+            yield f"padding ({where}) changes a weight by {largest(weights[..., place] - expected):.3g}"
+    counted = subject(torch.cat([logits, logits], -1), torch.cat([torch.zeros_like(mask), mask], -1))
+    change = largest(counted[..., keys:] - subject(logits, mask))
+    if exceeds(change, ROUNDING):
+        yield f"padding (left), positions counted by default, changes a weight by {change:.3g}"
+
+
+def mask_shapes(subject: Subject) -> Complaints:
+    """A mask that broadcasts gives what the same mask gives when expanded."""
+    logits = subject.logits()
+    full = some_mask(logits)
+    per_head = (torch.arange(subject.heads) % 2 == 0)[:, None, None] | full[0]
+    views = (full[0, 0, 0], full[0, 0], full[:1], full[:, :, :1], full[:, :, :, -1:])
+    for mask in (torch.tensor(True), *views, per_head, full):
+        change = largest(subject(logits, mask) - subject(logits, mask.expand(logits.shape).contiguous()))
+        if exceeds(change, ROUNDING):
+            yield f"a mask of shape {tuple(mask.shape)} differs from the same one expanded by {change:.3g}"
+    change = largest(subject(logits) - subject(logits, torch.ones_like(logits, dtype=torch.bool)))
+    if exceeds(change, ROUNDING):
+        yield f"no mask differs from a mask that hides nothing by {change:.3g}"

@@ -1,0 +1,72 @@
+"""Digits: each dtype loses no more than twice what a plain computation in it must lose, measured against float64.
+
+The reference is the normalizer in float64, on the logits as rounded to the dtype. Nothing can do better than
+- float16, bfloat16: the reference rounded once to the dtype (so half-precision logits must be computed in float32);
+- float32: the reference on logits off by one unit in the last place of 1 + |z| + log n, times 1 + log n such units.
+  Any formula commits such errors: these are the numbers that a weight and its logarithm are added up from.
+That is the plain version. As in FlashAttention's tests, its largest error, doubled, is the tolerance: no magic numbers.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, seeded, some_mask
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def half_precision(subject: Subject) -> Complaints:
+    """float16 and bfloat16 logits are computed in float32 and rounded once, whatever the dtype of the parameters."""
+    for dtype in HALF:
+        yield from _compare(subject, subject.to(torch.float32), dtype)
+        low = subject.to(dtype)
+        yield from _compare(low.to(torch.float64), low, dtype)
+
+
+def single_precision(subject: Subject) -> Complaints:
+    """float32 weights err at most twice as much as the plain version's."""
+    yield from _compare(subject, subject.to(torch.float32), torch.float32)
+
+
+def large_logits(subject: Subject) -> Complaints:
+    """Logits of 1e4, of either sign or both, give finite weights and gradients."""
+    for what, logits in _large(subject).items():
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            weights, gradient, _ = subject.to(dtype).gradients(logits.to(dtype), some_mask(logits))
+            for kind, found in (("weight", weights), ("gradient", gradient)):
+                if not found.isfinite().all():
+                    yield f"{dtype} logits around {what} give a {kind} of {found[~found.isfinite()][0].item()}"
+
+
+def large_precision(subject: Subject) -> Complaints:
+    """They keep their digits in float32 too."""
+    yield from _compare(subject, subject.to(torch.float32), torch.float32, list(_large(subject).values()))
+
+
+def _large(subject: Subject) -> dict[str, Tensor]:
+    near = subject.logits(5, 67)
+    return {"+-1e4": near.sign() * 1e4, "1e4": near + 1e4, "-1e4": near - 1e4}
+
+
+def _compare(
+    reference: Subject, subject: Subject, dtype: torch.dtype, cases: list[Tensor] | None = None
+) -> Iterator[str]:
+    for logits in cases or [reference.logits(7, 257, spread=spread) for spread in (1e-3, 0.3, 1.0, 10.0)]:
+        low, mask = logits.to(dtype), some_mask(logits)
+        exact = reference(low.double(), mask)
+        allowed = 2 * largest(_plain(reference, low, mask, exact).double() - exact)
+        error = largest(subject(low, mask).double() - exact)
+        if exceeds(error, allowed):
+            yield f"{dtype} weights err by {error:.3g} for logits up to {largest(low):.3g}; plain allows {allowed:.3g}"
+
+
+def _plain(reference: Subject, low: Tensor, mask: Tensor, exact: Tensor) -> Tensor:
+    if low.dtype in HALF:
+        return exact.to(low.dtype)
+    eps, log_n = torch.finfo(low.dtype).eps, math.log(low.shape[-1])
+    sign, other_sign = (torch.randn(low.shape, generator=seeded(seed)).double().sign() for seed in (11, 12))
+    off = eps * (1 + low.double().abs() + log_n) * sign
+    return (reference(low.double() + off, mask) * (1 + eps * (1 + log_n) * other_sign)).to(low.dtype)

@@ -1,0 +1,122 @@
+"""What a normalizer declares in its `properties` and `lipschitz`: sums, sign, zeros, symmetries, sensitivity."""
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, seeded, some_mask
+
+ROUNDING = 1e-10
+
+
+def _rows(subject: Subject) -> list[Tensor]:
+    """Rows of several spreads, of either sign and of both."""
+    spreads = [subject.logits(spread=spread, seed=seed) for seed, spread in enumerate((1e-3, 0.5, 3.0, 30.0))]
+    return [*spreads, subject.logits().abs(), -subject.logits().abs()]
+
+
+def row_sums(subject: Subject) -> Complaints:
+    """Rows sum to 1, or to at most 1, if so declared."""
+    declared = subject.normalizer.properties.row_sum
+    for logits in _rows(subject):
+        sums = subject(logits, some_mask(logits)).sum(-1)
+        if not sums.isfinite().all():
+            yield f"a row sums to {sums[~sums.isfinite()][0].item()} for logits up to {largest(logits):.3g}"
+        elif declared == "one" and exceeds(largest(sums - 1), ROUNDING):
+            yield f"row sums are declared to be 1, but one is {_farthest(sums, 1.0)!r}"
+        elif declared == "at most one" and exceeds(sums.max().item(), 1 + ROUNDING):
+            yield f"row sums are declared to be at most 1, but one is {sums.max().item()!r}"
+
+
+def sign(subject: Subject) -> Complaints:
+    """No weight is negative unless the normalizer is declared signed."""
+    if subject.normalizer.properties.signed:
+        return
+    for logits in _rows(subject):
+        lowest = subject(logits, some_mask(logits)).min().item()
+        if exceeds(-lowest, 0):
+            yield f"not declared signed, but a weight is {lowest!r}"
+
+
+def exact_zeros(subject: Subject) -> Complaints:
+    """Visible keys get exactly 0 in a long, widely spread row if so declared, and never in an even one if not."""
+    declared = subject.normalizer.properties.exact_zeros
+    wide = 40 * torch.arange(-260.0, 261.0, dtype=torch.float64).expand(1, subject.heads, 1, 521)
+    even = subject.logits(spread=0.5)
+    if declared and not (subject(wide) == 0).any():
+        yield "exact zeros are declared, but 521 keys with logits from -10400 to 10400 all have weight"
+    if not declared and (subject(even) == 0).any():
+        yield f"no exact zeros are declared, but a key gets 0 among logits up to {largest(even):.3g}"
+
+
+def permutation(subject: Subject) -> Complaints:
+    """Permuting the keys permutes the weights, if so declared."""
+    if not subject.normalizer.properties.permutation_equivariant:
+        return
+    logits = subject.logits(keys=11)
+    mask, order = some_mask(logits), torch.randperm(11, generator=seeded(1))
+    change = largest(subject(logits[..., order], mask[..., order]) - subject(logits, mask)[..., order])
+    if exceeds(change, ROUNDING):
+        yield f"declared permutation equivariant, but permuting the keys changes a weight by {change:.3g}"
+
+
+def shift(subject: Subject) -> Complaints:
+    """Adding a constant to a row changes nothing, if so declared, up to what the arithmetic must lose.
+
+    The logits are multiples of 1/8, so the sum with the offset is exact. A rule then multiplies numbers as large as the
+    offset, which costs digits of them; a map alone has no excuse, in float32 neither.
+    """
+    if not subject.normalizer.properties.shift_invariant:
+        return
+    for dtype in (torch.float64,) if subject.normalizer.rules else (torch.float64, torch.float32):
+        low = subject.to(dtype)
+        logits = (subject.logits() * 8).round().div(8).to(dtype)
+        mask, weights = some_mask(logits), low(logits)
+        for offset in (1.0, -37.5, 1e6, -1e6):
+            seen = largest(low.prepared(logits + offset)) if low.normalizer.rules else 0.0
+            allowed = 64 * torch.finfo(dtype).eps * (1 + seen)
+            change = largest(low(logits + offset) - weights)
+            change = max(change, largest(low(logits + offset, mask) - low(logits, mask)))
+            if exceeds(change, allowed):
+                found = f"changes a {dtype} weight by {change:.3g} > {allowed:.3g}"
+                yield f"declared shift invariant, but adding {offset:g} {found}"
+
+
+def lipschitz(subject: Subject) -> Complaints:
+    """No Jacobian of a row of n visible keys, wherever they stand, has a larger norm than lipschitz(n)."""
+    for n in (1, 2, 5, 31):
+        bound = subject.normalizer.lipschitz(n)
+        if bound is None:
+            return
+        rows = torch.cat([_random_rows(n), _two_level_rows(n)])
+        found = max(_largest_jacobian(subject, rows, apart=1), _largest_jacobian(subject, rows, apart=3))
+        if exceeds(found, bound * (1 + 1e-5) + 1e-12):
+            yield f"lipschitz({n}) is declared to be {bound:.6g}, but a Jacobian has norm {found:.6g}"
+
+
+def _random_rows(n: int) -> Tensor:
+    spreads = torch.logspace(-2, 2, 12, dtype=torch.float64)[:, None]
+    return spreads * torch.randn(12, n, generator=seeded(5), dtype=torch.float64)
+
+
+def _two_level_rows(n: int) -> Tensor:
+    """k keys at the top, the rest a gap below: the shapes at which softmax, sparsemax and entmax are steepest."""
+    tops = sorted({k for k in (1, 2, n // 2, n - 1, n) if 1 <= k <= n})
+    gaps = torch.linspace(0, 12, 13, dtype=torch.float64)
+    return torch.cat([torch.where(torch.arange(n) < k, 0.0, -gaps[:, None]) for k in tops])
+
+
+def _largest_jacobian(subject: Subject, rows: Tensor, apart: int) -> float:
+    """Over rows lifted to several heights, with `apart` - 1 hidden keys before each visible one."""
+    lifted = (rows + torch.tensor([0.0, 0.5, 5.0], dtype=torch.float64)[:, None, None]).flatten(0, 1)
+    logits = torch.zeros(len(lifted), subject.heads, 1, rows.shape[-1] * apart, dtype=torch.float64)
+    visible = torch.arange(apart - 1, logits.shape[-1], apart)
+    logits[..., visible] = lifted[:, None, None, :]
+    mask = torch.zeros(logits.shape[-1], dtype=torch.bool).index_fill(0, visible, True)
+    weights = subject(logits.requires_grad_(), mask)
+    # Rows do not touch each other, so one backward pass per key gives a line of every row's Jacobian.
+    lines = [torch.autograd.grad(weights[..., key].sum(), logits, retain_graph=True)[0] for key in visible]
+    return torch.linalg.matrix_norm(torch.stack(lines, dim=-2)[..., visible], ord=2).max().item()
+
+
+def _farthest(x: Tensor, target: float) -> float:
+    return x.flatten()[(x - target).abs().argmax()].item()

@@ -1,0 +1,174 @@
+"""Benchmark results: the records, a terminal table and the same as Markdown for docs/benchmarks.md."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where the numbers come from; without it a benchmark says nothing."""
+
+    processor: str
+    cores: int
+    threads: int
+    torch: str
+    python: str
+    system: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processor}, {self.cores} cores, {self.threads} thread{'s' * (self.threads != 1)}, "
+            f"torch {self.torch}, Python {self.python}, {self.system}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Two ways to the same result, timed in turn: medians in milliseconds, and the median of the paired ratios."""
+
+    topic: str
+    what: str  # what we call
+    against: str  # what one would use instead
+    ours_ms: float
+    theirs_ms: float
+    speedup: float  # theirs / ours, pair by pair
+    target: float | None = None  # least speedup that was promised
+    error: float | None = None  # largest absolute error of ours against float64
+    their_error: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None else self.speedup >= self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Peak resident memory of one call beyond what the process held before it, in MB (10^6 bytes)."""
+
+    what: str
+    setting: str
+    forward_mb: float
+    backward_mb: float | None  # forward and backward together; None where the call cannot be differentiated
+    seconds: float
+    dense_mb: float  # one dense map of weights
+    target_mb: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        if self.target_mb is None:
+            return None
+        return max(self.forward_mb, self.backward_mb or 0.0) <= self.target_mb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmarks:
+    machine: Machine
+    quick: bool = False
+    ratios: tuple[Ratio, ...] = ()
+    footprints: tuple[Footprint, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and whether each promise is met (null where none was made)."""
+        judged = {
+            kind: [{**asdict(result), "met": result.met} for result in results]
+            for kind, results in (("ratios", self.ratios), ("footprints", self.footprints))
+        }
+        return {**asdict(self), **judged}
+
+    @property
+    def missed(self) -> list[Ratio | Footprint]:
+        results: list[Ratio | Footprint] = [*self.ratios, *self.footprints]
+        return [result for result in results if result.met is False]
+
+
+Rows = list[tuple[str, ...]]
+
+
+def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
+    """What the terminal shows."""
+    parts: list[RenderableType] = [Text(str(benchmarks.machine), style="bold")]
+    if benchmarks.quick:
+        parts.append(Text("quick run: sizes too small to judge by, targets not applied", style="yellow"))
+    for title, header, rows in _tables(benchmarks):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for position, name in enumerate(header):
+            table.add_column(name, justify="left" if position < _names(header) else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row, style="red" if row[-1].startswith("missed") else None)
+        parts.append(table)
+    parts += [Text(f"note: {note}", style="dim") for note in benchmarks.notes]
+    return Group(*parts)
+
+
+def benchmark_markdown(benchmarks: Benchmarks) -> str:
+    """The same as GitHub tables."""
+    parts = [f"Machine: {benchmarks.machine}."]
+    for title, header, rows in _tables(benchmarks):
+        rule = ["---" if position < _names(header) else "---:" for position in range(len(header))]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
+        parts += [f"### {title}", "\n".join(lines)]
+    parts += [f"Note: {note}" for note in benchmarks.notes]
+    return "\n\n".join(parts)
+
+
+def _names(header: tuple[str, ...]) -> int:
+    return 2 if "instead of" in header else 1
+
+
+def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
+    for topic, group in groupby(benchmarks.ratios, key=lambda ratio: ratio.topic):
+        ratios = list(group)
+        errors = any(ratio.error is not None for ratio in ratios)
+        accuracy = ("error", "their error") if errors else ()
+        header = ("attnorm", "instead of", "ms", "instead, ms", "attnorm takes", *accuracy, "promised")
+        yield topic, header, [_ratio_row(ratio, errors) for ratio in ratios]
+    for setting, footprints in groupby(benchmarks.footprints, key=lambda footprint: footprint.setting):
+        members = list(footprints)
+        columns = ("attnorm", "forward, MB", "forward + backward, MB", "seconds", "promised")
+        title = f"Peak extra memory, {setting} (one dense map of weights: {members[0].dense_mb:,.0f} MB)"
+        yield title, columns, [_footprint_row(footprint) for footprint in members]
+
+
+def _ratio_row(ratio: Ratio, errors: bool) -> tuple[str, ...]:
+    cells = [ratio.what, ratio.against, _digits(ratio.ours_ms), _digits(ratio.theirs_ms), relative(ratio.speedup)]
+    if errors:
+        cells += ["" if error is None else f"{error:.1e}" for error in (ratio.error, ratio.their_error)]
+    return (*cells, _judged(ratio.met, "" if ratio.target is None else relative(ratio.target, at_most=True)))
+
+
+def _footprint_row(footprint: Footprint) -> tuple[str, ...]:
+    backward = "-" if footprint.backward_mb is None else f"{footprint.backward_mb:,.0f}"
+    promise = "" if footprint.target_mb is None else f"at most {footprint.target_mb:,.0f} MB"
+    cells = (footprint.what, f"{footprint.forward_mb:,.0f}", backward, f"{footprint.seconds:.1f}")
+    return (*cells, _judged(footprint.met, promise))
+
+
+def relative(speedup: float, *, at_most: bool = False) -> str:
+    """A speedup in words: '4.2x less time' or '1.08x the time'."""
+    if speedup >= 1.05:
+        words = f"{speedup:.3g}x less time"
+        return f"at least {words}" if at_most else words
+    words = f"{1 / speedup:.2f}x the time"
+    return f"at most {words}" if at_most else words
+
+
+def _judged(met: bool | None, promise: str) -> str:
+    return promise if met is None else f"{'met' if met else 'missed'}: {promise}"
+
+
+def _digits(milliseconds: float) -> str:
+    return (
+        f"{milliseconds:.0f}"
+        if milliseconds >= 100
+        else f"{milliseconds:.1f}"
+        if milliseconds >= 1
+        else f"{milliseconds:.2f}"
+    )

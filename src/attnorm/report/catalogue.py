@@ -1,0 +1,129 @@
+"""The catalogue of normalizers: what each promises, read from the normalizer itself, and its terminal table."""
+
+import inspect
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from attnorm.normalizers.contract import Mechanism, RowSum
+from attnorm.normalizers.registry import Entry, as_normalizer, entries
+
+KEYS = 1024  # the row length at which Lipschitz constants are told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """One normalizer as `get(name)` makes it."""
+
+    name: str
+    kind: str  # "row": weights from one row of logits; "mechanism": needs q, k, v
+    summary: str
+    row_sum: RowSum
+    signed: bool
+    exact_zeros: bool
+    shift_invariant: bool
+    permutation_equivariant: bool
+    length: str
+    lipschitz_1024: (
+        float | None
+    )  # largest norm of d weights / d logits over rows of 1024 keys; None: unbounded or unknown
+    swap_untrained: bool
+    learned: tuple[str, ...]  # parameters that train by default
+    options: tuple[str, ...]
+    paper: str
+    url: str
+
+
+def catalogue() -> list[Description]:
+    """All normalizers, registered ones included, in the order of the registry."""
+    return [describe(name, entry) for name, entry in entries().items()]
+
+
+def describe(name: str, entry: Entry) -> Description:
+    factory = entry.factory()
+    normalizer = as_normalizer(factory(), name)
+    is_mechanism = isinstance(normalizer, Mechanism)
+    promises = normalizer.properties
+    return Description(
+        name=name,
+        kind="mechanism" if is_mechanism else "row",
+        summary=entry.summary,
+        row_sum=promises.row_sum,
+        signed=promises.signed,
+        exact_zeros=promises.exact_zeros,
+        shift_invariant=promises.shift_invariant,
+        permutation_equivariant=promises.permutation_equivariant,
+        length=promises.length,
+        lipschitz_1024=None if isinstance(normalizer, Mechanism) else normalizer.lipschitz(KEYS),
+        swap_untrained=promises.swap_untrained,
+        learned=tuple(
+            key.rpartition(".")[2].removeprefix("raw_")
+            for key, value in normalizer.named_parameters()
+            if value.requires_grad
+        ),
+        options=tuple(inspect.signature(factory).parameters),
+        paper=entry.paper,
+        url=entry.url,
+    )
+
+
+ROW_SUM: dict[RowSum, str] = {"one": "1", "at most one": "≤ 1", "free": "any"}
+
+
+def promises(description: Description) -> str:
+    """What it promises in one line, as docs/normalizers.md prints it."""
+    parts = [
+        {"one": "sum 1", "at most one": "sum ≤ 1", "free": "any sum"}[description.row_sum],
+        "weights may be negative" if description.signed else "weights ≥ 0",
+        "exact zeros" if description.exact_zeros else "",
+        "shift invariant" if description.shift_invariant else "",
+        "" if description.permutation_equivariant else "order of the keys matters",
+        f"length enters by {description.length}" if description.length else "",
+        "swap" if description.swap_untrained else "",
+    ]
+    return f"Promises: {'; '.join(part for part in parts if part)}."
+
+
+def catalogue_table(descriptions: list[Description]) -> Table:
+    table = Table(
+        title="Normalizers: logits to weights",
+        caption="zeros: exact zeros among visible keys. shift: adding a constant to a row changes nothing. "
+        f"Lipschitz: largest norm of the Jacobian over rows of {KEYS} keys, where it is known. swap: may replace "
+        "softmax in a trained model without further training. Those in italics are mechanisms: they need q, k, v, "
+        "not a row of logits.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in (
+        "name",
+        "sum",
+        "sign",
+        "zeros",
+        "shift",
+        "length enters by",
+        "Lipschitz",
+        "swap",
+        "learned",
+        "paper",
+    ):
+        table.add_column(heading, justify="right" if heading == "Lipschitz" else "left", no_wrap=heading == "name")
+    for kind in ("row", "mechanism"):
+        table.add_section()
+        for one in (each for each in descriptions if each.kind == kind):
+            table.add_row(
+                Text(one.name, style="bold" if kind == "row" else "bold italic"),
+                ROW_SUM[one.row_sum],
+                "±" if one.signed else "+",
+                "yes" if one.exact_zeros else "",
+                "yes" if one.shift_invariant else "",
+                one.length,
+                "" if one.lipschitz_1024 is None else f"{one.lipschitz_1024:.3g}",
+                "yes" if one.swap_untrained else "",
+                ", ".join(one.learned),
+                Text(one.paper, style=f"link {one.url}" if one.url else ""),
+            )
+    return table

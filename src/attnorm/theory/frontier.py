@@ -1,0 +1,198 @@
+"""Selectivity against gradient: what weight a map can keep on one token, given how fast it may move.
+
+Law. A shift-invariant, permutation-equivariant map with row sum 1 and Lipschitz constant K gives a token whose logit is
+g above n-1 otherwise equal ones the weight
+
+    w <= 1/n + K g (n-1)/n,        so keeping w at n keys needs an effort K g >= (n w - 1)/(n - 1).
+
+Sparsemax attains it. A temperature scales g and 1/K alike, so the effort K g compares maps at equal selectivity and not
+at equal temperature. Proof: docs/theory/frontier.md.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import brentq
+
+from attnorm.theory.entmax_worst_case import entmax_worst_norm
+from attnorm.theory.linearization import RowMap, power_iteration_norm
+
+# (weight w, keys n) -> the gap g at which the map gives the leading token exactly w
+GapForWeight = Callable[[float, int], float]
+# keys n -> Lipschitz constant of the map
+Lipschitz = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A map on the frontier: the gap it needs for a weight, and how fast it may move."""
+
+    name: str
+    gap: GapForWeight
+    lipschitz: Lipschitz
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """What a map pays to keep `weight` on the leading one of n keys."""
+
+    name: str
+    n: int
+    weight: float
+    gap: float
+    lipschitz: float
+    effort: float  # lipschitz * gap
+    least_effort: float  # by the law
+    excess: float  # effort / least_effort, 1 on the frontier
+
+
+def frontier_weight(n: int, effort: float) -> float:
+    """The largest weight any such map can give at effort K g: min(1, 1/n + K g (n-1)/n)."""
+    _check_keys(n)
+    if not effort >= 0:
+        raise ValueError(f"the effort K g must not be negative, got {effort}")
+    return min(1.0, 1 / n + effort * (n - 1) / n)
+
+
+def frontier_effort(n: int, weight: float) -> float:
+    """The least K g with which any such map can keep this weight at n keys: (n w - 1)/(n - 1)."""
+    _check(n, weight)
+    return (n * weight - 1) / (n - 1)
+
+
+def frontier(contenders: Iterable[Contender], lengths: Iterable[int], weights: Iterable[float]) -> list[FrontierPoint]:
+    """One point per contender, length and weight, in that order."""
+    lengths, weights = list(lengths), list(weights)
+    return [_point(contender, n, weight) for contender in contenders for n in lengths for weight in weights]
+
+
+def _point(contender: Contender, n: int, weight: float) -> FrontierPoint:
+    least = frontier_effort(n, weight)
+    gap, constant = contender.gap(weight, n), contender.lipschitz(n)
+    effort = gap * constant
+    return FrontierPoint(contender.name, n, weight, gap, constant, effort, least, effort / least if least else 1.0)
+
+
+def softmax_gap(weight: float, n: int) -> float:
+    """logit(w) + log(n-1): the gap softmax needs grows with log n; infinite for w = 1."""
+    _check(n, weight)
+    return math.inf if weight == 1 else math.log(weight / (1 - weight)) + math.log(n - 1)
+
+
+def threshold_gap(inverse: Callable[[float], float], weight: float, n: int) -> float:
+    """phi^-1(w) - phi^-1((1-w)/(n-1)): the gap of any map p_j = phi(z_j - tau)."""
+    _check(n, weight)
+    return inverse(weight) - inverse((1 - weight) / (n - 1))
+
+
+def entmax_gap(weight: float, n: int, alpha: float) -> float:
+    """(w^(alpha-1) - ((1-w)/(n-1))^(alpha-1)) / (alpha-1); softmax_gap at alpha = 1."""
+    if alpha == 1:
+        return softmax_gap(weight, n)
+    return threshold_gap(lambda p: p ** (alpha - 1) / (alpha - 1), weight, n)
+
+
+def entmax_contender(alpha: float, name: str | None = None, scale: Callable[[int], float] = lambda n: 1.0) -> Contender:
+    """alpha-entmax(scale(n) z) with its exact Lipschitz constant; softmax at alpha = 1, sparsemax at 2.
+
+    scale(n) = s log n makes ssmax (alpha = 1), delta + beta log(n+1)^gamma asentmax (alpha = 1.5).
+    """
+    return Contender(
+        name or f"entmax({alpha:g})",
+        lambda weight, n: entmax_gap(weight, n, alpha) / scale(n),
+        lambda n: entmax_worst_norm(n, alpha) * scale(n),
+    )
+
+
+def kneemax_gap(weight: float, n: int, share: float = 1.0) -> float:
+    """The gap kneemax needs at T = 1: phi^-1(p) = p + k above its knee k = share/n, 2 sqrt(k p) below, for z/2."""
+    knee = share / n
+    return 2 * threshold_gap(lambda p: p + knee if p >= knee else 2 * math.sqrt(knee * p), weight, n)
+
+
+def kneemax_weight(gap: float, n: int) -> float:
+    """The weight kneemax (share 1, T = 1) keeps on a token with this gap: min(1, g/2) up to 1/n."""
+    _check_keys(n)
+    if not gap >= 0:
+        raise ValueError(f"the gap must not be negative, got {gap}")
+    b = 1 / math.sqrt(n * (n - 1))
+    return 1 - (math.sqrt(b * b + max(0.0, 1 + 1 / n - gap / 2)) - b) ** 2 if gap < 2 + 2 / n else 1.0
+
+
+def kneemax_contender(share: float = 1.0) -> Contender:
+    """kneemax: Lipschitz constant 1/2 at every n."""
+    return Contender("kneemax", lambda weight, n: kneemax_gap(weight, n, share), lambda n: 0.5)
+
+
+def map_contender(
+    name: str, row_map: RowMap, lipschitz: Lipschitz | None = None, dtype: torch.dtype = torch.float64
+) -> Contender:
+    """Any map from logits (1, n) to weights (1, n), run on rows of n keys; K as given, or measured from below."""
+    constant = lipschitz or (lambda n: measured_lipschitz(row_map, n))
+    return Contender(name, lambda weight, n: gap_to_keep(row_map, weight, n, dtype), constant)
+
+
+def two_level_weight(row_map: RowMap, gap: float, n: int, dtype: torch.dtype = torch.float64) -> float:
+    """The weight of a token with logit `gap` among n-1 with logit 0, by running the map on that row."""
+    _check_keys(n)
+    logits = torch.zeros(1, n, dtype=dtype)
+    logits[0, 0] = gap
+    with torch.no_grad():
+        return float(row_map(logits)[0, 0])
+
+
+def gap_to_keep(row_map: RowMap, weight: float, n: int, dtype: torch.dtype = torch.float64) -> float:
+    """The smallest gap at which the map gives the leading one of n keys at least `weight`, by root finding on g."""
+    _check(n, weight)
+    if two_level_weight(row_map, 0.0, n, dtype) >= weight:
+        return 0.0
+    high = 1.0
+    while two_level_weight(row_map, high, n, dtype) < weight:
+        high *= 2
+        if high > 2.0**20:
+            return math.inf
+    if weight == 1:  # a plateau: no sign change to follow, so halve instead
+        low = 0.0
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if two_level_weight(row_map, middle, n, dtype) >= 1 - 1e-15 else (middle, high)
+        return high
+    return float(brentq(lambda gap: two_level_weight(row_map, gap, n, dtype) - weight, 0.0, high, xtol=1e-12))
+
+
+def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points: int = 25, rounds: int = 3) -> float:
+    """A lower bound on the Lipschitz constant at n keys: the largest Jacobian norm over rows with one leader or two.
+
+    A grid of gaps up to `widest`, then zooms around its best point. These rows hold the maximum for softmax, entmax and
+    sparsemax; for other maps it may lie elsewhere, so give a proved constant where there is one.
+    """
+    _check_keys(n)
+
+    def norm(leaders: int, gap: float) -> float:
+        logits = torch.zeros(1, n, dtype=torch.float64)
+        logits[0, :leaders] = gap
+        return float(power_iteration_norm(row_map, logits, tolerance=1e-6, generator=torch.Generator().manual_seed(0)))
+
+    best = 0.0
+    for leaders in (1, 2):
+        gaps = [0.0, *torch.logspace(-4, math.log10(widest), points - 1, dtype=torch.float64).tolist()]
+        for _ in range(rounds):
+            norms = [norm(leaders, gap) for gap in gaps]
+            top = norms.index(max(norms))
+            best = max(best, norms[top])
+            low, high = gaps[max(0, top - 1)], gaps[min(len(gaps) - 1, top + 1)]
+            gaps = torch.linspace(low, high, 7, dtype=torch.float64).tolist()
+    return best
+
+
+def _check_keys(n: int) -> None:
+    if n < 2:
+        raise ValueError(f"a leading token needs at least one other: n must be at least 2, got {n}")
+
+
+def _check(n: int, weight: float) -> None:
+    _check_keys(n)
+    if not 1 / n <= weight <= 1:
+        raise ValueError(f"the leading token's weight lies in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")

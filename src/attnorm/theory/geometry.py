@@ -1,0 +1,209 @@
+"""Geometry: which selected keys lie in a ball around the context vector, and how many of them chance would put there.
+
+Section 2.2 and Theorem 2 of Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821. N_s counts the i in I with
+||y_i - s|| <= r. Since s - y_i = Y_i, the sum of the other selected y_j, it counts the i with ||Y_i|| <= r. Rows with
+n <= N give NaN. Theorem 2 and the bounds here hold for a radius fixed in advance; with the paper's own radius, the
+distance of the nearest key outside I, they are a heuristic: compare with `separability_null`. Proofs:
+docs/theory/geometry.md. Vectors off the sphere: anisotropy.py.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnorm.theory.dispersion import Bounds
+from attnorm.theory.isotropic_law import IsotropicLaw, isotropic_norm_cdf
+from attnorm.theory.random_set import MonteCarlo, monte_carlo
+from attnorm.theory.selection import SelectedRows, select, visible_keys
+
+
+def nearest_outsider(rows: SelectedRows) -> Tensor:
+    """The paper's radius: min ||s - y_i|| over the visible keys outside I. That key lies on the closed ball's rim."""
+    return rows.per_row(torch.where(rows.outside, rows.distances, torch.inf).amin(-1))
+
+
+def distinguishable(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
+    """True at the selected keys with ||y_i - s|| <= r (definition 10); r is by default that of `nearest_outsider`."""
+    return rows.per_key(rows.chosen & (rows.distances <= _radius(rows, radius).unsqueeze(-1)))
+
+
+def separability(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
+    """N_s / N, the share of the selected keys that are distinguishable."""
+    inside = rows.chosen & (rows.distances <= _radius(rows, radius).unsqueeze(-1))
+    return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n)
+
+
+def on_sphere(vectors: Float[Tensor, "*sets L d"], sphere_radius: float = 1.0) -> Float[Tensor, "*sets L d"]:
+    """The vectors scaled to one length, as the paper does before its Fig. 3; zero vectors stay zero."""
+    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors * (sphere_radius / torch.where(norms > 0, norms, 1.0))
+
+
+def minimum_separation(
+    vectors: Float[Tensor, "*sets L d"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*sets"]:
+    """delta of Assumption 2, the smallest distance between two vectors (infinite for fewer than two): O(L^2 d)."""
+    seen = visible_keys(vectors[..., 0], mask)
+    smallest = torch.full(seen.shape[:-1], torch.inf, dtype=vectors.dtype, device=vectors.device)
+    length = vectors.shape[-2]
+    for start in range(0, length, 1024):
+        some = slice(start, start + 1024)
+        distances = torch.cdist(vectors[..., some, :], vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        own = torch.arange(length, device=vectors.device)
+        pairs = seen[..., some, None] & seen[..., None, :] & (own[some, None] != own)
+        smallest = torch.minimum(smallest, torch.where(pairs, distances, torch.inf).amin((-2, -1)))
+    return smallest
+
+
+def xi(rows: SelectedRows, sphere_radius: Tensor | float, separation: Tensor | float) -> Tensor:
+    """xi_i of eq. 12 for the N selected keys, heaviest first: (..., N).
+
+    ||Y_i|| <= xi_i for every choice of vectors of length M that lie at least delta apart, since then no inner product
+    exceeds M^2 - delta^2/2; so xi_i is a worst case, not a typical size.
+    """
+    squares, _ = without_each(rows.chosen_weights.square())
+    _, pairs = without_each(rows.chosen_weights)
+    M2 = rows.row_value(sphere_radius).unsqueeze(-1) ** 2
+    most = M2 - rows.row_value(separation).unsqueeze(-1) ** 2 / 2
+    return rows.per_key((M2 * squares + 2 * most * pairs).clamp(min=0).sqrt())
+
+
+def theorem2_printed(
+    rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float, separation: Tensor | float
+) -> Bounds:
+    """1 - mean(xi)/r <= E[N_s]/N <= mean exp(-(r - xi)^2/(16 M^2)): the lower bound holds but says little, the upper
+    one is false."""
+    r, M = _radius(rows, radius).unsqueeze(-1), rows.row_value(sphere_radius).unsqueeze(-1)
+    each = xi(rows, sphere_radius, separation)
+    each = each.unsqueeze(-2) if rows.one_row_per_set else each
+    upper = torch.exp(-((r - each) ** 2) / (16 * M**2)).mean(-1)
+    return Bounds(rows.per_row((1 - each / r).mean(-1)), rows.per_row(upper))
+
+
+def isotropic_moments(rows: SelectedRows, sphere_radius: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4) of ||Y_i||^2 for independent uniform directions: (..., Q, N).
+
+    S2 and S4 are the sums of a_j^2 and a_j^4 over j in I, j != i.
+    """
+    squares, pairs = without_each(rows.chosen_weights.square())
+    M2 = rows.row_value(sphere_radius).unsqueeze(-1) ** 2
+    return M2 * squares, 4 * M2**2 * pairs / rows.vectors.shape[-1]
+
+
+def theorem2_bounds(rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float) -> Bounds:
+    """Bounds on E[N_s]/N for independent uniform directions (Assumption 1) and a radius fixed in advance."""
+    mean, variance = isotropic_moments(rows, sphere_radius)
+    lower, upper = cantelli_bounds(mean, variance, _radius(rows, radius).unsqueeze(-1))
+    return Bounds(rows.per_row(lower.mean(-1)), rows.per_row(upper.mean(-1)))
+
+
+def cantelli_bounds(mean: Tensor, variance: Tensor, radius: Tensor) -> Bounds:
+    """Bounds on P(||Y|| <= r) from mean m and variance v of ||Y||^2; nothing better follows from m and v alone.
+
+    r^2 < m: P <= v/(v + (m - r^2)^2); r^2 > m: P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2). Cantelli and Markov.
+    """
+    excess = radius**2 - mean
+    scale = variance + excess**2
+    cantelli = torch.where(scale > 0, variance / torch.where(scale > 0, scale, 1.0), 1.0)
+    markov = mean / torch.where(radius > 0, radius, 1.0) ** 2
+    lower = torch.where(excess > 0, 1 - torch.minimum(cantelli, markov), 0.0)
+    return Bounds(lower, torch.where(excess < 0, cantelli, 1.0))
+
+
+def theorem2_exact(
+    rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float, tolerance: float = 1e-6
+) -> IsotropicLaw:
+    """E[N_s]/N itself under Assumption 1 for a radius fixed in advance: the mean of N exact laws for every row."""
+    weights = rows.chosen_weights.detach().double().cpu().numpy()
+    shape = weights.shape[:-1]
+    radii, spheres = (
+        torch.broadcast_to(rows.row_value(value), shape).detach().double().cpu().numpy()
+        for value in (radius, sphere_radius)
+    )
+    probability, error = np.full(shape, np.nan), np.full(shape, np.nan)
+    methods: set[str] = set()
+    for row in map(tuple, rows.applies.nonzero().tolist()):
+        coefficients = np.abs(weights[row]) * spheres[row]
+        _, first, counts = np.unique(coefficients, return_index=True, return_counts=True)
+        others = [np.delete(coefficients, i) for i in first]
+        laws = [isotropic_norm_cdf(radii[row], other, rows.vectors.shape[-1], tolerance) for other in others]
+        probability[row] = np.average([law.probability for law in laws], weights=counts)
+        error[row] = np.average([law.error for law in laws], weights=counts)
+        methods.update(law.method for law in laws)
+    if rows.one_row_per_set:
+        probability, error = probability.squeeze(-1), error.squeeze(-1)
+    return IsotropicLaw(probability, error, tolerance, ", ".join(sorted(methods)))
+
+
+def separability_null(
+    rows: SelectedRows,
+    draws: int = 200,
+    kind: Literal["permuted", "isotropic"] = "permuted",
+    radius: Tensor | float | None = None,
+    generator: torch.Generator | None = None,
+) -> MonteCarlo:
+    """N_s/N when the weights know nothing of the vectors, with the radius found anew in every draw unless one is given.
+
+    "permuted" deals each row's weights out to its visible keys at random; "isotropic" gives every vector a uniform
+    direction and keeps its length.
+    """
+    if kind not in ("permuted", "isotropic"):
+        raise ValueError(f"kind must be 'permuted' or 'isotropic', got {kind!r}")
+    redraw = _permuted if kind == "permuted" else _isotropic
+    with torch.no_grad():
+        return monte_carlo(lambda: separability(redraw(rows, generator), radius), draws)
+
+
+def _permuted(rows: SelectedRows, generator: torch.Generator | None) -> SelectedRows:
+    # Dealing the weights out anew has the same law as dealing the vectors out, and keeps them shared by the rows.
+    scores = torch.rand(rows.weights.shape, generator=generator, dtype=torch.float64, device=rows.weights.device)
+    in_order = torch.where(rows.visible, 0.0, 1.0).sort(dim=-1, stable=True).indices
+    at_random = torch.where(rows.visible, scores, 2.0).argsort(dim=-1)
+    target = torch.empty_like(in_order).scatter(-1, in_order, at_random)
+    weights = torch.zeros_like(rows.weights).scatter(-1, target, rows.weights)
+    return SelectedRows(weights, rows.vectors, rows.visible, target.gather(-1, rows.indices), rows.one_row_per_set)
+
+
+def _isotropic(rows: SelectedRows, generator: torch.Generator | None) -> SelectedRows:
+    normal = torch.randn(rows.vectors.shape, generator=generator, dtype=rows.vectors.dtype, device=rows.vectors.device)
+    lengths = torch.linalg.vector_norm(rows.vectors, dim=-1, keepdim=True)
+    return SelectedRows(rows.weights, on_sphere(normal) * lengths, rows.visible, rows.indices, rows.one_row_per_set)
+
+
+def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
+    """Unit vectors and equal weights with N_s/N = 1, or 0: the "80 %" of the paper is not a limit in either direction.
+
+    The selected vectors are orthonormal. The one left out is orthogonal to them, or their mean direction.
+    """
+    if top_n < 2:
+        raise ValueError(f"with top_n = {top_n} the context vector is the key itself and N_s/N = 1; choose 2 or more")
+    vectors = torch.eye(top_n + 1, dtype=torch.float64)
+    if not separable:
+        vectors[-1] = torch.ones(top_n + 1, dtype=torch.float64) / top_n**0.5
+        vectors[-1, -1] = 0
+    return select(torch.full((top_n + 1,), 1 / (top_n + 1), dtype=torch.float64), vectors, top_n)
+
+
+def _radius(rows: SelectedRows, radius: Tensor | float | None) -> Tensor:
+    if radius is None:
+        return torch.where(rows.outside, rows.distances, torch.inf).amin(-1)
+    value = rows.row_value(radius)
+    if bool((value < 0).any()):
+        raise ValueError(f"a radius cannot be negative, got {float(value.min())}")
+    return value
+
+
+def without_each(values: Tensor) -> tuple[Tensor, Tensor]:
+    """For each i the sum of the others, and the sum of products of two others: only additions, so nothing cancels."""
+    before, pairs_before = _sums_before(values)
+    after, pairs_after = (total.flip(-1) for total in _sums_before(values.flip(-1)))
+    return before + after, pairs_before + pairs_after + before * after
+
+
+def _sums_before(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums, and sums over pairs of products, of the values that come before each."""
+    sums = torch.nn.functional.pad(values, (1, 0))[..., :-1].cumsum(-1)
+    return sums, torch.nn.functional.pad(values * sums, (1, 0))[..., :-1].cumsum(-1)

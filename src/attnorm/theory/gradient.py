@@ -1,0 +1,255 @@
+"""Gradient sensitivity: how far weights move when logits do. Printed bounds, corrected bounds, exact norms in O(L).
+
+Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 2, Corollary 3, section 2.3, Fig. 4) and Nair
+2025, https://arxiv.org/abs/2510.23012 (softmax is 1/2-Lipschitz). Proofs: docs/theory/gradient.md.
+
+||J|| is the spectral norm of the Jacobian d weights / d logits of one row. A row without a visible key has J = 0.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnorm.theory.linearization import RowMap, random_directions
+from attnorm.theory.secular import rank_one_eigenvalue, rank_two_singular_value
+from attnorm.theory.selection import at_least_float32, visible_keys
+
+Number = Tensor | float
+
+
+def threshold_jacobian_norm(
+    slopes: Float[Tensor, "*rows L"], temperature: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows"]:
+    """||J|| for J = (diag(u) - u u^T / sum u) / T: any map p_j = phi(z_j/T - tau) with row sum 1, u = phi'(phi^-1(p)).
+
+    Exact, in a fixed number of passes over the rows; 0 where fewer than two slopes are positive.
+    """
+    u = _hidden(slopes, mask)
+    if u.numel() and bool(u.amin() < 0):
+        raise ValueError(f"slopes must not be negative, found {u.min().item():.3g}; a threshold map is increasing")
+    return rank_one_eigenvalue(u) / _positive_temperature(temperature)
+
+
+def entmax_slopes(
+    weights: Float[Tensor, "*rows L"], alpha: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows L"]:
+    """u_j = a_j^(2-alpha) on the support, 0 elsewhere: softmax alpha = 1, entmax15, sparsemax alpha = 2.
+
+    alpha may differ between rows: a tensor that broadcasts against (..., L).
+    """
+    weights = _distributions(weights, mask)
+    alpha = torch.as_tensor(alpha, dtype=weights.dtype, device=weights.device)
+    if bool(((alpha < 1) | (alpha > 2)).any()):
+        raise ValueError(f"alpha must lie in [1, 2], got values from {alpha.min().item()} to {alpha.max().item()}")
+    if bool((alpha == 1).all()):
+        return weights
+    support = weights > 0
+    return torch.where(support, torch.where(support, weights, 1.0) ** (2 - alpha), 0.0)
+
+
+def entmax_jacobian_norm(
+    weights: Float[Tensor, "*rows L"],
+    alpha: Number = 1.0,
+    temperature: Number = 1.0,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> Float[Tensor, "*rows"]:
+    """||J|| of softmax, alpha-entmax or sparsemax of z/T at these weights. Exact; differentiable where it is smooth.
+
+    temperature broadcasts against the result, alpha against the weights. Relative error about 1e-15 in float64 and
+    2e-7 in float32; lower precision is computed in float32.
+    """
+    return threshold_jacobian_norm(entmax_slopes(weights, alpha, mask), temperature)
+
+
+def entmax_norm_bracket(
+    weights: Float[Tensor, "*rows L"],
+    alpha: Number = 1.0,
+    temperature: Number = 1.0,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
+    """u_(2) <= T ||J|| <= min(u_(1), max_j 2 u_j (1 - u_j / sum u)): cheap, from the sum and two largest slopes."""
+    u = entmax_slopes(weights, alpha, mask)
+    temperature = _positive_temperature(temperature)
+    largest, where = u.max(-1, keepdim=True)
+    second = u.scatter(-1, where, 0.0).amax(-1)
+    return second / temperature, torch.minimum(largest.squeeze(-1), _gershgorin(u)) / temperature
+
+
+def kernel_jacobian_norm(
+    F_values: Float[Tensor, "*rows L"], F_slopes: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows"]:
+    """||J|| of a = F(l) / sum F(l), J = (I - a 1^T) diag(F') / sum F, from F(l_j) and F'(l_j). Exact; no gradient."""
+    F, slopes, total = _kernel_rows(F_values, F_slopes, mask)
+    return rank_two_singular_value(F / total, slopes / total)
+
+
+def lemma2_printed(
+    F_values: Float[Tensor, "*rows L"], F_slopes: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows"]:
+    """min{ max|F'| (1/(L F_min) + F_max/(L^2 F_min^2)), sqrt 2 } as printed; **false**: see lemma2_corrected.
+
+    NaN where F reaches 0: there the printed form does not apply.
+    """
+    F, slopes, _ = _kernel_rows(F_values, F_slopes, mask)
+    visible = visible_keys(F, mask)
+    n = visible.sum(-1).to(F.dtype)
+    smallest = torch.where(visible, F, torch.inf).amin(-1)
+    first = slopes.abs().amax(-1) * (1 / (n * smallest) + F.amax(-1) / (n * smallest).square())
+    return torch.where((n > 0) & (smallest > 0), first.clamp(max=math.sqrt(2)), torch.nan)
+
+
+def lemma2_corrected(
+    F_values: Float[Tensor, "*rows L"], F_slopes: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows"]:
+    """||J|| <= max|F'| sqrt(L) ||a|| / sum F, for F >= 0; an equality when |F'| is the same at every key and L > 1."""
+    F, slopes, total = _kernel_rows(F_values, F_slopes, mask)
+    n = visible_keys(F, mask).sum(-1).to(F.dtype)
+    bound = slopes.abs().amax(-1) * (n.sqrt() * torch.linalg.vector_norm(F / total, dim=-1)) / total.squeeze(-1)
+    return torch.where(n > 1, bound, 0.0)
+
+
+def corollary3_printed(temperature: Number) -> Tensor:
+    """min{1/(4T), sqrt 2} as printed; **false** on both branches: two equal logits give 1/(2T)."""
+    return (1 / (4 * _positive_temperature(temperature))).clamp(max=math.sqrt(2))
+
+
+def corollary3_corrected(temperature: Number) -> Tensor:
+    """||J|| <= 1/(2T) for softmax, attained by two equal logits."""
+    return 1 / (2 * _positive_temperature(temperature))
+
+
+def corollary3_local(
+    weights: Float[Tensor, "*rows L"], temperature: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*rows"]:
+    """||J|| <= max_j 2 a_j (1 - a_j) / T for softmax: at most 1/(2T), and far less on flat or decided rows."""
+    return _gershgorin(_distributions(weights, mask)) / _positive_temperature(temperature)
+
+
+def finite_difference_gain(
+    row_map: RowMap,
+    logits: Float[Tensor, "*rows L"],
+    epsilon: float,
+    *,
+    temperature: Number = 1.0,
+    directions: Float[Tensor, "k *rows L"] | None = None,
+    samples: int = 1,
+    mask: Bool[Tensor, "..."] | None = None,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, " k *rows"]:
+    """g(T, eps) = ||map((l + eps d)/T) - map(l/T)|| / eps for unit directions d: given ones, or `samples` random ones.
+
+    A random direction sees far less than the norm of the Jacobian (about a thirtieth at 1024 keys): report both.
+    """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}")
+    scale = 1 / _positive_temperature(temperature)
+    scale = scale.unsqueeze(-1) if scale.dim() else scale
+    if directions is None:
+        directions = random_directions(logits, samples, mask, generator)
+    norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
+    if bool((norms == 0).any()):
+        raise ValueError("a direction is zero; give directions of positive length, they are scaled to length 1")
+    base = row_map(logits * scale)
+    moved = torch.stack([row_map((logits + epsilon * d) * scale) for d in directions / norms])
+    change: Tensor = torch.linalg.vector_norm(moved - base, dim=-1)
+    return change / epsilon
+
+
+def finite_difference_printed(epsilon: float, temperature: Number = 1.0) -> Tensor:
+    """The curve drawn in Fig. 4 as a bound on g(T, eps): min{1/(4T), sqrt 2}, whatever eps; **false**."""
+    return corollary3_printed(temperature)
+
+
+def finite_difference_corrected(epsilon: float, temperature: Number = 1.0) -> Tensor:
+    """g(T, eps) <= min{1/(2T), sqrt(2)/eps} for softmax: the Lipschitz constant, and the diameter of the simplex."""
+    return corollary3_corrected(temperature).clamp(max=math.sqrt(2) / epsilon)
+
+
+@dataclass(frozen=True)
+class SwapExample:
+    """Section 2.3: how far softmax weights move when the two largest logits a, a + eps become a + 2 eps, a."""
+
+    logit_distance: float  # sqrt(5) eps
+    weight_distance: float  # exact
+    first_order: float  # exact ||J (l1 - l2)|| at the first row
+    printed: float  # sqrt(2) eps/T
+    corrected: float  # 3 sqrt(2)/4 eps/T, the limit of large a/T and small eps/T
+
+
+def swap_example(a: float, epsilon: float, temperature: float = 1.0, keys: int = 16) -> SwapExample:
+    """The toy of section 2.3 with `keys` - 2 further logits at 0."""
+    if keys < 2:
+        raise ValueError(f"the example needs at least two keys, got {keys}")
+    T = float(_positive_temperature(temperature))
+    before, after = torch.zeros(2, keys, dtype=torch.float64)
+    before[-2:] = torch.tensor([a, a + epsilon], dtype=torch.float64)
+    after[-2:] = torch.tensor([a + 2 * epsilon, a], dtype=torch.float64)
+    p = torch.softmax(before / T, dim=-1)
+    move = after - before
+    first_order = p * (move - p @ move) / T
+    return SwapExample(
+        logit_distance=float(torch.linalg.vector_norm(move)),
+        weight_distance=float(torch.linalg.vector_norm(torch.softmax(after / T, dim=-1) - p)),
+        first_order=float(torch.linalg.vector_norm(first_order)),
+        printed=math.sqrt(2) * epsilon / T,
+        corrected=0.75 * math.sqrt(2) * epsilon / T,
+    )
+
+
+def _gershgorin(u: Tensor) -> Tensor:
+    """max_j 2 u_j (1 - u_j / sum u), the largest absolute row sum of diag(u) - u u^T / sum u."""
+    largest, where = u.max(-1, keepdim=True)
+    others = u.scatter(-1, where, 0.0)
+    rest = others.sum(-1, keepdim=True)  # 1 - u_1/sum u as rest/total: no cancellation on decided rows
+    total = largest + rest
+    total = torch.where(total > 0, total, 1.0)
+    return 2 * torch.maximum(largest * (rest / total), others * (1 - others / total)).amax(-1)
+
+
+def _positive_temperature(temperature: Number) -> Tensor:
+    if not isinstance(temperature, Tensor):
+        temperature = torch.tensor(temperature, dtype=torch.float64)
+    if not bool((temperature > 0).all()):
+        raise ValueError(f"temperature must be positive, got {float(temperature.min()):g}")
+    return temperature
+
+
+def _hidden(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows in at least float32, 0 at hidden keys."""
+    rows = at_least_float32(rows)
+    return rows if mask is None else torch.where(visible_keys(rows, mask), rows, 0.0)
+
+
+def _distributions(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """The weights, 0 at hidden keys, checked to be non-negative with row sum 1 (or 0: a row without visible keys)."""
+    # Rounding every weight to its dtype moves the sum by at most eps/2; the rest is for how the weights were computed.
+    slack = torch.finfo(weights.dtype).eps + 1e-4
+    weights = _hidden(weights, mask)
+    with torch.no_grad():
+        total = weights.sum(-1)
+        wrong = total[((total - 1).abs() > slack) & (total != 0)]
+        if wrong.numel():
+            raise ValueError(
+                f"weights must sum to 1 in every row (or be all 0), found {wrong[0].item():.6g}; "
+                "this Jacobian is that of a normalized map"
+            )
+        if weights.numel() and bool(weights.amin() < 0):
+            raise ValueError(f"weights must not be negative, found {weights.min().item():.3g}")
+    return weights
+
+
+def _kernel_rows(F: Tensor, slopes: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """F and F', 0 at hidden keys, and the sum of F with 1 in place of 0 for rows without visible keys."""
+    visible = visible_keys(F, mask)
+    F = torch.where(visible, at_least_float32(F), 0.0)
+    slopes = torch.where(visible, at_least_float32(slopes), 0.0)
+    total = F.sum(-1, keepdim=True)
+    seen = visible.any(-1, keepdim=True)
+    if bool((F < 0).any()) or bool((total == 0).logical_and(seen).any()):
+        raise ValueError(
+            f"F must be non-negative with a positive sum in every row, found a minimum of {F.min().item():.3g}"
+        )
+    return F, slopes, torch.where(seen, total, 1.0)

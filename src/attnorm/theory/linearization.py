@@ -1,0 +1,107 @@
+"""Jacobian-vector products of an arbitrary row map by autograd, and the norm of its Jacobian by power iteration.
+
+A row map turns logits (..., L) into weights (..., L), each row by itself. Only its backward pass is needed: J^T w is
+linear in w, so differentiating it once more with respect to w gives J v (the double-backward trick). This works for
+custom autograd functions without a forward-mode rule, as long as their backward is itself differentiable.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnorm.theory.selection import visible_keys
+
+RowMap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Linearization:
+    """A row map at a point: its weights, and products with its Jacobian (one per row)."""
+
+    weights: Float[Tensor, "*rows L"]
+    jvp: Callable[[Tensor], Tensor]  # v -> J v
+    vjp: Callable[[Tensor], Tensor]  # w -> J^T w
+
+
+def linearize(row_map: RowMap, logits: Float[Tensor, "*rows L"]) -> Linearization:
+    """The map at these logits; the forward pass runs once, each product costs one or two backward passes."""
+    point = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        weights = row_map(point)
+        if weights.shape != point.shape:
+            raise ValueError(
+                f"a row map keeps the shape of its logits: got {tuple(weights.shape)} from {tuple(point.shape)}"
+            )
+        probe = torch.zeros_like(weights, requires_grad=True)
+        pulled = _product(weights, point, probe, create_graph=True)
+
+    def vjp(w: Tensor) -> Tensor:
+        return _product(weights, point, w)
+
+    def jvp(v: Tensor) -> Tensor:
+        return _product(pulled, probe, v)
+
+    return Linearization(weights.detach(), jvp, vjp)
+
+
+def power_iteration_norm(
+    row_map: RowMap,
+    logits: Float[Tensor, "*rows L"],
+    *,
+    iterations: int = 200,
+    tolerance: float = 1e-9,
+    mask: Bool[Tensor, "..."] | None = None,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "*rows"]:
+    """||J|| of any row map, from below: ||J v|| for v after repeated J^T J, never above the norm itself.
+
+    Stops when no row gains more than `tolerance` (relative) in a step. Hidden keys (mask False) are not perturbed.
+    """
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1, got {iterations}")
+    at = linearize(row_map, logits)
+    v = random_directions(logits, 1, mask, generator)[0]
+    norm = torch.zeros_like(logits[..., 0])
+    for _ in range(iterations):
+        moved = at.jvp(v)
+        previous, norm = norm, torch.maximum(norm, torch.linalg.vector_norm(moved, dim=-1))
+        if bool((norm - previous <= tolerance * norm).all()):
+            break
+        v = _unit(torch.where(visible_keys(logits, mask), at.vjp(moved), 0.0))
+    return norm
+
+
+def random_directions(
+    logits: Float[Tensor, "*rows L"],
+    samples: int,
+    mask: Bool[Tensor, "..."] | None = None,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "k *rows L"]:
+    """Unit vectors, uniform on the sphere of the visible keys; zero in a row without any."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    noise = torch.randn((samples, *logits.shape), dtype=logits.dtype, device=logits.device, generator=generator)
+    noise = torch.where(visible_keys(logits, mask), noise, 0.0)
+    return _unit(noise)
+
+
+def _unit(v: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return v / length.clamp(min=torch.finfo(v.dtype).tiny)
+
+
+def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool = False) -> Tensor:
+    result = None
+    if outputs.requires_grad:
+        (result,) = torch.autograd.grad(
+            outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    if result is None:
+        raise ValueError(
+            "the row map cannot be differentiated (twice, for J v): its graph does not reach the logits; "
+            "write its backward pass with differentiable operations, or measure it by finite differences"
+        )
+    return result

@@ -1,0 +1,151 @@
+"""Largest eigenvalues of diagonal matrices with a correction of rank one or two, in O(L) per row.
+
+Threshold maps (softmax, entmax, sparsemax, ...) have the Jacobian diag(u) - u u^T / sum u, and F/sum F has
+(I - a 1^T) diag(F') / sum F. Their norms are roots of a secular equation: a sum of simple poles, one per key. Both
+solvers approach the root from one side only (proofs in docs/theory/gradient.md), so they need no bracket. Rows are
+solved together, and each pass reads every row once.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Largest relative error after 0, 1, 2, 3, 4 passes over 200,000 adversarial rows: 8e-2, 1e-3, 3e-7, 2e-14, 7e-16.
+PASSES_FLOAT32 = 3
+PASSES_FLOAT64 = 4
+# The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
+MOST_PASSES = 100
+# Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
+BLOCK = 1 << 18
+
+
+def rank_one_eigenvalue(u: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows"]:
+    """Largest eigenvalue of diag(u) - u u^T / sum u for u >= 0: the root of sum_j u_j / (u_j - x) = 0 below max u.
+
+    0 for a row with fewer than two positive entries; the largest entry itself where it occurs twice. Relative error
+    a few units in the last place. Differentiable in u where the eigenvalue is simple.
+    """
+    value = _in_blocks(_rank_one, u.detach())
+    if not (torch.is_grad_enabled() and u.requires_grad):
+        return value
+    # The Rayleigh quotient at the eigenvector has the same value and, to first order, the same derivative.
+    v = _rank_one_eigenvector(u.detach(), value.unsqueeze(-1))
+    mean = (u * v).sum(-1) / u.sum(-1).clamp(min=torch.finfo(u.dtype).tiny)
+    return (u * v.square()).sum(-1) - u.sum(-1) * mean.square()
+
+
+def _rank_one(u: Tensor) -> Tensor:
+    """u_1 / (u_1 - u_2 - d) = sum_{j >= 2} u_j / (d + u_2 - u_j), with u_1, u_2 the largest entries and x = u_2 + d.
+
+    The sum is replaced by A + B/d with its value and derivative at the current d; the quadratic that remains has one
+    positive root. A tangent in 1/d lies above the sum, so from the first pass on d falls monotonically to the root.
+    """
+    first, where = u.max(-1, keepdim=True)
+    rest = u.scatter(-1, where, 0.0)
+    second = rest.amax(-1, keepdim=True)
+    gap, width = second - rest, first - second
+    total = rest.sum(-1, keepdim=True)
+    # Start: all but the largest entry lumped at their mean, and not below the solution for the two largest alone.
+    center = _sum_of_squares(rest) / total
+    d = (total * width - first * (second - center)) / (first + total)
+    d = torch.maximum(d, second * (width / (first + second)))
+    terms = torch.empty_like(rest)
+    for _ in range(PASSES_FLOAT64 if u.dtype == torch.float64 else PASSES_FLOAT32):
+        torch.div(rest, torch.add(gap, d, out=terms), out=terms)
+        value = terms.sum(-1, keepdim=True)
+        # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j)
+        B = d * (d / (second + d)) * (value + _sum_of_squares(terms))
+        A = (value - B / d).clamp(min=0)
+        b = B + first - A * width
+        root = (b.square() + 4 * A * B * width).sqrt()
+        d = torch.where(b >= 0, 2 * B * width / (b + root), (root - b) / (2 * A))
+    value = torch.where(second < first, second + d, first)
+    return torch.where(second > 0, value, 0.0).squeeze(-1)
+
+
+def _sum_of_squares(rows: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return norm.square()
+
+
+def _rank_one_eigenvector(u: Tensor, value: Tensor) -> Tensor:
+    """Unit eigenvectors u_j / (u_j - x); the difference of the two tied entries where the largest occurs twice.
+
+    Zero where the value is zero: there the eigenvalue is not differentiable.
+    """
+    top = u.topk(min(2, u.shape[-1]), dim=-1)
+    tied = top.values[..., -1:] == top.values[..., :1]
+    difference = torch.zeros_like(u).scatter(-1, top.indices[..., :1], 1.0)
+    if u.shape[-1] > 1:
+        difference = difference.scatter(-1, top.indices[..., 1:], -1.0)
+    v = torch.where(tied, difference, u / torch.where(u == value, torch.finfo(u.dtype).eps * value, u - value))
+    v = torch.where(value > 0, v, 0.0)
+    return v / _sum_of_squares(v).sqrt().clamp(min=torch.finfo(u.dtype).tiny)
+
+
+def rank_two_singular_value(
+    weights: Float[Tensor, "*rows L"], slopes: Float[Tensor, "*rows L"]
+) -> Float[Tensor, "*rows"]:
+    """Largest singular value of (I - a 1^T) diag(f) for weights a that sum to 1 and any slopes f; no gradient.
+
+    Hidden keys have a = f = 0. Relative error a few units in the last place, also for values far below max |f|.
+    """
+    return _in_blocks(_rank_two, weights.detach(), slopes.detach())
+
+
+def _rank_two(a: Tensor, f: Tensor) -> Tensor:
+    """The squared singular value x is approached from above by Newton's method on a function whose zeros are simple."""
+    scale = f.abs().amax(-1, keepdim=True)
+    e = (f / torch.where(scale > 0, scale, 1.0)).square()
+    e1, top = e.max(-1, keepdim=True)
+    a1 = a.gather(-1, top)
+    others = torch.ones_like(a, dtype=torch.bool).scatter(-1, top, False)
+    a, e = torch.where(others, a, 0.0), torch.where(others, e, 0.0)
+    e2 = e.amax(-1, keepdim=True)
+    A1, A2 = a.sum(-1, keepdim=True), a.square().sum(-1, keepdim=True)
+    # Squared column norms: their maximum is below the squared singular value, their sum above.
+    first_column = e1 * (A1.square() + A2)
+    columns = e * (1 - 2 * a + a1.square() + A2)
+    low = torch.maximum(torch.maximum(e2, first_column), columns.amax(-1, keepdim=True))
+    keys = ((a != 0) | (e != 0)).sum(-1, keepdim=True) + 1
+    high = torch.minimum(e1 * keys * (a1.square() + A2), first_column + columns.sum(-1, keepdim=True))
+    x = torch.maximum(low, high)
+    enough = 4 * torch.finfo(x.dtype).eps
+    for _ in range(MOST_PASSES):
+        step = _rank_two_step(x, a, e, a1, e1, e2, A1, A2)
+        new = torch.maximum(x - torch.nan_to_num(step, nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0), low)
+        settled = bool((x - new <= enough * x).all())
+        x = new
+        if settled:
+            break
+    return (scale * x.sqrt()).squeeze(-1)
+
+
+def _rank_two_step(
+    x: Tensor, a: Tensor, e: Tensor, a1: Tensor, e1: Tensor, e2: Tensor, A1: Tensor, A2: Tensor
+) -> Tensor:
+    """Newton's step for (x - e_2) P(x) = 0, P = -prod (x - x_i) / prod_{j>=2} (x - e_j), x_i the eigenvalues but 0."""
+    w = e / (x - e)
+    aw, aaw = a * w, a.square() * w
+    w0, w1, w2 = (term.sum(-1, keepdim=True) for term in (w, aw, aaw))
+    # x times the derivatives of w0, w1, w2
+    w0_, w1_, w2_ = (-(s + (t * w).sum(-1, keepdim=True)) for s, t in ((w0, w), (w1, aw), (w2, aaw)))
+    k, k_ = 1 - e1 / x, e1 / x
+    B, E = A1 + w1, A2 + w2
+    D = a1.square() + k * E
+    P = (w0 - 1) * D + E - 2 * a1 * B - k * B.square()
+    P_ = w0_ * D + (w0 - 1) * (k_ * E + k * w2_) + w2_ - 2 * a1 * w1_ - k_ * B.square() - 2 * k * B * w1_
+    return x * P * (x - e2) / (P_ * (x - e2) + P * x)
+
+
+def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """solve((rows, L), ...) -> (rows,) applied to a few rows at a time."""
+    *leading, keys = tensors[0].shape
+    flat = [tensor.reshape(-1, keys) for tensor in tensors]
+    if flat[0].numel() == 0:
+        return tensors[0].new_zeros(leading)
+    size = max(1, BLOCK // keys)
+    parts = [solve(*blocks) for blocks in zip(*(tensor.split(size) for tensor in flat), strict=True)]
+    return torch.cat(parts).reshape(leading)

@@ -1,0 +1,135 @@
+"""Bad input is named, with what was expected and what to do."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnorm
+
+pytestmark = pytest.mark.as_installed  # the checks of the test run would speak first
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+Q = tensor(2, 4, 5, 8)
+
+CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "unknown normalizer": ({"normalizer": "sofmax"}, ValueError, ["'sofmax'", "did you mean 'softmax'"]),
+    "not a normalizer": ({"normalizer": 3}, TypeError, ["got int", "expected a Normalizer"]),
+    "integers": (
+        {"q": tensor(2, 4, 5, 8, dtype=torch.long)}, TypeError, ["torch.int64", "one floating dtype"],
+    ),
+    "two dtypes": ({"k": Q.double()}, TypeError, ["torch.float32, torch.float64", "one floating dtype"]),
+    "widths differ": ({"k": tensor(2, 4, 5, 7)}, ValueError, ["8 and 7", "same width", "(2, 4, 5, 7)"]),
+    "lengths of k and v differ": ({"v": tensor(2, 4, 6, 8)}, ValueError, ["(2, 4, 6, 8)", "all but the width"]),
+    "batches differ": (
+        {"k": tensor(3, 4, 5, 8), "v": tensor(3, 4, 5, 8)}, ValueError, ["(3, 4, 5, 8)", "same batch size"],
+    ),
+    "heads do not divide": (
+        {"k": tensor(2, 3, 5, 8), "v": tensor(2, 3, 5, 8)}, ValueError, ["(2, 3, 5, 8)", "multiple of the key heads"],
+    ),
+    "more key heads than query heads": (
+        {"k": tensor(2, 8, 5, 8), "v": tensor(2, 8, 5, 8)}, ValueError, ["(2, 8, 5, 8)", "multiple of the key heads"],
+    ),
+    "one dimension": (
+        {"q": tensor(8), "k": tensor(8), "v": tensor(8)}, ValueError, ["(8,)", "(batch, heads, length, width)"],
+    ),
+    "five dimensions": (
+        {"q": Q[None], "k": Q[None], "v": Q[None]}, ValueError, ["(1, 2, 4, 5, 8)", "(batch, heads, length, width)"],
+    ),
+    "dimensions differ": ({"k": tensor(4, 5, 8)}, ValueError, ["(4, 5, 8)", "(batch, heads, length, width)"]),
+    "no keys": ({"k": tensor(2, 4, 0, 8), "v": tensor(2, 4, 0, 8)}, ValueError, ["(2, 4, 0, 8)", "at least one key"]),
+    "no width": ({"q": tensor(2, 4, 5, 0), "k": tensor(2, 4, 5, 0)}, ValueError, ["(2, 4, 5, 0)", "at least one"]),
+    "additive mask": (
+        {"mask": torch.zeros(5, 5)}, TypeError, ["torch.float32", "must be boolean", "mask > torch.finfo"],
+    ),
+    "a mask that does not broadcast": (
+        {"mask": torch.ones(3, 5, dtype=torch.bool)}, ValueError, ["(3, 5)", "does not broadcast", "(2, 4, 5, 5)"],
+    ),
+    "a mask larger than the call": (
+        {"mask": torch.ones(7, 2, 4, 5, 5, dtype=torch.bool)}, ValueError, ["(7, 2, 4, 5, 5)", "(2, 4, 5, 5)"],
+    ),
+    "unknown engine": ({"engine": "flash"}, ValueError, ["'flash'", "auto, fused, flex, blocked"]),
+    "unknown engine for a mechanism": ({"engine": "flash", "normalizer": "linear"}, ValueError, ["'flash'", "auto"]),
+    "an engine for a mechanism": (
+        {"engine": "fused", "normalizer": "linear"}, ValueError, ["'linear'", "'fused'", "use engine='auto'"],
+    ),
+    "an engine that cannot": (
+        {"engine": "fused", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "use engine='auto' or 'blocked'"],
+    ),
+    "flex where it cannot": (
+        {"engine": "flex", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "use engine='auto' or 'blocked'"],
+    ),
+    "positions of another length": (
+        {"normalizer": "local", "positions": torch.arange(4)}, ValueError, ["4 queries", "5 queries"],
+    ),
+    "positions of another batch": (
+        {"normalizer": "local", "positions": torch.arange(5).expand(3, 5)}, ValueError, ["(3, 5)", "(batch, length)"],
+    ),
+    "a sink for other heads": (
+        {"normalizer": attnorm.get("sink", heads=3)}, ValueError, ["3 heads", "4 heads"],
+    ),
+    "scales for other heads": (
+        {"normalizer": attnorm.get("ssmax", heads=3)}, ValueError, ["(3, ", "as many heads as it has parameters"],
+    ),
+    "alphas for other heads": (
+        {"normalizer": attnorm.get("entmax", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5, 5)"],
+    ),
+    "no hidden states": (
+        {"normalizer": attnorm.get("asentmax", heads=4, width=6)}, ValueError, ["pass hidden_states=(batch, queries,"],
+    ),
+    "soft is not causal": ({"normalizer": "soft", "causal": True}, ValueError, ["no causal form", "'gaussian'"]),
+    "soft with a mask per query": (
+        {"normalizer": "soft", "mask": torch.ones(5, 5, dtype=torch.bool)}, ValueError, ["(5, 5)", "'gaussian'"],
+    ),
+    "selective without the prefix": (
+        {"normalizer": "selective", "q": tensor(2, 4, 1, 8)}, ValueError, ["1 queries for 5 keys", ".attend("],
+    ),
+    "differential with unpaired values": ({"normalizer": "differential"}, ValueError, ["pairs", "(2, 4, 5, 8)"]),
+    "differential with a mask per pair": (
+        {"normalizer": "differential", "v": tensor(2, 2, 5, 8), "mask": torch.ones(2, 2, 5, 5, dtype=torch.bool)},
+        ValueError, ["(2, 2, 5, 5)", "(2, 4, 5, 5)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_message_names_the_value_and_what_was_expected(name: str) -> None:
+    changes, error, texts = CALLS[name]
+    call = {"q": Q, "k": Q, "v": Q, **changes}
+    with pytest.raises(error) as raised:
+        attnorm.attention(**call)
+    for text in texts:
+        assert text in str(raised.value)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "no landmarks": ("soft", {"landmarks": 0}, ["at least 1", "got 0"]),
+    "depth below 0": ("differential", {"depth": -1}, ["from 0", "got -1"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_mechanism_refuses_options_out_of_range(name: str) -> None:
+    normalizer, options, texts = OPTIONS[name]
+    with pytest.raises(ValueError, match=r"must|counts") as raised:
+        attnorm.get(normalizer, **options)
+    for text in texts:
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 6), (3, 1, 1, 4), (2, 4, 1, 4), (4,)], ids=str)
+def test_selective_refuses_a_penalty_of_another_shape(shape: tuple[int, ...]) -> None:
+    mechanism = attnorm.get("selective")
+    with pytest.raises(ValueError, match="penalty") as raised:
+        mechanism.attend(tensor(2, 4, 1, 8), Q, Q, penalty=torch.zeros(shape))
+    assert str(shape) in str(raised.value)
+    assert "(2, 1, 1, 5)" in str(raised.value)
+
+
+def test_normalize_sends_a_mechanism_to_attention() -> None:
+    with pytest.raises(TypeError, match=r"'linear' needs q, k, v.*attnorm.attention\(q, k, v, 'linear'\)"):
+        attnorm.normalize(tensor(5, 5), "linear")

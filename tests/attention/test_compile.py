@@ -1,0 +1,55 @@
+"""attention() compiles to one graph with the same outputs and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from tests.attention.calls import Call, assert_all_close, learned, outputs_and_gradients
+
+ROWS = [name for name in attnorm.available() if isinstance(attnorm.get(name), attnorm.Normalizer)]
+
+
+def assert_compiles(name: str, backend: str, **options: object) -> None:
+    torch._dynamo.reset()
+    normalizer = attnorm.get(name)
+    tensors = Call(batch=1, queries=13, keys=13, width=8).tensors()[:3]
+    if name == "differential":
+        tensors[2] = tensors[2][:, :2]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, **options)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    assert_all_close(
+        outputs_and_gradients(compiled, tensors, learned(normalizer)),
+        outputs_and_gradients(attend, tensors, learned(normalizer)),
+        atol=1e-9,
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15"])
+@pytest.mark.as_installed
+def test_one_graph_gives_the_same_outputs_and_gradients(name: str) -> None:
+    assert_compiles(name, "aot_eager", causal=True)
+
+
+@pytest.mark.as_installed
+def test_compiled_code_gives_the_same_outputs_and_gradients() -> None:
+    assert_compiles("ssmax", "inductor", causal=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.as_installed
+def test_every_normalizer_compiles(name: str) -> None:
+    assert_compiles(name, "inductor", causal=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(set(attnorm.available()) - set(ROWS)))
+@pytest.mark.as_installed
+def test_every_mechanism_compiles(name: str) -> None:
+    assert_compiles(name, "inductor", causal=name != "soft")

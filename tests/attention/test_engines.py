@@ -1,0 +1,152 @@
+"""The engines agree, and one that cannot run a call says so."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines import blocked as blocked_engine
+from attnorm.engines import fused
+from attnorm.engines import inputs as engine_inputs
+from attnorm.engines.inputs import checked
+from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
+from tests.attention.reference import CASES, Case, seen
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_temperature"]
+
+
+@every_case
+@pytest.mark.parametrize("name", ["causal", "padding, causal", "a mask per head", "more queries than keys"])
+@pytest.mark.as_installed
+@torch.no_grad()
+def test_a_forced_engine_agrees_or_says_why_not(case: Case, name: str) -> None:
+    normalizer = case.make()
+    call = CALLS[name]
+    tensors = call.tensors()
+    fused_call = calling(case, normalizer, call.options, engine="fused")
+    if case.name in (*ON_SDPA, "adaptive behind ssmax"):
+        blocked = calling(case, normalizer, call.options, engine="blocked")(*tensors)
+        assert_all_close([fused_call(*tensors)], [blocked])
+    else:
+        with pytest.raises(ValueError, match=f"'{normalizer.name}' is not .* here; use engine='auto' or 'blocked'"):
+            fused_call(*tensors)
+
+
+@pytest.mark.parametrize("name", ON_SDPA)
+def test_rescaled_softmax_runs_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken on purpose, the blocked engine is not missed."""
+    monkeypatch.setattr(import_module("attnorm.attention"), "blocked", None)
+    q, k, v, _ = Call(queries=7, keys=7, key_heads=2).tensors()
+    attnorm.attention(q, k, v, name, causal=True)
+    attnorm.attention(q, k, v, name, causal=True, mask=torch.rand(7) < 0.8)
+
+
+def both_engines(name: str, *tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return tuple(attnorm.attention(*tensors, name, engine=e, **options) for e in ("fused", "blocked"))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_adaptive_temperature_in_two_passes_equals_one_row_at_a_time(call: Call) -> None:
+    q, k, v, _ = call.tensors()
+    two_passes, rows = both_engines("adaptive_temperature", 2 * q, k, v, **call.options)
+    torch.testing.assert_close(two_passes, rows, atol=1e-12, rtol=0)
+
+
+def test_adaptive_temperature_sharpens_rows_in_the_fused_engine_too() -> None:
+    """Long enough that the polynomial acts: beta would be 1 everywhere on a few keys."""
+    q, k, v, _ = Call(queries=101, keys=101).tensors()
+    two_passes, rows = both_engines("adaptive_temperature", q, k, v, causal=True, mask=torch.rand(101) < 0.9)
+    torch.testing.assert_close(two_passes, rows, atol=1e-12, rtol=0)
+    assert (two_passes - attnorm.attention(q, k, v, causal=True)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_a_large_offset_costs_the_entropy_about_what_it_costs_the_logits(offset: float) -> None:
+    q, k, v, _ = Call(batch=1, queries=64, keys=64, width=8).tensors(torch.float32)
+    q, k = torch.cat([q, torch.ones_like(q[..., :1])], -1), torch.cat([k, torch.full_like(k[..., :1], offset)], -1)
+    two_passes, rows = both_engines("adaptive_temperature", q, k, v)
+    exact, _ = both_engines("adaptive_temperature", q.double(), k.double(), v.double())
+    assert (two_passes - exact).abs().max() <= 4 * (rows - exact).abs().max() + 1e-6
+
+
+@pytest.mark.as_installed
+def test_adaptive_temperature_with_gradients_leaves_the_fused_engine() -> None:
+    q, k, v, _ = Call().tensors()
+    q.requires_grad_()
+    normalizer = attnorm.get("adaptive_temperature")
+    inputs = checked(q, k, v, mask=None, causal=False, scale=None, positions=None)
+    assert not fused.applies(inputs, normalizer)
+    with pytest.raises(ValueError, match=r"'adaptive_temperature' is not a rescaled softmax here; use engine='auto'"):
+        attnorm.attention(q, k, v, normalizer, engine="fused")
+    with torch.no_grad():
+        assert fused.applies(inputs, normalizer)
+
+
+@every_case
+def test_learned_parameters_get_the_same_gradient_in_blocks_as_in_one(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normalizer = case.make()
+    call = Call(key_heads=2, queries=11, keys=13, options={"mask": torch.rand(2, 1, 11, 13) < 0.8})
+    tensors = call.tensors()
+    attend = calling(case, normalizer, call.options, engine="blocked")
+    whole = outputs_and_gradients(attend, tensors, learned(normalizer))
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 1)
+    assert_all_close(outputs_and_gradients(attend, tensors, learned(normalizer)), whole, atol=1e-13)
+
+
+def test_frozen_parameters_and_inputs_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 1)
+    normalizer = attnorm.get("asentmax", heads=4).requires_grad_(False)
+    q, k, v, _ = Call().tensors()
+    v.requires_grad_()
+    attnorm.attention(q, k, v, normalizer).sum().backward()
+    assert v.grad is not None
+    assert q.grad is k.grad is None
+    assert all(p.grad is None for p in normalizer.parameters())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 5), (2, 1, 1, 5), (2, 4, 5, 5)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_visible_keys_are_counted_without_the_whole_mask(
+    rows: int, shape: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, _ = Call(queries=5, keys=5).tensors()
+    mask = torch.rand(shape) < 0.6
+    monkeypatch.setattr(engine_inputs, "MASK_ELEMENTS", rows * 5 * (mask.numel() // mask.shape[-1]))
+    inputs = checked(q, k, v, mask=mask, causal=causal, scale=None, positions=None)
+    n = seen(q, k, mask, causal).sum(-1, keepdim=True).double()
+    assert torch.equal(inputs.n().expand_as(n), n)
+    assert torch.equal(inputs.q_BHQD, torch.where(n > 0, q, 0.0))
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink", "entmax15", "relu", "asentmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, 33], ids=["blocks", "one block"])
+def test_autocast_keeps_the_dtype_and_rounds_nothing_inside(
+    name: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 4 * 33 * 2 * rows)
+    normalizer = attnorm.get(name)
+    tensors = Call(queries=33, keys=33, width=16).tensors(dtype)[:3]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, causal=True)
+
+    def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(q, k, v)
+
+    actual = outputs_and_gradients(under_autocast, tensors, learned(normalizer))
+    expected = outputs_and_gradients(attend, tensors, learned(normalizer))
+    assert actual[0].dtype == dtype
+    # torch's SDPA takes its inputs in bfloat16 under autocast; everything else is ours.
+    tolerance = 0.03 if name in ON_SDPA and dtype == torch.float32 else 0.0
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=tolerance * max(1.0, wanted.abs().max().item()), rtol=0)

@@ -1,0 +1,123 @@
+"""The benchmarks: they run in seconds when asked to, time in turn, measure real memory, survive a missing rival."""
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import attnorm
+from attnorm.bench import memory, normalizers
+from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
+from attnorm.bench.memory import peak_above
+from attnorm.bench.normalizers import by_bisection, compare_normalizers
+from attnorm.bench.suites import run_benchmarks
+from attnorm.bench.timing import in_turn
+
+linux_only = pytest.mark.skipif(not memory._RESET.exists(), reason="needs /proc/self/clear_refs")
+
+
+@pytest.mark.as_installed
+def test_a_quick_run_covers_everything_and_judges_nothing() -> None:
+    heard: list[str] = []
+    results = run_benchmarks("all", threads=1, quick=True, progress=heard.append)
+    assert results.quick
+    assert not results.missed
+    assert all(ratio.target is None for ratio in results.ratios)
+    assert len(heard) == len(results.ratios) + len(results.footprints)
+    timed = {ratio.what.partition(",")[0] for ratio in results.ratios}
+    assert timed >= {
+        "sparsemax",
+        "softmax",
+        "ssmax",
+        "log_scaled",
+        "sink",
+        "adaptive_temperature",
+        *blocked_normalizers(),
+    }
+    assert all(ratio.ours_ms > 0 and ratio.theirs_ms > 0 and ratio.speedup > 0 for ratio in results.ratios)
+    errors = [ratio.error for ratio in results.ratios if ratio.error is not None]
+    assert max(errors) < 1e-6
+
+
+def test_the_thread_count_is_stated_and_put_back() -> None:
+    before = torch.get_num_threads()
+    results = run_benchmarks("normalizers", threads=2, quick=True)
+    assert results.machine.threads == 2
+    assert torch.get_num_threads() == before
+    assert str(results.machine.cores) in str(results.machine)
+
+
+def test_a_slower_call_is_told_as_slower() -> None:
+    timed = in_turn(lambda: time.sleep(0.002), lambda: time.sleep(0.008), rounds=3)
+    assert 2.5 < timed.speedup < 4.5
+    assert timed.ours_ms < timed.theirs_ms
+
+
+def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_entmax(name: str, *rest: Any) -> Any:
+        if name == "entmax":
+            raise ImportError(name)
+        return importlib.import_module(name, *rest)
+
+    monkeypatch.setattr(normalizers.importlib, "import_module", without_entmax)
+    notes: list[str] = []
+    assert list(compare_normalizers(quick=True, notes=notes)) == []
+    assert "pip install entmax" in notes[0]
+
+
+@pytest.mark.parametrize(("name", "alpha"), [("sparsemax", 2.0), ("entmax15", 1.5)])
+def test_the_reference_by_bisection_is_exact(name: str, alpha: float) -> None:
+    entmax = importlib.import_module("entmax")
+    z = torch.randn(20, 33, dtype=torch.float64)
+    assert torch.allclose(by_bisection(z, alpha), getattr(entmax, name)(z, dim=-1), atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_sides_of_the_adaptive_comparison_compute_the_same(causal: bool) -> None:
+    q, k, v = torch.randn(3, 1, 2, 200, 16).unbind()
+    printed = adaptive_as_printed(q, k, v, causal=causal)
+    assert torch.allclose(attnorm.attention(q, k, v, "adaptive_temperature", causal=causal), printed, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["entmax15", "sigmoid", "stick_breaking"])
+def test_both_sides_of_the_blocked_comparison_compute_the_same(name: str) -> None:
+    normalizer = attnorm.get(name)
+    assert isinstance(normalizer, attnorm.Normalizer)
+    q, k, v = torch.randn(3, 1, 2, 50, 16).unbind()
+    expected = dense(q, k, v, normalizer, causal=True)
+    assert torch.allclose(attnorm.attention(q, k, v, normalizer, causal=True), expected, atol=1e-5)
+
+
+def test_what_runs_on_fused_kernels_is_not_called_blocked() -> None:
+    blocked = blocked_normalizers()
+    assert not {"softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_temperature", "linear"} & set(blocked)
+    assert {"sparsemax", "sigmoid", "topk", "local"} <= set(blocked)
+
+
+@linux_only
+def test_the_peak_of_a_call_is_what_it_touched_for_a_moment() -> None:
+    size = 64 * 10**6
+
+    def touch_and_forget() -> None:
+        torch.ones(size // 4)
+
+    touch_and_forget()
+    assert 0.9 * size < peak_above(touch_and_forget) < 1.5 * size
+    assert peak_above(lambda: None) < 0.1 * size
+
+
+@linux_only
+def test_a_process_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.sys, "executable", "false")
+    notes: list[str] = []
+    assert list(memory.measure_footprints(quick=True, notes=notes)) == []
+    assert "entmax15 was not measured: exit code 1" in notes[0]
+
+
+def test_without_procfs_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_RESET", memory.Path("/nowhere/clear_refs"))
+    notes: list[str] = []
+    assert list(memory.measure_footprints(quick=True, notes=notes)) == []
+    assert "Linux" in notes[0]

@@ -1,0 +1,127 @@
+"""The command line: JSON that parses, exit codes that mean what they say, errors that help."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import attnorm
+from attnorm.bench import doctor as bench_doctor
+from attnorm.bench import suites
+from attnorm.cli import app
+from attnorm.report.benchmarks import Ratio
+
+runner = CliRunner()
+
+
+def test_normalizers_lists_all_of_them_for_people() -> None:
+    result = runner.invoke(app, ["normalizers"])
+    assert result.exit_code == 0
+    for name in attnorm.available():
+        assert name in result.stdout
+
+
+def test_normalizers_lists_all_of_them_for_machines() -> None:
+    listed = json.loads(runner.invoke(app, ["normalizers", "--json"]).stdout)
+    assert [one["name"] for one in listed] == attnorm.available()
+    by_name = {one["name"]: one for one in listed}
+    assert by_name["softmax"]["lipschitz_1024"] == 0.5
+    assert by_name["ssmax"]["learned"] == ["s"]
+    assert by_name["sparsemax"]["exact_zeros"]
+    assert by_name["linear"]["kind"] == "mechanism"
+    assert by_name["entmax"]["options"] == ["alpha", "learned", "heads"]
+    assert all(one["url"].startswith("https://") for one in listed)
+
+
+def test_doctor_finds_this_machine_well() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.stdout
+    health = json.loads(result.stdout)
+    assert health["well"]
+    assert len(health["checks"]) >= 5
+    assert health["versions"]["attnorm"] == attnorm.__version__
+    assert "cpu" in health["devices"]
+
+
+def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> tuple[bool, str]:
+        raise ArithmeticError("two and two are five")
+
+    monkeypatch.setattr(bench_doctor, "PROMISES", {"arithmetic holds": breaks})
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "BROKEN" in result.stdout
+    assert "two and two are five" in result.stdout
+
+
+def test_dispersion_prints_json_and_writes_both_figures(tmp_path: Path, few: None) -> None:
+    result = runner.invoke(app, ["dispersion", "--out", str(tmp_path / "new"), "--draws", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.stdout)
+    verdicts = {curve["label"]: curve["verdict"] for curve in measured["curves"]}
+    assert verdicts["softmax"] == "fades"
+    assert verdicts["sparsemax"] == "stays"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dispersion.png", "dispersion.svg"]
+
+
+def test_dispersion_prints_a_table(few: None) -> None:
+    result = runner.invoke(app, ["dispersion", "--draws", "1", "--gap", "4"])
+    assert result.exit_code == 0, result.output
+    assert "One key scores 4" in result.stdout
+    for word in ("softmax", "131,072", "stays", "fades", "left out: soft"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["dispersion", "--gap", "-1"], "gap must be positive"),
+        (["dispersion", "--noise", "-0.5"], "noise must not be negative"),
+        (["dispersion", "--draws", "0"], "draws must be at least 1"),
+        (["bench", "speed"], "speed"),
+        (["bench", "normalizers", "--threads", "0"], "threads must be at least 1"),
+        (["bench", "--json", "--markdown"], "choose one"),
+        (["normaliser"], "normaliser"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(arguments: list[str], complaint: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.replace("│", " ").split())
+
+
+def test_bench_exits_with_1_when_a_promise_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Ratio(topic="t", what="tortoise", against="hare", ours_ms=9, theirs_ms=3, speedup=1 / 3, target=2.0)
+    monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([slow]))
+    result = runner.invoke(app, ["bench", "normalizers"])
+    assert result.exit_code == 1
+    assert "missed: at least 2x less time" in result.stdout
+
+
+def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = Ratio(topic="t", what="hare", against="tortoise", ours_ms=1, theirs_ms=3, speedup=3.0, target=2.0)
+    monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([fast]))
+    as_json = runner.invoke(app, ["bench", "normalizers", "--json", "--threads", "1"])
+    assert as_json.exit_code == 0
+    assert json.loads(as_json.stdout)["ratios"][0]["met"] is True
+    assert json.loads(as_json.stdout)["machine"]["threads"] == 1
+    as_markdown = runner.invoke(app, ["bench", "normalizers", "--markdown"])
+    assert "| hare | tortoise | 1.0 | 3.0 | 3x less time | met: at least 2x less time |" in as_markdown.stdout
+
+
+def test_the_command_explains_itself_and_keeps_progress_off_stdout(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("attnorm")
+    helped = subprocess.run([command], capture_output=True, text=True)
+    for verb in ("normalizers", "dispersion", "bench", "doctor"):
+        assert verb in helped.stdout
+    listed = subprocess.run([command, "normalizers", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(listed.stdout)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispersion of a few normalizers only: all of them are measured in tests/bench."""
+    monkeypatch.setattr("attnorm.bench.dispersion.available", lambda: ["softmax", "sparsemax", "local", "soft"])

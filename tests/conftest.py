@@ -1,0 +1,67 @@
+"""The ground rules of the test run: one thread per worker, fixed seeds, shapes checked at every call into attnorm."""
+
+import os
+
+# Read once, when torch starts: two workers on two cores must not fight over them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pkgutil
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+
+from tests.shape_checks import check_shapes_in
+
+ROOT = Path(__file__).resolve().parents[1]
+
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+# Not the kernels: Triton reads the source of a kernel and would find the wrapper.
+ROOMS = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
+check_shapes_in(*(f"attnorm.{room}" for room in sorted(ROOMS)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out nightly tests unless the -m expression names them."""
+    if "nightly" in config.option.markexpr:
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly:
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _shape_checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", before or request.node.get_closest_marker("as_installed") is not None)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of shared texts and tokenizers, which are not part of the package."""
+    folder = Path(os.environ.get("ATTNORM_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data at {folder}; set ATTNORM_SHARED to the folder that holds it")
+    return folder

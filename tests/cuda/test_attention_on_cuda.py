@@ -1,0 +1,125 @@
+"""On CUDA every engine must agree with the float64 reference, values and gradients. Skipped without a GPU."""
+
+import pytest
+import torch
+
+import attnorm
+from attnorm.engines import flex
+from attnorm.engines.inputs import checked
+from attnorm.normalizers import Mechanism
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+FLEX = [
+    ("sigmoid", {}),
+    ("sigmoid", {"bias": -5.0}),
+    ("relu", {}),
+    ("relu", {"power": 2.0}),
+    ("softpick", {}),
+    ("sa_softmax", {}),
+    ("kernel", {"function": "softplus"}),
+    ("kernel", {"function": "elu+1"}),
+    ("scale_invariant", {}),
+]
+ROWS = [name for name in attnorm.available() if not isinstance(attnorm.get(name), Mechanism)]
+MASKS = ["none", "padding", "full"]
+
+
+def _inputs(lengths: tuple[int, int], heads: tuple[int, int], mask: str, dtype: torch.dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device="cuda", generator=generator).to(dtype)  # noqa: E731
+    queries, keys = lengths
+    q, k, v = draw(2, heads[0], queries, 32), draw(2, heads[1], keys, 32), draw(2, heads[1], keys, 32)
+    visible = {"none": None, "padding": (2, 1, 1, keys), "full": (2, 1, queries, keys)}[mask]
+    shown = None if visible is None else torch.rand(visible, device="cuda", generator=generator) > 0.3
+    return q, k, v, shown
+
+
+def _values_and_gradients(q, k, v, normalizer, dtype, **options):
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    output = attnorm.attention(*leaves, normalizer, **options)
+    probe = torch.linspace(-1, 1, output.numel(), device="cuda", dtype=torch.float64).reshape(output.shape)
+    grads = torch.autograd.grad((output.double() * probe).sum(), leaves)
+    return [t.double() for t in (output, *grads)]
+
+
+def _assert_close(found, expected, tolerance):
+    for name, a, b in zip(["output", "dq", "dk", "dv"], found, expected, strict=True):
+        error = (a - b).norm() / b.norm().clamp(min=1e-12)
+        assert error < tolerance, f"{name}: relative error {error:.2e}"
+
+
+# (lengths, heads, mask, causal): every pair of choices that meets in a kernel, without compiling every combination
+CASES = [
+    ((256, 256), (4, 4), "none", True),
+    ((100, 300), (4, 2), "padding", True),
+    ((128, 200), (4, 4), "full", False),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FLEX)
+@pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES)
+def test_flex_recipes_match_float64(name, options, lengths, heads, mask, causal):
+    normalizer = attnorm.get(name, **options).cuda()
+    q, k, v, shown = _inputs(lengths, heads, mask, torch.float32)
+    call = {"mask": shown, "causal": causal}
+    assert flex.applies(checked(q, k, v, **call, scale=None, positions=None), normalizer)
+    found = _values_and_gradients(q, k, v, normalizer, torch.float32, engine="flex", **call)
+    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
+    _assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES[:2])
+def test_auto_engine_in_bfloat16_follows_float64(name, lengths, heads, mask, causal):
+    if name == "hard":
+        pytest.skip("rounding moves the argmax")
+    normalizer = attnorm.get(name).cuda()
+    q, k, v, shown = _inputs(lengths, heads, mask, torch.bfloat16)
+    call = {"mask": shown, "causal": causal}
+    found = _values_and_gradients(q, k, v, normalizer, torch.bfloat16, **call)
+    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
+    _assert_close(found, expected, 3e-2)
+
+
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {name for name, _ in FLEX}))
+@pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES)
+def test_auto_engine_in_float32_matches_float64(name, lengths, heads, mask, causal):
+    normalizer = attnorm.get(name).cuda()
+    q, k, v, shown = _inputs(lengths, heads, mask, torch.float32)
+    call = {"mask": shown, "causal": causal}
+    found = _values_and_gradients(q, k, v, normalizer, torch.float32, **call)
+    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
+    _assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_see_nothing_are_zero_with_finite_gradients(name):
+    q, k, v, _ = _inputs((64, 64), (4, 4), "none", torch.float32)
+    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool, device="cuda")
+    mask[0, :, 5] = False
+    output, *grads = _values_and_gradients(q, k, v, attnorm.get(name).cuda(), torch.float32, mask=mask)
+    assert (output[0, :, 5] == 0).all()
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_adaptive_temperature_in_two_fused_passes(mask, causal):
+    normalizer = attnorm.get("adaptive_temperature")
+    q, k, v, shown = _inputs((256, 256), (4, 2), mask, torch.float32)
+    with torch.no_grad():
+        found = attnorm.attention(q, k, v, normalizer, mask=shown, causal=causal, engine="fused").double()
+        reference = (t.double() for t in (q, k, v))
+        expected = attnorm.attention(*reference, normalizer, mask=shown, causal=causal, engine="blocked")
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gaussian", "linear", "selective", "soft", "differential"])
+def test_mechanisms_match_their_cpu_result(name):
+    mechanism = attnorm.get(name) if name != "differential" else attnorm.get(name, width=32)
+    q, k, v, _ = _inputs((96, 96), (4, 4), "none", torch.float32)
+    v = v[:, ::2] if name == "differential" else v
+    on_cpu = attnorm.attention(*(t.cpu().double() for t in (q, k, v)), mechanism.double().cpu())
+    on_gpu = attnorm.attention(q, k, v, mechanism.float().cuda())
+    assert (on_gpu.cpu().double() - on_cpu).norm() / on_cpu.norm() < 1e-4

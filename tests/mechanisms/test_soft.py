@@ -1,0 +1,188 @@
+"""SOFT: the Gaussian kernel through landmarks, by a Newton inverse that is exact where the landmarks lie apart."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import attnorm
+from attnorm.mechanisms.gaussian import gaussian_logits
+from attnorm.mechanisms.soft import RIDGE, Soft, newton_inverse, segment_means
+from tests.attention import reference
+from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
+from tests.attention.reference import HEADS
+
+WIDE = Call(key_heads=2, queries=9, keys=12, width=8, value_width=3)
+
+
+def apart(call: Call = WIDE) -> list[Tensor]:
+    """q, k, v whose keys are far enough from each other for a well-conditioned kernel."""
+    q, k, v, _ = call.tensors()
+    return [2 * q, 2 * k, v]
+
+
+def kernel_matrix(size: int = 9, spread: float = 1.5) -> Tensor:
+    points = spread * torch.randn(3, size, 8, dtype=torch.float64)
+    return torch.exp(gaussian_logits(points, points, 8**-0.5))
+
+
+def ridge(a: Tensor) -> Tensor:
+    return a + RIDGE * torch.eye(a.shape[-1], dtype=a.dtype)
+
+
+def test_newton_equals_the_inverse_and_its_derivative() -> None:
+    a = kernel_matrix()
+    assert_all_close(
+        outputs_and_gradients(newton_inverse, [a]), outputs_and_gradients(lambda a: torch.linalg.inv(ridge(a)), [a])
+    )
+
+
+@settings(max_examples=40)
+@given(size=st.integers(1, 12), spread=st.floats(0.0, 4.0), copies=st.integers(1, 3))
+def test_newton_never_diverges(size: int, spread: float, copies: int) -> None:
+    """Landmarks may crowd or coincide: the result is then damped, at most the inverse, never NaN."""
+    points = (spread * torch.randn(size, 4, dtype=torch.float64)).repeat(copies, 1)
+    a = torch.exp(gaussian_logits(points, points, 0.5))
+    inverse = newton_inverse(a)
+    assert inverse.isfinite().all()
+    product = torch.linalg.eigvals(inverse @ ridge(a)).real
+    assert product.min() > -1e-6
+    assert product.max() < 1 + 1e-6
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+def test_landmarks_in_pairs_give_finite_outputs(normalised: bool) -> None:
+    x = torch.zeros(1, 1, 4, 8, requires_grad=True)
+    moved = x + torch.tensor([0.0, 0.0, 100.0, 100.0])[:, None]
+    output = attnorm.attention(moved, moved, moved, Soft(4, normalised=normalised))
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+@pytest.mark.parametrize(("masked", "count"), [(False, 1), (False, 3), (False, 4), (True, 1), (True, 4)])
+def test_outputs_and_gradients_equal_the_definition(normalised: bool, masked: bool, count: int) -> None:
+    """12 keys, or 8 visible ones, in segments of equal size."""
+    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
+    if masked:
+        mask[0, ..., :4] = False
+        mask[1, ..., 8:] = False
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
+        kept = torch.stack([k[b, :, mask[b, 0, 0]] for b in range(2)])
+        landmarks = kept.unflatten(2, (count, -1)).mean(3)
+        return reference.soft(q, k, v, landmarks, mask.transpose(-1, -2), normalised)
+
+    tensors = apart()
+    soft = Soft(count, normalised=normalised)
+    options = {"mask": mask} if masked else {}
+    assert_all_close(
+        outputs_and_gradients(lambda q, k, v: attnorm.attention(q, k, v, soft, **options), tensors),
+        outputs_and_gradients(definition, tensors),
+        atol=1e-8,
+    )
+
+
+def test_landmarks_of_ones_own() -> None:
+    chosen = torch.randn(1, HEADS, 5, 8, dtype=torch.float64).mul(2).expand(2, -1, -1, -1)
+    tensors = apart()
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
+        return reference.soft(q, k, v, chosen, torch.ones(1), normalised=False)
+
+    soft = Soft(lambda keys: chosen)
+    assert_all_close(
+        outputs_and_gradients(lambda q, k, v: attnorm.attention(q, k, v, soft), tensors),
+        outputs_and_gradients(definition, tensors),
+        atol=1e-8,
+    )
+
+
+@pytest.mark.parametrize("spread", [1.0, 2.0, 3.0])
+def test_with_every_token_a_landmark_only_the_ridge_separates_soft_from_the_gaussian(spread: float) -> None:
+    """(A + r)^-1 A differs from 1 by r / (eigenvalue + r): about 1 % where the tokens lie apart."""
+    x = spread * torch.randn(1, 2, 20, 16, dtype=torch.float64)
+    v = torch.randn(1, 2, 20, 3, dtype=torch.float64)
+    exact, low_rank = (attnorm.attention(x, x, v, m) for m in ("gaussian", Soft(20)))
+    assert (low_rank - exact).norm() / exact.norm() < 1.1 * RIDGE
+    kernel = torch.exp(gaussian_logits(x, x, 16**-0.5))
+    smoothed = kernel @ torch.linalg.solve(ridge(kernel), kernel @ v)
+    torch.testing.assert_close(low_rank, smoothed, atol=1e-8, rtol=0)
+
+
+def test_one_sequence_does_not_change_another() -> None:
+    q, k, v = apart(Call(queries=12, keys=12, width=8))
+    q, k = (t * torch.tensor([0.05, 1.0])[:, None, None, None] for t in (q, k))
+    for normalised in (False, True):
+        soft = Soft(6, normalised=normalised)
+        together = attnorm.attention(q, k, v, soft)
+        alone = torch.cat([attnorm.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], soft) for b in range(2)])
+        torch.testing.assert_close(together, alone, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+def test_hidden_keys_have_no_influence_and_empty_rows_are_zeros(normalised: bool) -> None:
+    soft = Soft(3, normalised=normalised)
+    mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
+    mask[0, ..., 3:] = True
+    q, k, v = apart()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, soft, mask=mask)
+
+    expected = outputs_and_gradients(attend, [q, k, v])
+    hidden = ~mask[:, 0, 0, :, None]
+    k, v = (t.masked_fill(hidden[:, None], float("nan")) for t in (k, v))
+    actual = outputs_and_gradients(attend, [q, k, v])
+    assert_all_close(actual, expected, atol=1e-12)
+    assert actual[0][1].eq(0).all()
+    assert all(gradient.masked_select(hidden[:, None]).eq(0).all() for gradient in actual[2:])
+
+
+def test_padding_equals_no_padding() -> None:
+    q, k, v = apart()
+    padded = [torch.cat([t[..., :5, :], t, t[..., :2, :]], dim=-2) for t in (k, v)]
+    mask = torch.tensor([False] * 5 + [True] * 12 + [False] * 2)
+    soft = Soft(5)
+    torch.testing.assert_close(
+        attnorm.attention(q, *padded, soft, mask=mask), attnorm.attention(q, k, v, soft), atol=1e-12, rtol=0
+    )
+
+
+@settings(max_examples=40)
+@given(count=st.integers(1, 9), hidden=st.integers(0, 2**7 - 1))
+def test_every_visible_key_belongs_to_one_segment_of_nearly_equal_size(count: int, hidden: int) -> None:
+    visible = torch.tensor([hidden >> j & 1 == 0 for j in range(7)])
+    keys = torch.eye(7, dtype=torch.float64)[None, None]
+    means = segment_means(keys, visible[None, None, :, None], count)[0, 0]
+    assert means.shape == (count, 7)
+    assert means[:, ~visible].eq(0).all()
+    n = int(visible.sum())
+    if n >= count:
+        sizes = (means > 0).sum(-1)
+        assert int(sizes.sum()) == n
+        assert sizes.max() - sizes.min() <= 1
+    if n:
+        torch.testing.assert_close(means.sum(-1), torch.ones(count, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+def test_low_precision_inputs_lose_only_their_own_rounding(dtype: torch.dtype, normalised: bool) -> None:
+    q, k, v = (t.to(dtype) for t in apart())
+    soft = Soft(4, normalised=normalised)
+    exact = attnorm.attention(q.double(), k.double(), v.double(), soft)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = attnorm.attention(q, k, v, soft)
+    assert output.dtype == dtype
+    assert (output - exact).abs().max() <= 4 * torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+
+
+def test_an_empty_batch_gives_an_empty_output() -> None:
+    q, k, v = apart(Call(batch=0))
+    assert attnorm.attention(q, k, v, Soft(3, normalised=True)).shape == (0, HEADS, 5, 4)

@@ -1,0 +1,125 @@
+"""Adaptive temperature: where the printed polynomial acts, its monotone extension, and fitting one's own."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from attnorm.normalizers import get
+from attnorm.normalizers.adaptive_temperature import PRINTED, EntropyRule, fit, softmax_entropy
+from attnorm.normalizers.block import Block
+
+
+def betas(entropies: Tensor, **options: object) -> Tensor:
+    return EntropyRule(**options).beta(entropies)
+
+
+def test_the_printed_polynomial_acts_between_0_849_and_5_945_nats() -> None:
+    h = torch.linspace(0, 8, 8001, dtype=torch.float64)
+    beta = betas(h)
+    acting = h[beta > 1]
+    assert acting.min().item() == pytest.approx(0.849, abs=2e-3)
+    assert acting.max().item() == pytest.approx(5.945, abs=2e-3)
+    assert beta.max().item() == pytest.approx(2.42, abs=5e-3)
+    assert h[beta.argmax()].item() == pytest.approx(4.41, abs=5e-3)
+    assert beta.min() == 1
+
+
+@pytest.mark.parametrize("n", [2, 400, 1024])
+def test_rows_outside_that_range_are_softmax(n: int) -> None:
+    """Uniform over 400 keys is 5.99 nats: a row that needs sharpening most is left alone."""
+    z = torch.full((1, n), 0.0, dtype=torch.float64)
+    z[0, 0] = 0.01 if n > 2 else 3.0
+    torch.testing.assert_close(get("adaptive_temperature")(z), torch.softmax(z, -1))
+
+
+def test_rows_inside_it_are_sharpened() -> None:
+    z = torch.randn(10, 100, dtype=torch.float64)
+    assert (get("adaptive_temperature")(z).amax(-1) > torch.softmax(z, -1).amax(-1)).all()
+
+
+@pytest.mark.parametrize("coefficients", [PRINTED, (-1.0, 5.0), (1.0, -6.0, 11.0, -3.0), (2.0,)])
+def test_the_monotone_extension_never_falls_and_never_lies_below_the_polynomial(
+    coefficients: tuple[float, ...],
+) -> None:
+    h = torch.linspace(0, 12, 4001, dtype=torch.float64)
+    monotone, plain = betas(h, coefficients=coefficients, monotone=True), betas(h, coefficients=coefficients)
+    assert (monotone.diff() >= -1e-12).all()
+    assert (monotone >= plain - 1e-12).all()
+
+
+def test_the_monotone_extension_sharpens_rows_the_printed_polynomial_gives_up_on() -> None:
+    z = torch.randn(1, 4096, dtype=torch.float64) / 4
+    printed, monotone = get("adaptive_temperature")(z), get("adaptive_temperature", monotone=True)(z)
+    highest = betas(torch.linspace(4, 5, 100_001, dtype=torch.float64)).max()
+    assert torch.equal(printed, torch.softmax(z, -1))
+    torch.testing.assert_close(monotone, torch.softmax(highest * z, -1), rtol=1e-6, atol=0)
+
+
+def test_entropy_counts_visible_keys_only() -> None:
+    z = torch.zeros(3, 10, dtype=torch.float64)
+    mask = torch.arange(10)[None] < torch.tensor([[0], [1], [4]])
+    found = softmax_entropy(Block.of(z, mask))[:, 0]
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, math.log(4)], dtype=torch.float64))
+
+
+def row_that_needs(polynomial: list[float], n: int, keep: float) -> Tensor | None:
+    """A row of one key ahead of n - 1 equal ones that needs exactly beta = polynomial(H) to keep that weight."""
+
+    def entropy(gap: float) -> float:
+        weight = 1 / (1 + (n - 1) * math.exp(-gap))
+        return -weight * math.log(weight) - (1 - weight) * math.log((1 - weight) / (n - 1))
+
+    needed = math.log((n - 1) * keep / (1 - keep))  # beta * gap
+
+    def surplus(gap: float) -> float:
+        return sum(c * entropy(gap) ** p for p, c in enumerate(reversed(polynomial))) * gap - needed
+
+    grid = [0.02 * i for i in range(1, 1000)]
+    for low, high in pairwise(grid):
+        if surplus(low) * surplus(high) < 0:
+            gap = brentq(surplus, low, high, xtol=1e-14)
+            return torch.tensor([gap] + [0.0] * 199).where(torch.arange(200) < n, 0.0).double()
+    return None
+
+
+def test_fit_recovers_a_known_polynomial() -> None:
+    truth = [0.15, 0.2, 1.1]
+    found = {n: row_that_needs(truth, n, keep=0.8) for n in range(3, 200, 4)}
+    usable = {n: row for n, row in found.items() if row is not None}
+    assert len(usable) > 20
+    mask = torch.arange(200) < torch.tensor(list(usable))[:, None]
+    logits = torch.stack(list(usable.values()))
+    assert fit(logits, mask=mask, keep=0.8, degree=2) == pytest.approx(truth, abs=1e-6)
+    # Told which key is the target, it finds the same; the rest of the options pass straight to the normalizer.
+    targets = torch.zeros(len(logits), dtype=torch.long)
+    coefficients = fit(logits, targets, mask, keep=0.8, degree=2)
+    weights = get("adaptive_temperature", coefficients=coefficients)(logits, mask)
+    torch.testing.assert_close(weights[:, 0], torch.full((len(logits),), 0.8, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_fit_leaves_out_rows_whose_target_cannot_win() -> None:
+    logits = torch.randn(200, 30, dtype=torch.float64) * torch.rand(200, 1, dtype=torch.float64) * 6
+    clean = fit(logits)
+    hopeless = torch.zeros(50, 30, dtype=torch.float64)  # tied
+    by_a_hair = torch.zeros(50, 30, dtype=torch.float64)
+    by_a_hair[:, 0] = 1e-12
+    assert fit(torch.cat([logits, hopeless, by_a_hair])) == pytest.approx(clean)
+
+
+@pytest.mark.as_installed
+def test_fit_refuses_what_it_cannot_use() -> None:
+    with pytest.raises(ValueError, match="keep must lie strictly between 0 and 1, got 1"):
+        fit(torch.randn(50, 5), keep=1.0)
+    with pytest.raises(ValueError, match="needs more than 4 usable rows, got 3"):
+        fit(torch.randn(3, 5))
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("coefficients", [(), (1.0, math.nan), (math.inf,)])
+def test_coefficients_must_be_finite_numbers(coefficients: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="coefficients must be finite numbers"):
+        get("adaptive_temperature", coefficients=coefficients)

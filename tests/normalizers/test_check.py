@@ -1,0 +1,220 @@
+"""check_normalizer finds what is broken: for every check there is a normalizer that fails it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, get, register
+from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
+from attnorm.normalizers.checks import CHECKS
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.softmax import Softmax
+
+ONE = Properties(row_sum="one")
+FREE = Properties(row_sum="free", shift_invariant=False)
+
+
+def made(function: Any, properties: Properties = ONE) -> Normalizer:
+    """A normalizer with this function of a block as its map."""
+
+    class Broken(Map):
+        def forward(self, block: Block) -> Tensor:
+            return block.hide(function(block))
+
+    Broken.properties = properties
+    return Normalizer(Broken(), name="broken")
+
+
+def softmax(block: Block) -> Tensor:
+    return torch.softmax(block.filled_low(), -1)
+
+
+def unstable_softmax(block: Block) -> Tensor:
+    e = block.hide(torch.exp(block.logits))
+    return e / e.sum(-1, keepdim=True).clamp(min=1e-300)
+
+
+def softmax_that_drops_digits(block: Block) -> Tensor:
+    return torch.softmax(block.filled_low() + 1e4 - 1e4, -1)
+
+
+def over_mask_row_sum(block: Block) -> Tensor:
+    n = block.logits.shape[-1] if block.mask is None else block.mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.sigmoid(block.logits) / n
+
+
+def writes_to_its_input(block: Block) -> Tensor:
+    return torch.softmax(block.logits.detach().mul_(2), -1) + 0 * block.logits
+
+
+class LengthOfThePaddedRow(ScaleRule):
+    """The scale of PyPI's scalable-softmax: it counts hidden keys too."""
+
+    def forward(self, block: Block) -> Tensor:
+        return block.logits * math.log(block.logits.shape[-1])
+
+
+class OverNUnclamped(Map):
+    """Where no key is seen, n = 0 and the gain's gradient is 0 / 0."""
+
+    properties = FREE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(self.gain * torch.sigmoid(block.logits) / block.n)
+
+
+class StaysInHalf(Normalizer):
+    def forward(self, logits: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
+        seen = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
+        e = torch.where(seen, torch.exp(torch.where(seen, logits, -30.0).clamp(max=30)), 0.0)
+        return e / e.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Steeper(Entmax):
+    def lipschitz(self, n: int) -> float | None:
+        return 0.5
+
+
+class KeepsHiddenWeights(Normalizer):
+    def weights(self, block: Block) -> Tensor:
+        return torch.softmax(block.logits, -1)
+
+
+class ReadsHiddenLogits(Normalizer):
+    def forward(self, logits: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
+        return super().forward(logits - logits.amax(-1, keepdim=True), mask, **others)
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        p = torch.softmax(z, -1)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return p * (grad - (p * grad).sum(-1, keepdim=True))
+
+
+BROKEN = [
+    ("runs", made(writes_to_its_input)),
+    ("row_sums", made(lambda block: 1.001 * softmax(block))),
+    ("row_sums", made(lambda block: 1.001 * softmax(block), Properties(row_sum="at most one"))),
+    ("sign", made(lambda block: softmax(block) - 1e-3, FREE)),
+    ("exact_zeros", made(lambda block: 1 / (1 + block.logits.abs()), Properties(row_sum="free", exact_zeros=True))),
+    ("exact_zeros", made(lambda block: block.logits.relu(), FREE)),
+    ("permutation", made(lambda block: torch.sigmoid(block.hide(block.logits).cumsum(-1)), FREE)),
+    ("shift", made(lambda block: torch.sigmoid(block.logits), Properties(row_sum="free"))),
+    ("shift", made(unstable_softmax)),
+    ("lipschitz", Normalizer(Steeper(1.5), name="broken")),
+    ("hidden_keys", KeepsHiddenWeights(Softmax(), name="broken")),
+    ("hidden_values", ReadsHiddenLogits(Softmax(), name="broken")),
+    ("empty_rows", Normalizer(OverNUnclamped(), name="broken")),
+    ("padding", Normalizer(Softmax(), scale=[LengthOfThePaddedRow()], name="broken")),
+    ("mask_shapes", made(over_mask_row_sum, FREE)),
+    ("single_key", made(lambda block: torch.softmax(block.filled_low() / torch.log(block.n), -1))),
+    ("rows_alone", made(lambda block: torch.sigmoid(block.logits - block.logits.mean()), FREE)),
+    (
+        "strided",
+        made(lambda block: torch.softmax(block.logits.view(-1, block.logits.shape[-1]), -1).view_as(block.logits)),
+    ),
+    ("empty_batch", made(lambda block: torch.sigmoid(block.logits - block.logits.max()), FREE)),
+    ("half_precision", StaysInHalf(Softmax(), name="broken")),
+    ("single_precision", made(softmax_that_drops_digits)),
+    ("large_logits", made(unstable_softmax)),
+    ("large_precision", made(lambda block: (block.logits + 1e8 - 1e8).relu(), FREE)),
+    ("first_derivative", made(lambda block: torch.sigmoid(block.logits / (1 + block.logits.detach().abs())), FREE)),
+    ("second_derivative", made(lambda block: OnceDifferentiable.apply(block.filled_low()))),
+]
+
+
+@pytest.mark.parametrize(("check", "normalizer"), BROKEN, ids=[f"{name}-{i}" for i, (name, _) in enumerate(BROKEN)])
+def test_each_check_finds_what_it_is_for(check: str, normalizer: Normalizer) -> None:
+    report = check_normalizer(normalizer, raise_on_failure=False)
+    assert check in {failure.name for failure in report.failures}, str(report)
+
+
+def test_there_is_a_broken_normalizer_for_every_check() -> None:
+    assert {name for name, _ in BROKEN} | {"compiled"} == set(CHECKS)
+
+
+@pytest.mark.nightly
+def test_a_compiled_difference_is_found() -> None:
+    broken = made(lambda block: softmax(block) ** (1.1 if torch.compiler.is_compiling() else 1.0), FREE)
+    others = {name: "not of interest here" for name in CHECKS if name not in ("runs", "compiled")}
+    report = check_normalizer(broken, compile=True, exceptions=others, raise_on_failure=False)
+    assert [failure.name for failure in report.failures] == ["compiled"]
+
+
+def test_the_error_names_every_failed_check_with_its_numbers() -> None:
+    with pytest.raises(ContractError, match="'broken' fails") as caught:
+        check_normalizer(made(lambda block: 1.5 * softmax(block)))
+    assert isinstance(caught.value, AssertionError)
+    assert "row sums are declared to be 1, but one is 1.5" in str(caught.value)
+    assert all(failure.name in str(caught.value) for failure in caught.value.report.failures)
+
+
+def test_the_report_lists_what_was_checked() -> None:
+    report = check_normalizer("softmax")
+    assert report.passed
+    assert report.normalizer == "softmax"
+    assert "22 of 22 checks passed" in str(report)
+    failed = Report("x", (Check("sign", False, "a weight is -1"), Check("shift", True)))
+    assert failed.failures == (failed.checks[0],)
+    assert str(failed).splitlines()[1:] == ["  FAILED  sign: a weight is -1", "  passed  shift"]
+
+
+def test_an_exception_passes_with_its_reason_and_only_there() -> None:
+    broken = made(lambda block: softmax(block) - 1e-3, FREE)
+    failing = {check.name for check in check_normalizer(broken, raise_on_failure=False).failures}
+    report = check_normalizer(broken, exceptions=dict.fromkeys(failing, "a known flaw"))
+    assert {check.detail for check in report.checks if check.name in failing} == {"excepted, a known flaw"}
+
+
+def test_an_exception_for_an_unknown_check_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown check 'row_sum'; did you mean 'row_sums'"):
+        check_normalizer("softmax", exceptions={"row_sum": "typo"})
+
+
+def test_a_third_partys_normalizer_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.normalizers.registry._registered", {})
+
+    @register("cauchy")
+    class Cauchy(Map):
+        properties = Properties(row_sum="at most one", shift_invariant=False)
+
+        def forward(self, block: Block) -> Tensor:
+            value = block.hide(1 / (1 + block.logits**2))
+            return value / value.sum(-1, keepdim=True).clamp(min=1e-30)
+
+    assert check_normalizer("cauchy").normalizer == "cauchy"
+
+
+def test_the_normalizer_itself_is_left_as_it_was() -> None:
+    normalizer, seed = get("ssmax", heads=2), torch.get_rng_state()
+    check_normalizer(normalizer)
+    assert all(p.dtype == torch.float32 and p.grad is None for p in normalizer.parameters())
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_what_cannot_run_at_all_says_what_to_pass() -> None:
+    report = check_normalizer(get("ssmax", heads=3), raise_on_failure=False)
+    assert [check.name for check in report.checks] == ["runs"]
+    assert "heads=2" in report.failures[0].detail
+    assert check_normalizer(get("ssmax", heads=3), heads=3).passed
+
+
+@pytest.mark.as_installed
+def test_a_mechanism_has_no_rows_to_check() -> None:
+    with pytest.raises(TypeError, match="'gaussian' is an attention mechanism"):
+        check_normalizer("gaussian")

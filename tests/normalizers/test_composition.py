@@ -1,0 +1,227 @@
+"""Normalizers are compositions: any rule before any map, any selection, a sink, a mixture - and properties that follow."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnorm.normalizers import Block, LogitRule, Map, Properties, Selection, Sink, compose, get, mixture
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.local import Local
+from attnorm.normalizers.topk import TopK
+
+RULES = ["ssmax", "log_scaled", "adaptive_temperature", "scale_invariant"]
+MAPS = [
+    "softmax",
+    "sparsemax",
+    "entmax15",
+    "sigmoid",
+    "relu",
+    "softpick",
+    "sa_softmax",
+    "stick_breaking",
+    "kernel",
+    "hard",
+]
+
+
+@pytest.fixture
+def z() -> Tensor:
+    return 2 * torch.randn(2, 3, 4, 9, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MAPS)
+def test_a_rule_in_front_of_a_map_is_the_map_of_the_ruled_logits(rule: str, name: str, z: Tensor) -> None:
+    mask = torch.rand(2, 1, 4, 9) < 0.7
+    composed, alone = compose(name, scale=rule), get(rule)
+    ruled = alone.prepare(Block.of(z, mask)).logits
+    torch.testing.assert_close(composed(z, mask), get(name)(ruled, mask))
+
+
+def test_rules_apply_in_the_order_given(z: Tensor) -> None:
+    class Plus(LogitRule):
+        def forward(self, block: Block) -> Tensor:
+            return block.logits + 1
+
+    class Twice(LogitRule):
+        def forward(self, block: Block) -> Tensor:
+            return block.logits * 2
+
+    torch.testing.assert_close(compose("sigmoid", scale=[Plus(), Twice()])(z), get("sigmoid")((z + 1) * 2))
+    torch.testing.assert_close(compose("sigmoid", scale=[Twice(), Plus()])(z), get("sigmoid")(z * 2 + 1))
+
+
+def test_scale_rules_count_the_keys_before_the_selection(z: Tensor) -> None:
+    """ssmax before top-k scales by the row's length, not by k."""
+    composed = compose(scale="ssmax", select=TopK(2))
+    scaled = get("ssmax").prepare(Block.of(z)).logits
+    torch.testing.assert_close(composed(z), get("topk", k=2)(scaled))
+
+
+def test_selections_apply_one_after_the_other(z: Tensor) -> None:
+    """The two largest within the window, not the part of the two largest that lies in it."""
+    weights = compose(select=[Local(3), TopK(2)])(z)
+    assert ((weights > 0).sum(-1) == torch.tensor([2, 2, 2, 2])).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 4, dtype=torch.float64))
+
+
+def test_a_row_whose_keys_are_all_deselected_is_empty() -> None:
+    far = torch.arange(9) < 3
+    assert torch.equal(get("local", window=2)(torch.zeros(1, 9), far), torch.zeros(1, 9))
+
+
+def test_a_sink_takes_its_share_of_any_map(z: Tensor) -> None:
+    more = torch.cat([torch.full_like(z[..., :1], 0.5), z], -1)
+    for name in ("softmax", "sparsemax", "entmax15"):
+        torch.testing.assert_close(compose(name, sink=Sink(0.5))(z), get(name)(more)[..., 1:])
+    assert (compose("sparsemax", sink=Sink(100.0))(z) == 0).all()
+
+
+def test_the_sink_is_not_rescaled(z: Tensor) -> None:
+    composed = compose(scale=get("softmax", temperature=0.5), sink=Sink(1.0))
+    torch.testing.assert_close(composed(z), get("sink", logit=1.0)(2 * z))
+
+
+def test_asentmax_is_its_rule_before_entmax(z: Tensor) -> None:
+    asentmax = get("asentmax", gamma=0.7)
+    composed = compose(Entmax(1.5), scale=asentmax.rules)
+    assert torch.equal(composed(z), asentmax(z))
+
+
+def test_parts_come_as_names_objects_or_normalizers(z: Tensor) -> None:
+    expected = compose("sparsemax", scale="ssmax", select="local", sink="softmax1")(z)
+    ssmax, local, softmax1 = get("ssmax"), get("local"), get("softmax1")
+    for composed in (
+        compose(get("sparsemax"), scale=ssmax, select=local, sink=softmax1),
+        compose(Entmax(2.0), scale=ssmax.rules, select=local.selections, sink=softmax1.sink),
+        compose("sparsemax", scale=["ssmax"], select=["local"], sink=Sink(0.0)),
+    ):
+        assert torch.equal(composed(z), expected)
+
+
+def test_a_part_taken_from_a_normalizer_keeps_its_parameters() -> None:
+    ssmax = get("ssmax", heads=3)
+    composed = compose("entmax15", scale=ssmax)
+    assert composed.scale[0].s is ssmax.scale[0].s
+    assert [name for name, _ in composed.named_parameters()] == ["scale.0.s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"map": "ssmax"}, "'ssmax' is more than a map"),
+        ({"map": "topk"}, "'topk' is more than a map"),
+        ({"map": "softmax1"}, "'softmax1' is more than a map"),
+        ({"scale": "sparsemax"}, "'sparsemax' is more than a scale rule"),
+        ({"scale": "topk"}, "'topk' is more than a scale rule"),
+        ({"scale": "asentmax"}, "'asentmax' is more than a scale rule"),
+        ({"select": "ssmax"}, "'ssmax' is more than a selection"),
+        ({"select": "softmax"}, "'softmax' selects no keys"),
+        ({"sink": "softmax"}, "'softmax' has no sink"),
+        ({"sink": "sigmoid"}, "'sigmoid' is more than a sink"),
+    ],
+)
+def test_a_part_that_would_lose_the_rest_of_its_normalizer_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose(**options)
+
+
+@pytest.mark.as_installed
+def test_a_mechanism_is_no_part() -> None:
+    for build in (lambda: compose("gaussian"), lambda: mixture("softmax", "gaussian"), lambda: compose(scale="linear")):
+        with pytest.raises(TypeError, match="is an attention mechanism: it needs q, k, v"):
+            build()
+
+
+# Properties follow from the parts.
+
+
+def test_properties_of_compositions() -> None:
+    plain = get("softmax").properties
+    assert (plain.row_sum, plain.shift_invariant, plain.swap_untrained) == ("one", True, True)
+    with_sink = compose(sink="sink").properties
+    assert (with_sink.row_sum, with_sink.shift_invariant, with_sink.swap_untrained) == ("at most one", False, False)
+    assert compose(select="topk").properties.exact_zeros
+    assert compose("sigmoid", sink="sink").properties.row_sum == "free"
+    assert not compose("entmax15", scale="scale_invariant").properties.permutation_equivariant
+    assert compose("relu", scale="ssmax").properties.length == "log n, 1/n"
+    assert not compose("sparsemax", scale="ssmax").properties.swap_untrained
+
+
+def test_lipschitz_multiplies_gains_and_is_unknown_where_a_part_is() -> None:
+    assert get("softmax", temperature=0.25).lipschitz(10) == pytest.approx(2.0)
+    assert compose("entmax15", scale=get("ssmax", s=2.0)).lipschitz(100) == pytest.approx(2 * 4.60517)
+    assert get("softmax").lipschitz(1) == 0
+    for unknown in ("adaptive_temperature", "topk", "softpick", "scale_invariant"):
+        assert get(unknown).lipschitz(10) is None
+    assert compose("entmax15", scale="adaptive_temperature").lipschitz(10) is None
+    assert compose(select=Local(2)).lipschitz(10) == 0.5
+
+
+def test_a_users_own_parts_compose(z: Tensor) -> None:
+    class EverySecond(Selection):
+        permutation_equivariant = False
+
+        def forward(self, block: Block) -> Tensor:
+            return torch.arange(block.logits.shape[-1]) % 2 == 0
+
+    class Uniform(Map):
+        properties = Properties(row_sum="one", swap_untrained=False)
+
+        def forward(self, block: Block) -> Tensor:
+            return block.hide(torch.ones_like(block.logits) / block.n.clamp(min=1))
+
+    weights = compose(Uniform(), select=EverySecond())(z)
+    assert torch.equal(weights[0, 0, 0], torch.tensor([0.2, 0.0] * 4 + [0.2], dtype=torch.float64))
+
+
+# Mixtures.
+
+
+def test_a_mixture_learns_its_share_per_head(z: Tensor) -> None:
+    mixed = mixture("softmax", "sparsemax", share=0.5, heads=3).double()
+    with torch.no_grad():
+        mixed.map.theta.copy_(torch.tensor([-50.0, 0.0, 50.0]))
+    weights = mixed(z)
+    torch.testing.assert_close(weights[:, 0], get("sparsemax")(z[:, 0]))
+    torch.testing.assert_close(weights[:, 2], get("softmax")(z[:, 2]))
+    torch.testing.assert_close(weights[:, 1], (get("softmax")(z[:, 1]) + get("sparsemax")(z[:, 1])) / 2)
+    weights.square().sum().backward()
+    assert mixed.map.theta.grad[1] != 0
+
+
+def test_a_mixture_holds_the_parameters_of_both_and_passes_masks_and_positions(z: Tensor) -> None:
+    mixed = mixture(get("ssmax", heads=3), get("local", window=2))
+    assert {name for name, _ in mixed.named_parameters()} == {"map.theta", "map.first.scale.0.s"}
+    mask, positions = torch.rand(4, 9) < 0.7, torch.tensor([3, 4, 5, 8])
+    expected = (get("ssmax")(z, mask) + get("local", window=2)(z, mask, positions=positions)) / 2
+    torch.testing.assert_close(mixed(z, mask, positions=positions), expected)
+
+
+def test_a_mixture_of_mixtures_and_a_rule_before_it(z: Tensor) -> None:
+    nested = compose(mixture(mixture("softmax", "sigmoid"), "relu"), scale=get("softmax", temperature=2.0))
+    h = z / 2
+    expected = (get("softmax")(h) + get("sigmoid")(h)) / 4 + get("relu")(h) / 2
+    torch.testing.assert_close(nested(z), expected)
+
+
+def test_properties_of_mixtures() -> None:
+    mixed = mixture("softmax", "softmax1").properties
+    assert (mixed.row_sum, mixed.shift_invariant) == ("at most one", False)
+    assert mixture("sparsemax", "softmax").properties.exact_zeros is False
+    assert mixture("sparsemax", "entmax15").properties.exact_zeros is True
+    assert mixture("softmax", get("sa_softmax", normalised=False)).properties.signed
+    assert mixture("softmax", "sparsemax").lipschitz(5) == 1.0
+    assert mixture("softmax", "softpick").lipschitz(5) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 2.0])
+def test_a_share_lies_strictly_between_0_and_1(share: float) -> None:
+    with pytest.raises(ValueError, match=f"strictly between 0 and 1, got {share}"):
+        mixture("softmax", "sparsemax", share=share)
+
+
+def test_a_normalizer_is_a_module_like_any_other(z: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(9, 9), compose("entmax15", scale="ssmax", sink="sink"))
+    model(z.float()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,216 @@
+"""Normalizers by name: lazy, open to others by decorator or entry point, and helpful when a name is wrong."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.normalizers import (
+    Block,
+    LogitRule,
+    Map,
+    Normalizer,
+    Properties,
+    Selection,
+    available,
+    get,
+    register,
+    registry,
+)
+from attnorm.normalizers.topk import TopK
+from tests.normalizers.variants import ROW_NAMES
+
+MECHANISMS = ["gaussian", "soft", "linear", "selective", "differential"]
+
+
+@pytest.fixture(autouse=True)
+def _own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+class Flat(Map):
+    """The same weight for every key."""
+
+    properties = Properties(row_sum="one")
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(torch.ones_like(block.logits) / block.n.clamp(min=1))
+
+
+def test_the_binding_names_are_all_there() -> None:
+    names = """softmax sparsemax entmax15 entmax ssmax asentmax sa_softmax adaptive_temperature sigmoid softmax1 sink relu
+    softpick stick_breaking topk hard log_scaled scale_invariant kernel gaussian soft linear selective differential local"""
+    assert set(available()) >= set(names.split())
+    assert set(ROW_NAMES) | set(MECHANISMS) == set(names.split())
+
+
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_every_built_in_has_its_name_a_summary_and_a_paper(name: str) -> None:
+    entry = registry.BUILT_IN[name]
+    assert get(name).name == name
+    assert len(entry.summary) > 20
+    assert entry.paper
+    assert entry.url.startswith("https://")
+
+
+def test_a_map_rule_selection_or_factory_can_be_registered() -> None:
+    @register("doubled")
+    class Doubled(LogitRule):
+        def forward(self, block: Block) -> Tensor:
+            return 2 * block.logits
+
+    @register("first_two")
+    class FirstTwo(Selection):
+        def forward(self, block: Block) -> Tensor:
+            return torch.arange(block.logits.shape[-1]) < 2
+
+    @register("best")
+    def best(k: int = 1) -> Normalizer:
+        """The k best."""
+        return Normalizer(Flat(), select=[TopK(k)])
+
+    assert register("flat", paper="Us 2026", url="https://example.org")(Flat) is Flat
+    z = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
+    assert get("flat")(z).tolist() == [[0.25] * 4]
+    torch.testing.assert_close(get("doubled")(z), torch.softmax(2 * z, -1))
+    assert (get("first_two")(z) > 0).tolist() == [[True, True, False, False]]
+    assert get("best", k=2)(z).tolist() == [[0.0, 0.5, 0.5, 0.0]]
+    assert [get(name).name for name in ("flat", "best")] == ["flat", "best"]
+    assert {"flat", "doubled", "first_two", "best"} <= set(available())
+    assert registry.entries()["best"].summary == "The k best."
+    assert registry.entries()["flat"].paper == "Us 2026"
+
+
+def test_a_name_is_taken_once() -> None:
+    register("flat")(Flat)
+    register("flat")(Flat)  # the same thing again, as when a module is reloaded, is fine
+    with pytest.raises(ValueError, match="'flat' is already registered by .*Flat"):
+        register("flat")(lambda: Flat())
+    with pytest.raises(ValueError, match="'softmax' is a built-in normalizer; choose another name, e.g. 'my_softmax'"):
+        register("softmax")(Flat)
+    with pytest.raises(ValueError, match="must be a Python identifier, got 'soft max'"):
+        register("soft max")(Flat)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sofmax", "unknown normalizer 'sofmax'; did you mean 'softmax'"),
+        ("entmax_15", "did you mean 'entmax15'"),
+        ("stickbreaking", "did you mean 'stick_breaking'"),
+        ("xyz", "unknown normalizer 'xyz'; known are adaptive_temperature, asentmax"),
+        (15, "unknown normalizer 15"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(name: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get(name)  # type: ignore[arg-type]
+
+
+def test_what_others_registered_is_suggested_too() -> None:
+    register("flat_attention")(Flat)
+    with pytest.raises(ValueError, match="did you mean 'flat_attention'"):
+        get("flat_atention")
+
+
+def test_wrong_options_are_answered_with_the_right_ones() -> None:
+    with pytest.raises(TypeError, match=r"normalizer 'entmax': .*'alfa'; it accepts alpha, learned, heads"):
+        get("entmax", alfa=1.3)
+    with pytest.raises(TypeError, match="normalizer 'softpick': .*it accepts eps"):
+        get("softpick", heads=2)
+
+
+@pytest.mark.as_installed
+def test_a_factory_that_makes_something_else_is_named() -> None:
+    register("broken")(lambda: 3)
+    with pytest.raises(TypeError, match="expected a Normalizer, Mechanism, Map, LogitRule or Selection, got int"):
+        get("broken")
+
+
+# Entry points: a distribution that really lies on the path.
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], None]]:
+    """Puts a package with one module and these entry points on the path."""
+
+    def add(package: str, source: str, points: str) -> None:
+        folder = tmp_path / package
+        (folder / f"{package}-1.0.dist-info").mkdir(parents=True)
+        (folder / f"{package}.py").write_text(source)
+        (folder / f"{package}-1.0.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
+        (folder / f"{package}-1.0.dist-info" / "entry_points.txt").write_text(f"[attnorm.normalizers]\n{points}\n")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.delitem(sys.modules, package, raising=False)
+
+    yield add
+    for name in ("flatpack", "otherpack"):
+        sys.modules.pop(name, None)
+
+
+SOURCE = """
+import torch
+from attnorm.normalizers import Map, Properties, register
+
+class Flat(Map):
+    properties = Properties(row_sum="one")
+
+    def forward(self, block):
+        return block.hide(torch.ones_like(block.logits) / block.n.clamp(min=1))
+"""
+
+
+def test_an_installed_package_is_found_without_an_import(install: Callable[[str, str, str], None]) -> None:
+    assert "flat" not in available()
+    install("flatpack", SOURCE, "flat = flatpack:Flat")
+    assert "flat" in available()
+    assert "flatpack" not in sys.modules
+    assert get("flat")(torch.zeros(1, 4)).tolist() == [[0.25] * 4]
+    with pytest.raises(ValueError, match="did you mean 'flat'"):
+        get("flatt")
+
+
+def test_a_package_may_use_both_ways_for_the_same_thing(install: Callable[[str, str, str], None]) -> None:
+    install("flatpack", SOURCE + '\nregister("flat", paper="Us 2026")(Flat)\n', "flat = flatpack:Flat")
+    assert get("flat").name == "flat"
+    assert registry.entries()["flat"].paper == "Us 2026"
+    assert get("flat").name == "flat"
+
+
+@pytest.mark.parametrize("name", ["flat", "softmax"])
+def test_two_packages_with_one_name_collide(install: Callable[[str, str, str], None], name: str) -> None:
+    install("flatpack", SOURCE, f"{name} = flatpack:Flat")
+    install("otherpack", SOURCE, f"{name} = otherpack:Flat")
+    with pytest.raises(ValueError, match=f"the entry point '{name}' = .* has the name of another normalizer"):
+        available()
+
+
+def test_the_search_for_entry_points_is_not_repeated_on_every_call() -> None:
+    get("softmax")
+    start = time.perf_counter()
+    for _ in range(20):
+        registry.entries()
+    assert (time.perf_counter() - start) / 20 < 1e-3
+
+
+# Lazy.
+
+
+def test_importing_the_package_loads_no_normalizer_that_was_not_asked_for() -> None:
+    code = """
+import sys
+import attnorm.normalizers.registry as registry
+before = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in sys.modules}
+registry.get("hard")
+after = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in sys.modules}
+print(sorted(before), sorted(after))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[] ['hard']"

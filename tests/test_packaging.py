@@ -1,0 +1,170 @@
+"""What is shipped is complete, light to import, and what its papers (README, Makefile, citation) say it is."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from typer.main import get_command
+
+import attnorm
+from attnorm.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+
+# Public names that no release may lose.
+PROMISED = {"attention", "available", "check_normalizer", "get", "normalize"}
+
+# Imported only where the user has installed them, or only with the tests' extras.
+OPTIONAL = {"adasplash", "entmax", "triton"}
+
+
+def project_files() -> list[Path]:
+    """What git tracks, or would track after `git add`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def code_blocks(*languages: str) -> Iterator[str]:
+    """The README's fenced code in these languages."""
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield code
+
+
+def dry_run(*arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    run = subprocess.run(
+        ["make", "--dry-run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def imported_packages(source: str) -> set[str]:
+    """Top-level packages imported anywhere in the source, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_version_is_written_once_and_told_everywhere() -> None:
+    version = PROJECT["version"]
+    assert attnorm.__version__ == version == importlib.metadata.version("attnorm")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_exists() -> None:
+    assert set(attnorm.__all__) >= PROMISED
+    assert len(set(attnorm.__all__)) == len(attnorm.__all__)
+    for name in attnorm.__all__:
+        assert getattr(attnorm, name) is not None, name
+
+
+def test_importing_attnorm_loads_nothing_heavy() -> None:
+    heavy = {"beartype", "jinja2", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
+    code = "import torch, sys; before = set(sys.modules); import attnorm; print(*sorted(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "attnorm.normalizers" in run.stdout.split()
+    assert not heavy & set(run.stdout.split())
+
+
+def test_the_source_imports_only_what_the_project_declares() -> None:
+    declared = {Requirement(line).name for line in PROJECT["dependencies"]} | OPTIONAL | {"attnorm"}
+    for path in (ROOT / "src").rglob("*.py"):
+        foreign = imported_packages(path.read_text()) - sys.stdlib_module_names
+        assert foreign <= declared, f"{path.relative_to(ROOT)} imports {sorted(foreign - declared)}"
+
+
+def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -> None:
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (licence,) = (archive.read(name).decode() for name in names if name.endswith("licenses/LICENSE"))
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
+    shipped = {name for name in names if ".dist-info/" not in name}
+    expected = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+    assert shipped >= expected | {"attnorm/py.typed"}
+    assert all(name.startswith("attnorm/") for name in shipped)
+    assert "Apache License" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_readme_names_only_make_targets_that_exist() -> None:
+    shell = "\n".join(code_blocks("bash", "sh", "shell", "console"))
+    targets = set(re.findall(r"^(?:\$ )?make ([a-z-]+)", shell, flags=re.MULTILINE))
+    assert {"test", "demo"} <= targets
+    for target in targets:
+        assert dry_run(target)
+
+
+def test_the_readme_names_only_commands_and_options_that_exist() -> None:
+    commands = get_command(app).commands
+    shell = "\n".join(code_blocks("bash", "sh", "shell", "console"))
+    for line in re.findall(r"^(?:\$ )?attnorm (.*)$", shell, flags=re.MULTILINE):
+        verb, *words = line.partition("#")[0].split()
+        assert verb in commands, f"README: attnorm {line}"
+        known = {option for parameter in commands[verb].params for option in parameter.opts} | {"--help"}
+        given = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert given <= known, f"README: attnorm {line}"
+
+
+def test_the_readme_names_only_python_names_that_exist() -> None:
+    for code in code_blocks("python", "py", "pycon"):
+        for name in re.findall(r"\battnorm\.(\w+)", code):
+            assert hasattr(attnorm, name), f"README: attnorm.{name}"
+
+
+def test_make_test_runs_every_gate() -> None:
+    steps = dry_run("test")
+    gates = ["ruff check", "ruff format --check", "mypy", "lint-imports", "pytest -n 2"]
+    positions = [steps.find(f".venv/bin/{gate}") for gate in gates]
+    assert -1 not in positions
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize(
+    ("changed", "unchanged"), [("pyproject.toml", "constraints.txt"), ("constraints.txt", "pyproject.toml")]
+)
+def test_a_changed_requirement_is_installed_before_anything_runs(changed: str, unchanged: str) -> None:
+    steps = dry_run("--what-if", changed, "--old-file", unchanged, "demo")
+    assert 0 <= steps.find("pip install") < steps.find("attnorm dispersion")
+
+
+def test_continuous_integration_runs_the_readmes_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^make test\b", script.read_text(), flags=re.MULTILINE)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:
+    # A home or work folder at the start of a path; addresses (https://host/home/...) are no such thing.
+    local = re.compile(r"(?<![\w./:-])/(?:home|Users|root|work|mnt|opt)/[\w.-]+")
+    for path in project_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found = local.search(text)
+        assert found is None, f"{path.relative_to(ROOT)} names {found[0]}"

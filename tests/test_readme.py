@@ -1,0 +1,129 @@
+"""What README, CONTRIBUTING and the docs say works when it is typed in, and no normalizer is missing from them."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import attnorm
+from attnorm.bench.dispersion import dispersion
+from attnorm.cli import app
+from attnorm.normalizers import registry
+from attnorm.normalizers.registry import BUILT_IN
+from attnorm.report.catalogue import catalogue, promises
+from attnorm.report.dispersion import percent
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+NORMALIZERS = (ROOT / "docs" / "normalizers.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+
+# Commands that are not run here, and why.
+NOT_RUN = {
+    "make test": "this is make test",
+    "make format": "would rewrite the working tree",
+    "make demo": "creates .venv and installs; what it runs afterwards is in tests/cli",
+    ". .venv/bin/activate": "the tests run inside it already",
+    "attnorm bench": "takes half an hour; tests/bench runs it with --quick",
+    "attnorm dispersion": "takes ten seconds; tests/cli runs it on a few normalizers",
+    "python -c": "needs the normalizer that the reader has just written; run in its place below",
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    lines = "".join(blocks(text, "bash")).splitlines()
+    return [command for line in lines if (command := line.partition("#")[0].strip())]
+
+
+def run(command: str, **environment: str) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, **environment}
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(NORMALIZERS, "python")])
+def test_python_in_the_readme_and_the_docs_runs(code: str) -> None:
+    exec(compile(code, "documentation", "exec"), {})
+
+
+@pytest.mark.parametrize("command", sorted({*commands(README + CONTRIBUTING + BENCHMARKS)}))
+def test_commands_in_the_documents_run(command: str) -> None:
+    reason = next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
+    if reason is not None:
+        pytest.skip(reason)
+    verb = shlex.split(command)
+    assert verb[0] == "attnorm", f"a command that is neither run here nor excused in NOT_RUN: {command}"
+    result = CliRunner().invoke(app, verb[1:])
+    assert result.exit_code == 0, result.output
+    assert result.stdout
+
+
+def test_the_two_commands_are_there() -> None:
+    assert {"make demo", "make test"} <= set(commands(README))
+
+
+def test_the_number_under_the_picture_is_the_one_measured() -> None:
+    (curve,) = dispersion(names=["softmax"], lengths=(131_072,)).curves
+    assert f"leaves it {percent(curve.kept[-1])}" in README.replace("\n", " ")
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/normalizers.md", "docs/benchmarks.md"])
+def test_links_to_files_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_normalizer_is_in_the_readmes_table_and_described_in_the_docs(name: str) -> None:
+    (description,) = (one for one in catalogue() if one.name == name)
+    table = "\n".join(line for line in README.splitlines() if line.startswith("|"))
+    assert f"`{name}`" in table
+    section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", NORMALIZERS, flags=re.MULTILINE | re.DOTALL)
+    assert section is not None, f"docs/normalizers.md has no section '### {name}'"
+    assert promises(description) in section[1]
+    assert description.url in section[1]
+
+
+def test_the_docs_describe_no_normalizer_that_is_gone() -> None:
+    assert set(re.findall(r"^### (\w+)$", NORMALIZERS, flags=re.MULTILINE)) == set(BUILT_IN)
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> tuple[Path, Path]:
+    """The new file, and the folder of a copy of the package after steps 1 and 2 of CONTRIBUTING, done literally."""
+    file, row, _ = blocks(CONTRIBUTING, "python")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (new,) = re.findall(r"\*\*1\. The file\.\*\* `(.*?)`", CONTRIBUTING)
+    (tmp_path / new).write_text(file)
+    table = tmp_path / "src" / "attnorm" / "normalizers" / "registry.py"
+    text = table.read_text()
+    last = text.index("\n    ]\n}", text.index("BUILT_IN"))
+    table.write_text(text[:last] + "\n" + row.rstrip("\n") + text[last:])
+    return tmp_path / new, tmp_path / "src"
+
+
+def test_contributing_followed_literally_adds_a_normalizer(followed: tuple[Path, Path]) -> None:
+    new, package = followed
+    check = next(command for command in commands(CONTRIBUTING) if command.startswith("python"))
+    assert re.match(r"taylor: (\d+) of \1 checks passed", run(check, PYTHONPATH=str(package)))
+    run(f"ruff check --config pyproject.toml {new} && ruff format --config pyproject.toml --check {new}")
+
+
+def test_the_example_of_a_package_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    exec(compile(blocks(CONTRIBUTING, "python")[2], "CONTRIBUTING", "exec"), {})
+    assert "centred" in attnorm.available()

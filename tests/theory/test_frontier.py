@@ -1,0 +1,142 @@
+"""The frontier of weight against gradient: the law holds for every map, and each map lies where its formula says."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnorm.theory import frontier as fr
+from attnorm.theory.entmax_worst_case import entmax_worst_norm
+from tests.theory.reference.threshold_maps import entmax, kneemax
+
+SOFTMAX = fr.entmax_contender(1.0, "softmax")
+ENTMAX15 = fr.entmax_contender(1.5, "entmax15")
+SPARSEMAX = fr.entmax_contender(2.0, "sparsemax")
+SSMAX = fr.entmax_contender(1.0, "ssmax", lambda n: 0.168 * math.log(n))
+ASENTMAX = fr.entmax_contender(1.5, "asentmax", lambda n: 1 + 0.55 * math.log(n + 1) ** 0.5)
+KNEEMAX = fr.kneemax_contender()
+ALL = (SOFTMAX, ENTMAX15, SPARSEMAX, SSMAX, ASENTMAX, KNEEMAX)
+
+
+@given(st.integers(2, 10**7), st.floats(0, 1))
+@settings(max_examples=200)
+def test_no_map_pays_less_than_the_law(n: int, position: float) -> None:
+    weight = 1 / n + position * (1 - 1 / n)
+    for contender in ALL:
+        effort = contender.gap(weight, n) * contender.lipschitz(n)
+        assert effort >= fr.frontier_effort(n, weight) * (1 - 1e-9) - 1e-12
+
+
+def mixture(z: Tensor) -> Tensor:
+    return (torch.softmax(3 * z, -1) + entmax(z, 2.0)) / 2
+
+
+@pytest.mark.parametrize(
+    ("row_map", "constant"),
+    [
+        (lambda z: torch.softmax(z, -1), 0.5),
+        (lambda z: entmax(z, 1.5), 1.0),
+        (lambda z: entmax(z, 2.0), 1.0),
+        (kneemax, 0.5),
+        (mixture, (1.5 + 1) / 2),
+    ],
+)
+@pytest.mark.parametrize("n", [2, 5, 40])
+def test_the_law_holds_for_maps_that_are_run(row_map: Callable[[Tensor], Tensor], constant: float, n: int) -> None:
+    for gap in torch.linspace(0, 4, 30).tolist():
+        assert fr.two_level_weight(row_map, gap, n) <= fr.frontier_weight(n, constant * gap) + 1e-12
+
+
+def test_sparsemax_attains_the_law() -> None:
+    for n in (2, 10, 10**6):
+        for weight in (1 / n, 0.5, 0.9, 1.0):
+            point = fr.frontier([SPARSEMAX], [n], [weight])[0]
+            assert point.effort == pytest.approx(point.least_effort, rel=1e-12, abs=1e-12)
+    assert fr.two_level_weight(lambda z: entmax(z, 2.0), 0.3, 10) == pytest.approx(fr.frontier_weight(10, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("contender", "n", "effort"),
+    [(SOFTMAX, 1024, 4.56), (SOFTMAX, 131072, 6.99), (SPARSEMAX, 1024, 0.90), (SPARSEMAX, 131072, 0.90)],
+)
+def test_published_efforts_for_weight_0_9(contender: fr.Contender, n: int, effort: float) -> None:
+    assert fr.frontier([contender], [n], [0.9])[0].effort == pytest.approx(effort, abs=0.005)
+
+
+def test_published_efforts_of_entmax15_use_the_cap_and_not_its_exact_constant() -> None:
+    for n, with_cap, exact in [(1024, 1.88, 1.631), (131072, 1.90, 1.841)]:
+        point = fr.frontier([ENTMAX15], [n], [0.9])[0]
+        assert point.gap * 1.0 == pytest.approx(with_cap, abs=0.005)
+        assert point.effort == pytest.approx(exact, abs=0.0005)
+
+
+def test_the_table_is_data_in_a_fixed_order() -> None:
+    points = fr.frontier([SOFTMAX, KNEEMAX], [10, 100], [0.5, 0.9])
+    assert [(p.name, p.n, p.weight) for p in points[:3]] == [
+        ("softmax", 10, 0.5),
+        ("softmax", 10, 0.9),
+        ("softmax", 100, 0.5),
+    ]
+    assert len(points) == 8
+    assert all(p.excess == pytest.approx(p.effort / p.least_effort) for p in points)
+
+
+def test_a_temperature_or_length_scale_moves_no_map_on_the_frontier() -> None:
+    for n in (10, 1000):
+        softmax, ssmax = (fr.frontier([c], [n], [0.7])[0] for c in (SOFTMAX, SSMAX))
+        assert softmax.effort == pytest.approx(ssmax.effort)
+        assert softmax.gap != pytest.approx(ssmax.gap)
+
+
+@pytest.mark.parametrize("n", [2, 7, 3000])
+@pytest.mark.parametrize("weight", [0.6, 0.97])
+def test_root_finding_on_a_map_equals_the_closed_form(n: int, weight: float) -> None:
+    maps: list[tuple[fr.Contender, Callable[[Tensor], Tensor]]] = [
+        (SOFTMAX, lambda z: torch.softmax(z, -1)),
+        (ENTMAX15, lambda z: entmax(z, 1.5)),
+        (KNEEMAX, kneemax),
+    ]
+    for contender, row_map in maps:
+        assert fr.gap_to_keep(row_map, weight, n) == pytest.approx(contender.gap(weight, n), rel=1e-9)
+
+
+def test_a_gap_for_weight_one_is_finite_only_for_sparse_maps() -> None:
+    assert fr.gap_to_keep(lambda z: entmax(z, 2.0), 1.0, 50) == pytest.approx(1, abs=1e-9)
+    assert fr.gap_to_keep(kneemax, 1.0, 50) == pytest.approx(2 * (1 + 1 / 50), abs=1e-6)
+    assert fr.softmax_gap(1.0, 50) == math.inf
+    assert fr.gap_to_keep(torch.zeros_like, 0.5, 50) == math.inf
+    assert fr.gap_to_keep(lambda z: torch.softmax(z, -1), 1 / 50, 50) == 0
+
+
+def test_a_measured_constant_comes_close_from_below() -> None:
+    def root_entmax(z: Tensor) -> Tensor:  # differentiable entmax15 on two-level rows: the threshold is detached
+        p = entmax(z.detach(), 1.5)
+        root = torch.where(p > 0, z / 2 - (z.detach() / 2 - p.sqrt()), 0.0)
+        u = p.sqrt()
+        tau = (u / u.sum(-1, keepdim=True) * (z - z.detach()) / 2).sum(-1, keepdim=True)
+        return torch.where(p > 0, (root - tau).square(), 0.0)
+
+    measured = fr.measured_lipschitz(root_entmax, 100)
+    exact = entmax_worst_norm(100, 1.5)
+    assert exact * 0.999 <= measured <= exact * (1 + 1e-9)
+    contender = fr.map_contender("entmax15", lambda z: entmax(z, 1.5), lambda n: 1.0)
+    assert fr.frontier([contender], [64], [0.9])[0].effort == pytest.approx(fr.entmax_gap(0.9, 64, 1.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fr.frontier_weight(1, 0.5), "at least 2, got 1"),
+        (lambda: fr.frontier_weight(5, -0.5), "must not be negative, got -0.5"),
+        (lambda: fr.frontier_effort(10, 0.05), r"\[0.1, 1\], got 0.05"),
+        (lambda: fr.softmax_gap(1.2, 10), "got 1.2"),
+        (lambda: fr.kneemax_weight(-1.0, 10), "got -1.0"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
