@@ -1,4 +1,4 @@
-"""Normalizers are compositions: any rule before any map, any selection, a sink, a mixture - and properties that follow."""
+"""Normalizers are compositions - rules, selections, a map, a sink, mixtures - and their properties follow."""
 
 import pytest
 import torch

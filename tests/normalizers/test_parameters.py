@@ -1,4 +1,4 @@
-"""What is learned: where it lives, its shape per head, its way through a state dict, and what happens if heads differ."""
+"""What is learned: one number or one per head, kept by a state dict, refused for another number of heads."""
 
 import copy
 import math

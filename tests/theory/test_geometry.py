@@ -447,6 +447,7 @@ def test_rows_too_short_are_nan_among_others() -> None:
     )
     for values in found:
         assert values.isnan().tolist() == [False, True]
+    assert geometry.theorem2_exact(rows, 0.3, 1.0).reached
 
 
 def test_gradients_of_xi_moments_and_bounds() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-NARROWEST = 130  # columns of a table where no terminal says how wide it is
+NARROWEST = 150  # columns of a table where no terminal says how wide it is
 
 
 def show(renderable: RenderableType) -> None:

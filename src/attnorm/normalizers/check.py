@@ -20,9 +20,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "hard": {
         "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
     },
-    "kernel": {
-        "large_precision": "computed as softmax of log F, and log 1e4 = 9.2 takes two bits that F itself would keep",
-    },
 }
 
 

@@ -95,7 +95,7 @@ class ScaleRule(LogitRule):
 
     def gain(self, n: int) -> float | None:
         with torch.no_grad():
-            factor = self.factor(torch.full((1, 1), float(n)), None, None)
+            factor = self.factor(torch.full((1, 1), float(n), dtype=torch.float64), None, None)
         return factor.abs().max().item()
 
 

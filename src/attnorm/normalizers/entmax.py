@@ -32,17 +32,17 @@ def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
     elif isinstance(alpha, float) and alpha == 1.5:
         p = solve_threshold(y.mul_(0.5).add_(1), _entmax15)
     else:
-        p = solve_threshold(y, lambda shifted: _entmax(shifted, alpha))
+        p = solve_threshold(y, _entmax, torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
     return p / p.sum(-1, keepdim=True)
 
 
-def _sparsemax(base: Tensor) -> Newton:
+def _sparsemax(base: Tensor, _: Tensor | None) -> Newton:
     """p = [base]_+, and sum p - 1."""
     p = base.relu()
     return Newton(p, p.sum(-1, keepdim=True) - 1, p.sign().sum(-1, keepdim=True))
 
 
-def _entmax15(base: Tensor) -> Newton:
+def _entmax15(base: Tensor, _: Tensor | None) -> Newton:
     """p = [base]_+^2, and the norm of its root, minus 1."""
     root = base.relu()
     p = root.square()
@@ -50,17 +50,27 @@ def _entmax15(base: Tensor) -> Newton:
     return Newton(p, norm - 1, root.sum(-1, keepdim=True) / norm)
 
 
-def _entmax(x: Tensor, alpha: float | Tensor) -> Newton:
+def _entmax(x: Tensor, alpha: Tensor | None) -> Newton:
     """p = [1 + d x]_+^(1/d) with d = alpha - 1, and (S^d - 1) / d with S = sum p: S^d is a norm of [1 + d x]_+.
 
     Through log1p and expm1, so that alpha near 1 keeps its digits.
     """
+    assert alpha is not None
     d = alpha - 1
     log_p = (d * x).clamp_(min=-1).log1p_().div_(d)
     p = torch.exp(log_p)
     log_total = torch.log(p.sum(-1, keepdim=True))
     slope = log_p.mul_(1 - d).exp_().sum(-1, keepdim=True) * torch.exp((d - 1) * log_total)
     return Newton(p, torch.expm1(d * log_total) / d, slope)
+
+
+def one_against_equals_norm(n: int, alpha: float) -> float:
+    """The largest Jacobian norm over rows of one weight and n-1 equal ones; the worst of all rows is that of 2 or of n.
+
+    Proof: docs/theory/gradient.md.
+    """
+    others = n - 1
+    return (1 + 1 / others) * math.pow(1 + math.pow(others, -(alpha - 1) / (3 - alpha)), alpha - 3)
 
 
 class _Entmax(torch.autograd.Function):
@@ -150,9 +160,12 @@ class Entmax(Map):
         return block.hide(weights)
 
     def lipschitz(self, n: int) -> float | None:
+        """Exact for a fixed alpha; 1, the largest over all alpha, for a learned one."""
         if n == 1:
             return 0.0
-        return 0.5 if self.alpha == 1 else 1.0
+        if self.theta is not None:
+            return 1.0
+        return max(one_against_equals_norm(2, self.alpha), one_against_equals_norm(n, self.alpha))
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}" if self.theta is None else f"alpha learned from {self.alpha}"

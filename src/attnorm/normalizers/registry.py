@@ -81,6 +81,7 @@ BUILT_IN: dict[str, Entry] = {
         ("log_scaled", "normalizers.log_scaled:log_scaled", "Qwen, Llama 4, YaRN", _arxiv("2309.00071")),
         ("scale_invariant", "normalizers.scale_invariant:scale_invariant", "Anson et al. 2025", _arxiv("2505.17083")),
         ("kernel", "normalizers.kernel:kernel", "Mudarisov et al. 2025", _arxiv("2508.17821")),
+        ("kneemax", "normalizers.kneemax:kneemax", "attnorm", "docs/theory/kneemax.md"),
         ("local", "normalizers.local:local", "Beltagy et al. 2020", _arxiv("2004.05150")),
         ("gaussian", "mechanisms.gaussian:Gaussian", "Lu et al. 2021", _arxiv("2110.11945")),
         ("soft", "mechanisms.soft:Soft", "Lu et al. 2022", _arxiv("2207.03341")),

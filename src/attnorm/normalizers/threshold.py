@@ -1,10 +1,10 @@
 """Threshold maps: p_j = phi(y_j - t) with phi increasing and 0 below a point, and t such that the row sums to 1.
 
 t is found by Newton steps on a convex, decreasing function of t that is 0 at the solution. Started from the left,
-where the row sums to more than 1, every step stays on the left, so the iteration needs no bracket. A valid start is
-the solution for any subset of the keys; we take the largest key of each of a few groups, so that two or three passes
-over the whole row remain. Each step is taken from the row itself, not added up in t: keys near the threshold, which
-decide the result, are then the ones that keep all their digits.
+where the row sums to more than 1, every step stays on the left, so the iteration needs no bracket. The solution for a
+subset of the keys lies left of that for all, so we start from the largest key of every eight, and they from theirs.
+Most rows then need two or three steps and a few need many: rows that are done are left behind. Each step is taken from
+the row itself, not added up in t: keys near the threshold, which decide the result, keep all their digits.
 """
 
 from collections.abc import Callable
@@ -15,65 +15,73 @@ from torch import Tensor
 
 
 class Newton(NamedTuple):
-    """A row at its present threshold: its weights, how far they are from done, and the slope of that."""
+    """Rows at their present thresholds: their weights, how far they are from done (..., 1), and the slope of that."""
 
     weights: Tensor
     excess: Tensor
     slope: Tensor
 
 
-Evaluate = Callable[[Tensor], Newton]
+# From rows (..., n) and, where the map has one, the parameter of each row (..., 1).
+Evaluate = Callable[[Tensor, Tensor | None], Newton]
 
-GROUPS = 32
+GROUP = 8
+LEAST_GROUPS = 32
 # Compiled code takes a fixed number of steps. Rows built against Newton (layers of keys, each about half as large
 # again as the last, that drop out one per step) need 24 for 1e-6 at 10^5 keys; ordinary rows need 10.
 FIXED_STEPS = 24
 MOST_STEPS = 100
 
 
-def solve_threshold(y: Tensor, evaluate: Evaluate) -> Tensor:
+def solve_threshold(y: Tensor, evaluate: Evaluate, parameter: Tensor | None = None) -> Tensor:
     """The weights at the threshold. y (..., n), which is overwritten, must sum to 1 or more under phi as it comes."""
     if torch.compiler.is_compiling():
         for _ in range(FIXED_STEPS):
-            y = y - _step(evaluate(y))
-        return evaluate(y).weights
-    leaders = _group_leaders(y)
-    if leaders is not None:
-        y.sub_(_solve_leaders(leaders, evaluate))
-    enough = 4 * torch.finfo(y.dtype).eps
+            y = y - _step(evaluate(y, parameter))
+        return evaluate(y, parameter).weights
+    shape = y.shape
+    y = y.reshape(-1, shape[-1])
+    if parameter is not None:
+        parameter = parameter.expand(*shape[:-1], 1).reshape(-1, 1)
+    _solve(y, evaluate, parameter, 4 * torch.finfo(y.dtype).eps)
+    return evaluate(y, parameter).weights.reshape(shape)
+
+
+def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float) -> Tensor:
+    """Moves the rows y (rows, n) to their thresholds, in place; returns how far."""
+    groups = y.shape[-1] // GROUP
+    if groups < LEAST_GROUPS:
+        return _newton(y, evaluate, parameter, enough)
+    leaders = y[:, : groups * GROUP].unflatten(-1, (GROUP, groups)).amax(-2)
+    start = _solve(leaders, evaluate, parameter, torch.finfo(y.dtype).eps ** 0.5)
+    y.sub_(start)
+    return _newton(y, evaluate, parameter, enough).add_(start)
+
+
+def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float) -> Tensor:
+    """A row is done when its excess is small: a small step alone does not prove that the next would be smaller."""
+    moved = y.new_zeros(len(y), 1)
+    rows = torch.arange(len(y), device=y.device)
+    part = y
     for _ in range(MOST_STEPS):
-        now = evaluate(y)
-        if _done(now, enough):
-            break
-        y.sub_(_step(now))
-    return now.weights
-
-
-def _group_leaders(y: Tensor) -> Tensor | None:
-    size = y.shape[-1] // GROUPS
-    if size < 4:
-        return None
-    whole = size * GROUPS
-    leaders = y[..., :whole].unflatten(-1, (size, GROUPS)).amax(-2)
-    return torch.cat([leaders, y[..., whole:]], dim=-1)
-
-
-def _solve_leaders(leaders: Tensor, evaluate: Evaluate) -> Tensor:
-    """Their threshold, roughly: it is only a start for the whole row."""
-    enough = torch.finfo(leaders.dtype).eps ** 0.5
-    t = torch.zeros_like(leaders[..., :1])
-    for _ in range(MOST_STEPS):
-        now = evaluate(leaders - t)
-        if _done(now, enough):
-            break
-        t = t + _step(now)
-    return t
+        _, excess, slope = evaluate(part, parameter)
+        todo = excess.squeeze(-1) > enough
+        left = int(todo.sum())
+        if 2 * left < len(part) or left == 0:
+            if part is not y:
+                y.index_copy_(0, rows, part)
+            if left == 0:
+                return moved
+            chosen = todo.nonzero().squeeze(-1)
+            rows, part, excess, slope = (t.index_select(0, chosen) for t in (rows, part, excess, slope))
+            parameter = None if parameter is None else parameter.index_select(0, chosen)
+        step = (excess / slope).clamp_(min=0)
+        part.sub_(step)
+        moved.index_add_(0, rows, step)
+    if part is not y:
+        y.index_copy_(0, rows, part)
+    return moved
 
 
 def _step(now: Newton) -> Tensor:
     return (now.excess / now.slope).clamp(min=0)
-
-
-def _done(now: Newton, enough: float) -> bool:
-    """The excess itself must be small: a small step alone does not prove that the next would be smaller."""
-    return now.excess.numel() == 0 or bool(now.excess.max() <= enough)

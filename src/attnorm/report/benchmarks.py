@@ -100,9 +100,10 @@ def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
     for title, header, rows in _tables(benchmarks):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for position, name in enumerate(header):
-            table.add_column(name, justify="left" if position < _names(header) else "right", no_wrap=True)
+            is_name = position < _names(header)
+            table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
         for row in rows:
-            table.add_row(*row, style="red" if row[-1].startswith("missed") else None)
+            table.add_row(*row, style="red" if row[-1].endswith("missed") else None)
         parts.append(table)
     parts += [Text(f"note: {note}", style="dim") for note in benchmarks.notes]
     return Group(*parts)
@@ -128,7 +129,7 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
         ratios = list(group)
         errors = any(ratio.error is not None for ratio in ratios)
         accuracy = ("error", "their error") if errors else ()
-        header = ("attnorm", "instead of", "ms", "instead, ms", "attnorm takes", *accuracy, "promised")
+        header = ("attnorm", "instead of", "ms", "their ms", "result", *accuracy, "promised")
         yield topic, header, [_ratio_row(ratio, errors) for ratio in ratios]
     for setting, footprints in groupby(benchmarks.footprints, key=lambda footprint: footprint.setting):
         members = list(footprints)
@@ -141,27 +142,25 @@ def _ratio_row(ratio: Ratio, errors: bool) -> tuple[str, ...]:
     cells = [ratio.what, ratio.against, _digits(ratio.ours_ms), _digits(ratio.theirs_ms), relative(ratio.speedup)]
     if errors:
         cells += ["" if error is None else f"{error:.1e}" for error in (ratio.error, ratio.their_error)]
-    return (*cells, _judged(ratio.met, "" if ratio.target is None else relative(ratio.target, at_most=True)))
+    return (*cells, _judged(ratio.met, "" if ratio.target is None else relative(ratio.target)))
 
 
 def _footprint_row(footprint: Footprint) -> tuple[str, ...]:
     backward = "-" if footprint.backward_mb is None else f"{footprint.backward_mb:,.0f}"
-    promise = "" if footprint.target_mb is None else f"at most {footprint.target_mb:,.0f} MB"
+    promise = "" if footprint.target_mb is None else f"{footprint.target_mb:,.0f} MB"
     cells = (footprint.what, f"{footprint.forward_mb:,.0f}", backward, f"{footprint.seconds:.1f}")
     return (*cells, _judged(footprint.met, promise))
 
 
-def relative(speedup: float, *, at_most: bool = False) -> str:
-    """A speedup in words: '4.2x less time' or '1.08x the time'."""
+def relative(speedup: float) -> str:
+    """A speedup in words: '4.2x faster' or '1.08x the time'."""
     if speedup >= 1.05:
-        words = f"{speedup:.3g}x less time"
-        return f"at least {words}" if at_most else words
-    words = f"{1 / speedup:.2f}x the time"
-    return f"at most {words}" if at_most else words
+        return f"{speedup:.3g}x faster"
+    return f"{1 / speedup:.2f}x the time"
 
 
 def _judged(met: bool | None, promise: str) -> str:
-    return promise if met is None else f"{'met' if met else 'missed'}: {promise}"
+    return promise if met is None else f"{promise}: {'met' if met else 'missed'}"
 
 
 def _digits(milliseconds: float) -> str:

@@ -15,14 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-def one_against_equals_norm(m: int, alpha: float) -> float:
-    """lambda_m: the largest norm, at T = 1, over rows of one weight and m-1 equal ones."""
-    _check(m, alpha)
-    if m == 1:
-        return 0.0
-    others = m - 1
-    return (1 + 1 / others) * math.pow(1 + math.pow(others, -(alpha - 1) / (3 - alpha)), alpha - 3)
+from attnorm.normalizers.entmax import one_against_equals_norm
 
 
 def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:
@@ -30,7 +23,9 @@ def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     _check(n, alpha)
-    return max(one_against_equals_norm(min(n, 2), alpha), one_against_equals_norm(n, alpha)) / temperature
+    if n == 1:
+        return 0.0
+    return max(one_against_equals_norm(2, alpha), one_against_equals_norm(n, alpha)) / temperature
 
 
 def entmax_worst_weights(n: int, alpha: float) -> Float[Tensor, " n"]:

@@ -48,7 +48,7 @@ class IsotropicLaw:
 
     @property
     def reached(self) -> bool:
-        return bool((self.error <= self.tolerance).all())
+        return not bool((self.error > self.tolerance).any())
 
 
 def isotropic_norm_cdf(

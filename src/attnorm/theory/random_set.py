@@ -42,8 +42,8 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     `heaviest` = m tells apart the 2^m cases which of the m longest y_j are in I, and bounds within each: never looser,
     and much tighter for peaked rows, where s depends mostly on whether it contains the winner. Cost O(2^m L d).
     """
-    if heaviest < 0:
-        raise ValueError(f"heaviest counts keys and cannot be negative, got {heaviest}")
+    if not 0 <= heaviest <= 12:
+        raise ValueError(f"heaviest must lie between 0 and 12 (it costs 2^heaviest passes), got {heaviest}")
     heavy_keys = torch.where(rows.visible, rows.norms, -1.0).topk(min(heaviest, rows.weights.shape[-1]), -1).indices
     heavy = torch.zeros_like(rows.visible).scatter(-1, heavy_keys, True) & rows.visible
     light = rows.visible & ~heavy
@@ -78,14 +78,18 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
 
 def _chance(rows: SelectedRows, heavy: Tensor, certain: Tensor, size: Tensor, drawn: int) -> Tensor:
     """For each key i: the chance that a random set which avoids i has exactly the `certain` ones of the heavy keys."""
+    all_sets = _log_choose((rows.n - 1).unsqueeze(-1), rows.top_n)
+    of_light, of_heavy = (
+        torch.where(pool >= drawn, (_log_choose(pool, drawn) - all_sets).exp().to(size.dtype), 0.0)
+        for pool in (size - 1, size)
+    )
     possible = (~certain | heavy).all(-1, keepdim=True) & ~certain
-    pool, n = torch.where(heavy, size, size - 1).double(), rows.n.double().unsqueeze(-1)
-    log_chance = _log_choose(pool, drawn) - _log_choose(n - 1, rows.top_n)
-    return torch.where(possible & (pool >= drawn), log_chance.exp(), 0.0).to(rows.weights.dtype)
+    return torch.where(possible, torch.where(heavy, of_heavy, of_light), 0.0)
 
 
 def _log_choose(n: Tensor, k: int) -> Tensor:
-    n = n.clamp(min=k)
+    """log of n over k, in float64: its parts are large numbers that cancel."""
+    n = n.double().clamp(min=k)
     return torch.lgamma(n + 1) - torch.lgamma(n - k + 1) - math.lgamma(k + 1)
 
 

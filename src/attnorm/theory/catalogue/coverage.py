@@ -1,0 +1,58 @@
+"""Claims on what several heads cover together."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnorm.theory import coverage
+from attnorm.theory.catalogue.claim import Case, Claim, at_least, between
+
+HEADS = 4
+
+claim = partial(Claim, family="coverage", proof="docs/theory/coverage.md", differentiable=False)
+
+
+def _coverage(case: Case) -> coverage.Coverage:
+    """Groups of four rows as four heads over one context."""
+    return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
+
+
+def _per_row(ratio: Tensor, case: Case) -> Tensor:
+    return ratio.repeat_interleave(HEADS)
+
+
+def _independence(case: Case) -> Tensor:
+    found = _coverage(case)
+    return _per_row(at_least(found.union, found.independent), case)
+
+
+def _union(case: Case) -> Tensor:
+    found = _coverage(case)
+    lower, upper = coverage.union_bounds(found.per_head)
+    rounding = torch.finfo(upper.dtype).eps * 8
+    return _per_row(between(found.union, lower * (1 - rounding), upper * (1 + rounding)), case)
+
+
+CLAIMS = [
+    claim(
+        id="head-coverage",
+        source="Mudarisov et al., Discussion",
+        form="printed",
+        statement="H heads cover 1 - (1-p)^H of the keys (three heads at p = 0.8: 99 %)",
+        domain="independent heads; tested on heads of any kind",
+        status="false",
+        counterexample="identical heads cover no more than one of them",
+        correction="head-coverage-bounds",
+        ratio=_independence,
+    ),
+    claim(
+        id="head-coverage-bounds",
+        source="Discussion, corrected",
+        form="corrected",
+        statement="max_h p_h <= union <= min(1, sum_h p_h); measure the union itself",
+        domain="any heads",
+        status="holds",
+        ratio=_union,
+    ),
+]
