@@ -1,9 +1,12 @@
-"""attnorm: measure how sharply attention can select, know the limit theory sets, replace softmax by something better."""
+"""attnorm: how sharply attention can select, the limit that theory sets, and what to put in the place of softmax."""
 
-
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from attnorm.attention import attention, normalize
 from attnorm.normalizers import (
+    ContractError,
     LogitRule,
     Map,
     Mechanism,
@@ -14,15 +17,20 @@ from attnorm.normalizers import (
     Selection,
     Sink,
     available,
+    check_normalizer,
     compose,
     get,
     mixture,
     register,
 )
 
-__version__ = "0.1.0"
+try:
+    __version__ = version("attnorm")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+source"
 
 __all__ = [
+    "ContractError",
     "LogitRule",
     "Map",
     "Mechanism",
@@ -34,9 +42,18 @@ __all__ = [
     "Sink",
     "attention",
     "available",
+    "check_normalizer",
     "compose",
     "get",
     "mixture",
     "normalize",
     "register",
+    "theory",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`attnorm.theory` loads when first used: it needs SciPy, which attention does not."""
+    if name == "theory":
+        return importlib.import_module("attnorm.theory")
+    raise AttributeError(f"module 'attnorm' has no attribute {name!r}")

@@ -15,8 +15,8 @@ from attnorm.engines.inputs import Inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
 
-# Elements of one block's logits. A step holds about ten arrays of this size: 2^21 floats keep it near 100 MB. A GPU needs
-# larger blocks to be busy, and has the memory.
+# Elements of one block's logits. A step holds about ten arrays of this size: 2^21 floats keep it near 100 MB. A GPU
+# needs larger blocks to be busy, and has the memory.
 BLOCK_ELEMENTS = 2**21
 CUDA_BLOCK_ELEMENTS = 2**25
 
@@ -109,7 +109,7 @@ class _BlockedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         q, k, v, hidden_states, *parameters = ctx.saved_tensors

@@ -75,9 +75,7 @@ class _Call:
         options = {"FORCE_USE_FLEX_ATTENTION": True} if self.q.is_cuda and self.inputs.queries < 128 else None
         # Past the limit torch would silently run the unfused form; every recipe and mask is a kernel of its own, and a
         # number in a recipe must stay a constant of its kernel.
-        with torch._dynamo.config.patch(
-            recompile_limit=1024, accumulated_recompile_limit=1024, specialize_float=True
-        ):
+        with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, specialize_float=True):
             output, aux = run(
                 self.q,
                 self.inputs.k_BKLD,

@@ -30,14 +30,14 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on SDPA with the same result."""
     if not isinstance(normalizer.map, Softmax) or normalizer.selections:
         return False
-    *leading, last = [*normalizer.rules] or [None]
-    if not all(isinstance(rule, ScaleRule) for rule in leading):
+    others = [rule for rule in normalizer.rules if not isinstance(rule, ScaleRule)]
+    if not others:
+        return True
+    if len(others) > 1 or others[0] is not normalizer.rules[-1] or not isinstance(others[0], EntropyRule):
         return False
-    if isinstance(last, EntropyRule):
-        # The entropy of SDPA carries no gradient.
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())
-        return normalizer.sink is None and not inputs.needs_grad and not trains
-    return last is None or isinstance(last, ScaleRule)
+    # The entropy of SDPA carries no gradient.
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())
+    return normalizer.sink is None and not inputs.needs_grad and not trains
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:

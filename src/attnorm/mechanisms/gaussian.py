@@ -1,7 +1,7 @@
 """SOFT's exact kernel: weights exp(-scale ||q_i - k_j||^2 / 2), scale 1/sqrt(D), with no sum over the row.
 
-Lu et al. 2021, https://arxiv.org/abs/2110.11945 (there with K = Q). `normalised=True` divides by the row's sum. Quadratic in
-time; `soft` is the linear-time approximation.
+Lu et al. 2021, https://arxiv.org/abs/2110.11945 (there with K = Q). `normalised=True` divides by the row's sum.
+Quadratic in time; `soft` is the linear-time approximation.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Linear attention: weights f(q_i) . f(k_j) / sum_j f(q_i) . f(k_j) in O(L), for a positive feature map f.
 
-Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236 (f = elu + 1). The sums over keys are computed once, or, where
-the call is causal, carried from chunk to chunk. A mask that differs between queries has no linear form and runs on
-blocks of queries with the same result.
+Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236 (f = elu + 1). The sums over keys are computed once, or,
+where the call is causal, carried from chunk to chunk. A mask that differs between queries has no linear form and runs
+on blocks of queries with the same result.
 """
 
 from collections.abc import Callable

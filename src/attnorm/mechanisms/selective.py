@@ -3,8 +3,8 @@
     S = relu(logits of head 0), 0 for the first visible key and for the query's own key
     F_i = sum of S over strictly earlier queries;   weights = softmax(z - F)
 
-Leviathan, Kalman & Matias 2024, https://arxiv.org/abs/2410.02703. Parameter-free. F needs every earlier query: to decode
-with a cache, carry the penalty that `attend` returns.
+Leviathan, Kalman & Matias 2024, https://arxiv.org/abs/2410.02703. Parameter-free. F needs every earlier query: to
+decode with a cache, carry the penalty that `attend` returns.
 """
 
 import torch
@@ -45,7 +45,7 @@ class Selective(Mechanism):
     ) -> Tensor:
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"selective attention needs every query of the prefix, got {q.shape[-2]} queries for {k.shape[-2]} keys; "
+                f"selective attention needs every query of the prefix, got {q.shape[-2]} for {k.shape[-2]} keys; "
                 "to decode with a cache call .attend(q, k, v, penalty=...) and carry the penalty it returns"
             )
         return self.attend(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)[0]

@@ -1,9 +1,10 @@
 """SOFT: the Gaussian kernel in linear time through m landmarks, S ~ P_q A^+ P_k^T, without softmax.
 
 Lu et al. 2021, https://arxiv.org/abs/2110.11945; the normalised form (SOFT++, A^+ between D^-1/2, D = diag(A 1)) from
-https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the tokens and landmarks with the landmarks; A^+ comes from
-Newton's iteration V <- 2V - V A V. The papers share K = Q and pool landmarks by a learned convolution over the image
-grid: pass that as `landmarks`; by default a landmark is the mean of a segment of visible keys. Bidirectional only.
+https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the tokens and landmarks with the landmarks; A^+ comes
+from Newton's iteration V <- 2V - V A V. The papers share K = Q and pool landmarks by a learned convolution over the
+image grid: pass that as `landmarks`; by default a landmark is the mean of a segment of visible keys. Bidirectional
+only.
 """
 
 from collections.abc import Callable
@@ -101,9 +102,9 @@ class _NewtonInverse(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor) -> Tensor:
         regular = a + RIDGE * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        # Every eigenvalue of I - start A (A + ridge) lies strictly between -1 and 1, so that the iteration converges. The
-        # authors start SOFT++ from the largest row sum of the whole batch instead: sequences would change each other's
-        # output, and landmarks that come in pairs make that start diverge.
+        # Every eigenvalue of I - start A (A + ridge) lies strictly between -1 and 1, so that the iteration converges.
+        # The authors start SOFT++ from the largest row sum of the whole batch instead: sequences would change each
+        # other's output, and landmarks that come in pairs make that start diverge.
         start = 0.9 * 2 / a.abs().sum(-1).amax(-1)[..., None, None].square()
         inverse = start * a
         for _ in range(NEWTON_STEPS):
@@ -117,7 +118,7 @@ class _NewtonInverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
-        transposed = inverse.transpose(-1, -2)
+        transposed: Tensor = inverse.transpose(-1, -2)
         return -transposed @ grads[0] @ transposed
 
 

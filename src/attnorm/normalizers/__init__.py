@@ -1,6 +1,7 @@
 """Normalizers: logits -> weights, one file per idea, every one a composition under one contract."""
 
 from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.check import ContractError, check_normalizer
 from attnorm.normalizers.composition import compose, mixture
 from attnorm.normalizers.contract import (
     LogitRule,
@@ -16,6 +17,7 @@ from attnorm.normalizers.registry import available, get, register
 
 __all__ = [
     "Block",
+    "ContractError",
     "LogitRule",
     "Map",
     "Mechanism",
@@ -26,6 +28,7 @@ __all__ = [
     "Selection",
     "Sink",
     "available",
+    "check_normalizer",
     "compose",
     "get",
     "mixture",

@@ -78,6 +78,6 @@ def asentmax(
     heads: int | None = None,
     width: int | None = None,
 ) -> Normalizer:
-    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the mean of the authors' random start."""
+    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the mean of the authors' start."""
     rule = AdaptiveLengthScale(delta, beta, gamma, heads=heads, width=width)
     return Normalizer(Entmax(alpha), scale=[rule], name="asentmax")

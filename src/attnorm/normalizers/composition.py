@@ -1,12 +1,11 @@
 """Build a normalizer from parts: a scale rule in front of any map, a selection before it, a sink after it.
 
-    compose("entmax15", scale="ssmax")                       # length-aware and sparse
-    compose("softmax", scale=get("ssmax", heads=12), select=TopK("sqrt"), sink=Sink(heads=12))
-    mixture("softmax", "sparsemax", heads=12)                # learned per head
+compose("entmax15", scale="ssmax")                       # length-aware and sparse
+compose("softmax", scale=get("ssmax", heads=12), select=TopK("sqrt"), sink=Sink(heads=12))
+mixture("softmax", "sparsemax", heads=12)                # learned per head
 """
 
 from collections.abc import Iterable
-from typing import TypeVar
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection, Sink
 from attnorm.normalizers.mixture import Mixture
@@ -14,7 +13,6 @@ from attnorm.normalizers.registry import resolve
 from attnorm.normalizers.softmax import Softmax
 
 Part = str | Normalizer
-P = TypeVar("P")
 
 
 def compose(
@@ -28,8 +26,8 @@ def compose(
     """A normalizer from parts, each given as an object, a normalizer that has just that part, or a name."""
     return Normalizer(
         map if isinstance(map, Map) else _map_of(map),
-        scale=[rule for part in _several(scale, LogitRule) for rule in _rules_of(part)],
-        select=[selection for part in _several(select, Selection) for selection in _selections_of(part)],
+        scale=_rules(scale),
+        select=_selections(select),
         sink=sink if sink is None or isinstance(sink, Sink) else _sink_of(sink),
         name=name,
     )
@@ -44,15 +42,9 @@ def _row(part: Part) -> Normalizer:
     normalizer = resolve(part)
     if isinstance(normalizer, Mechanism):
         raise TypeError(
-            f"{normalizer.name!r} is an attention mechanism: it needs q, k, v and cannot be part of a composition of rows"
+            f"{normalizer.name!r} is an attention mechanism: it needs q, k, v and cannot be part of a composition"
         )
     return normalizer
-
-
-def _several(given: P | Iterable[P], part: type) -> Iterable[P]:
-    if isinstance(given, str | Normalizer | part):
-        return [given]  # type: ignore[list-item]
-    return given  # type: ignore[return-value]
 
 
 def _map_of(part: Part) -> Map:
@@ -61,17 +53,21 @@ def _map_of(part: Part) -> Map:
     return normalizer.map
 
 
-def _rules_of(part: Part | LogitRule) -> list[LogitRule]:
+def _rules(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[LogitRule]:
     if isinstance(part, LogitRule):
         return [part]
+    if not isinstance(part, str | Normalizer):
+        return [rule for one in part for rule in _rules(one)]
     normalizer = _row(part)
     _only(normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax))
     return normalizer.rules
 
 
-def _selections_of(part: Part | Selection) -> list[Selection]:
+def _selections(part: Part | Selection | Iterable[Part | Selection]) -> list[Selection]:
     if isinstance(part, Selection):
         return [part]
+    if not isinstance(part, str | Normalizer):
+        return [selection for one in part for selection in _selections(one)]
     normalizer = _row(part)
     _only(normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax))
     if not normalizer.selections:

@@ -191,18 +191,15 @@ class Normalizer(nn.Module):
     def properties(self) -> Properties:
         own = self.map.properties
         row_sum: RowSum = "at most one" if self.sink is not None and own.row_sum == "one" else own.row_sum
-        lengths = [part.length for part in (*self.rules, *self.selections)]
+        parts: list[LogitRule | Selection] = [*self.rules, *self.selections]
         return Properties(
             row_sum=row_sum,
             signed=own.signed,
             exact_zeros=own.exact_zeros or bool(self.selections),
             shift_invariant=own.shift_invariant and self.sink is None and all(r.shift_invariant for r in self.rules),
-            permutation_equivariant=own.permutation_equivariant
-            and all(part.permutation_equivariant for part in (*self.rules, *self.selections)),
-            length=", ".join(text for text in (*lengths, own.length) if text),
-            swap_untrained=own.swap_untrained
-            and self.sink is None
-            and all(part.swap_untrained for part in (*self.rules, *self.selections)),
+            permutation_equivariant=own.permutation_equivariant and all(part.permutation_equivariant for part in parts),
+            length=", ".join(text for text in [*(part.length for part in parts), own.length] if text),
+            swap_untrained=own.swap_untrained and self.sink is None and all(part.swap_untrained for part in parts),
         )
 
     def lipschitz(self, n: int) -> float | None:

@@ -1,8 +1,8 @@
 """The papers' general normalizer: p_j = F(z_j) / sum F(z) for a positive function F.
 
-Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821, eq. 3. With F bounded between F_min and F_max on the logits, every
-weight lies between (F_min/F_max)/n and (F_max/F_min)/n: Lemma 1, dispersion for every such F. The Jacobian is
-(I - p 1^T) diag(F') / sum F.
+Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821, eq. 3. With F bounded between F_min and F_max on the logits,
+every weight lies between (F_min/F_max)/n and (F_max/F_min)/n: Lemma 1, dispersion for every such F. The Jacobian is (I
+- p 1^T) diag(F') / sum F.
 """
 
 from collections.abc import Callable
@@ -97,4 +97,3 @@ def kernel(
     else:
         chosen = PositiveFunction(function, derivative)
     return Normalizer(Kernel(chosen), name="kernel")
-

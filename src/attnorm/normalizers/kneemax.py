@@ -18,6 +18,7 @@ from attnorm.normalizers.contract import Map, Normalizer, Properties
 from attnorm.normalizers.temperature import Temperature
 from attnorm.normalizers.threshold import Newton, solve_threshold
 
+
 def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
     """Over the last dimension, with the knee k of each row (..., 1). In x = t/(2k): u = min(x, 1), p = k u (2x - u)."""
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0

@@ -71,7 +71,12 @@ BUILT_IN: dict[str, Entry] = {
             _arxiv("2410.01104"),
         ),
         ("sigmoid", "normalizers.sigmoid:sigmoid", "Ramapuram et al. 2024", _arxiv("2409.04431")),
-        ("softmax1", "normalizers.sink:softmax1", "Miller 2023", "https://www.evanmiller.org/attention-is-off-by-one.html"),
+        (
+            "softmax1",
+            "normalizers.sink:softmax1",
+            "Miller 2023",
+            "https://www.evanmiller.org/attention-is-off-by-one.html",
+        ),
         ("sink", "normalizers.sink:sink", "gpt-oss 2025", _arxiv("2508.10925")),
         ("relu", "normalizers.relu:relu", "Wortsman et al. 2023", _arxiv("2309.08586")),
         ("softpick", "normalizers.softpick:softpick", "Zuhri et al. 2025", _arxiv("2504.20966")),

@@ -3,8 +3,9 @@
     plain:       z_j p_j
     normalised:  (z_j - min(z_min, 0)) / (max(z_max, 0) - min(z_min, 0)) p_j,   p = softmax(z)
 
-Zheng et al. 2025, https://arxiv.org/abs/2502.18277; z_min and z_max over the visible keys. The gradient of the plain form
-does not vanish as p_j -> 1. Neither form is shift invariant, and no row sum is fixed (plain: any; normalised: at most 1).
+Zheng et al. 2025, https://arxiv.org/abs/2502.18277; z_min and z_max over the visible keys. The gradient of the plain
+form does not vanish as p_j -> 1. Neither form is shift invariant, and no row sum is fixed (plain: any; normalised: at
+most 1).
 """
 
 import torch

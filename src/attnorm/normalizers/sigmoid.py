@@ -1,7 +1,8 @@
 """Sigmoid attention: p_j = sigmoid(z_j + b), every key judged alone, b = -log n.
 
-Ramapuram et al. 2024, https://arxiv.org/abs/2409.04431. The paper's n is the training length, one constant for all rows;
-pass it as `bias=-math.log(length)`. By default n is the row's own visible keys, so a row of one key starts at mass 1/2.
+Ramapuram et al. 2024, https://arxiv.org/abs/2409.04431. The paper's n is the training length, one constant for all
+rows; pass it as `bias=-math.log(length)`. By default n is the row's own visible keys, so a row of one key starts at
+mass 1/2.
 """
 
 import torch

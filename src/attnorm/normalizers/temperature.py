@@ -1,4 +1,4 @@
-"""Temperature: logits / T with one T for all heads or one per head, fixed or learned (as log T, so it stays positive)."""
+"""Temperature: logits / T, one T for all heads or one per head, fixed or learned (as log T, so it stays positive)."""
 
 import math
 

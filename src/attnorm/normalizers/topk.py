@@ -1,8 +1,8 @@
 """Top-k: keep the k largest logits of each row, normalise over them.
 
-Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a number or a rule of the row's visible keys n ("sqrt", "log", or
-a function of a tensor of counts); rows with fewer than k keys keep all. Keys tied with the k-th are all kept, so that
-the result does not depend on their order.
+Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a number or a rule of the row's visible keys n ("sqrt",
+"log", or a function of a tensor of counts); rows with fewer than k keys keep all. Keys tied with the k-th are all kept,
+so that the result does not depend on their order.
 """
 
 from collections.abc import Callable

@@ -115,7 +115,8 @@ def _largest_jacobian(subject: Subject, rows: Tensor, apart: int) -> float:
     weights = subject(logits.requires_grad_(), mask)
     # Rows do not touch each other, so one backward pass per key gives a line of every row's Jacobian.
     lines = [torch.autograd.grad(weights[..., key].sum(), logits, retain_graph=True)[0] for key in visible]
-    return torch.linalg.matrix_norm(torch.stack(lines, dim=-2)[..., visible], ord=2).max().item()
+    norms: torch.Tensor = torch.linalg.matrix_norm(torch.stack(lines, dim=-2)[..., visible], ord=2)
+    return norms.max().item()
 
 
 def _farthest(x: Tensor, target: float) -> float:

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import gradient
 from attnorm.theory.catalogue.claim import Case, Claim, at_most, between, equals
