@@ -115,26 +115,42 @@ def entmax(z: Tensor, alpha: Tensor | float) -> Tensor:
     """[(alpha-1) z - tau]_+^(1/(alpha-1)), tau by bisection, its derivative by the implicit function theorem."""
     alpha = torch.as_tensor(alpha, dtype=z.dtype)
     power, scaled = 1 / (alpha - 1), (alpha - 1) * z
-    tau = _bisected_threshold(scaled.tolist(), power.item())
-    base = (scaled - tau).relu()
-    support = base > 0
-    base = torch.where(support, base, 1.0)
+    exponent = power.item()
+    tau = _bisected_threshold(scaled.tolist(), lambda x: max(x, 0.0) ** exponent, 1.0)
+    support = scaled > tau
+    base = torch.where(support, scaled - tau, 1.0)
     slope = -(power * base ** (power - 1) * support).sum().detach()
     moved = tau - ((base**power * support).sum() - 1) / slope
     return torch.where(support, scaled - moved, 1.0) ** power * support
 
 
-def _bisected_threshold(scaled: list[float], power: float) -> float:
-    low, high = max(scaled) - 1, max(scaled)
+def kneemax(z: Tensor) -> Tensor:
+    """phi(z/2 - tau) with phi quadratic up to the knee at 1/n and linear beyond; derivative as for entmax."""
+    knee = 1 / len(z)
+
+    def phi(t: float) -> float:
+        return max(t, 0.0) ** 2 / (4 * knee) if t <= 2 * knee else t - knee
+
+    tau = _bisected_threshold((z / 2).tolist(), phi, 1 + knee)
+
+    def weights(t: Tensor) -> Tensor:
+        return torch.where(t <= 2 * knee, t.relu() ** 2 / (4 * knee), t - knee)
+
+    slope = -((z / 2 - tau).relu() / (2 * knee)).clamp(max=1).sum().detach()
+    return weights(z / 2 - (tau - (weights(z / 2 - tau).sum() - 1) / slope))
+
+
+def _bisected_threshold(row: list[float], phi: Callable[[float], float], reach: float) -> float:
+    """tau with sum phi(x - tau) = 1; reach: where phi is 1."""
+    low, high = max(row) - reach, max(row)
     for _ in range(60):
         middle = (low + high) / 2
-        too_low = sum(max(x - middle, 0.0) ** power for x in scaled) > 1
-        low, high = (middle, high) if too_low else (low, middle)
+        low, high = (middle, high) if sum(phi(x - middle) for x in row) > 1 else (low, middle)
     return low
 
 
-def _temperature(row: Row, normalizer: Any) -> Tensor:
-    return softmax(row.z * torch.exp(-row.of(normalizer.scale[0].log_temperature)))
+def _tempered(row: Row, normalizer: Any) -> Tensor:
+    return row.z * torch.exp(-row.of(normalizer.scale[0].log_temperature))
 
 
 def _entmax_learned(row: Row, normalizer: Any) -> Tensor:
@@ -262,7 +278,7 @@ BUILD: dict[str, Callable[[], attnorm.Normalizer]] = {
 
 CASES = [
     Case("softmax", {}, lambda row, _: softmax(row.z)),
-    Case("softmax", {"temperature": 0.5, "learned": True, "heads": HEADS}, _temperature),
+    Case("softmax", {"temperature": 0.5, "learned": True, "heads": HEADS}, lambda row, it: softmax(_tempered(row, it))),
     Case("sparsemax", {}, lambda row, _: entmax(row.z, 2.0)),
     Case("entmax15", {}, lambda row, _: entmax(row.z, 1.5)),
     Case("entmax", {"alpha": 1.3}, lambda row, _: entmax(row.z, 1.3)),
@@ -294,6 +310,8 @@ CASES = [
     Case("scale_invariant", {}, _scale_invariant),
     Case("kernel", {}, lambda row, _: softplus(row.z) / softplus(row.z).sum()),
     Case("kernel", {"function": "polynomial"}, lambda row, _: row.z**2 / (row.z**2).sum().clamp(min=1e-300)),
+    Case("kneemax", {}, lambda row, _: kneemax(row.z)),
+    Case("kneemax", {"temperature": 0.5, "learned": True, "heads": HEADS}, lambda row, it: kneemax(_tempered(row, it))),
     Case("local", {"window": 3}, lambda row, _: _softmax_over(row.z, row.distance.abs() < 3)),
     Case("mixture", {}, _mixture),
     Case("scale, selection and sink", {}, _everything),

@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"normalizer": "soft", "mask": torch.ones(5, 5, dtype=torch.bool)}, ValueError, ["(5, 5)", "'gaussian'"],
     ),
     "selective without the prefix": (
-        {"normalizer": "selective", "q": tensor(2, 4, 1, 8)}, ValueError, ["1 queries for 5 keys", ".attend("],
+        {"normalizer": "selective", "q": tensor(2, 4, 1, 8)}, ValueError, ["got 1 for 5 keys", ".attend("],
     ),
     "differential with unpaired values": ({"normalizer": "differential"}, ValueError, ["pairs", "(2, 4, 5, 8)"]),
     "differential with a mask per pair": (

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.kneemax import Kneemax
 from tests.attention.calls import Call, Tensors, assert_all_close, calling, learned, outputs_and_gradients
 from tests.attention.reference import CASES, Case
 
@@ -76,7 +78,8 @@ def test_packed_sequences_equal_separate_ones(case: Case) -> None:
 
 
 @every_case
-def test_the_last_token_changes_no_bit_of_an_earlier_output(case: Case) -> None:
+def test_the_last_token_changes_no_earlier_output(case: Case) -> None:
+    """Not a bit, except that rows solved together for a threshold take as many steps as the slowest of them."""
     for dtype in (torch.float64, torch.bfloat16):
         normalizer, tensors = case.make(), SEQUENCE.tensors(dtype)
         attend = calling(case, normalizer.to(dtype), {"causal": True})
@@ -84,8 +87,10 @@ def test_the_last_token_changes_no_bit_of_an_earlier_output(case: Case) -> None:
         for t in changed:
             t[..., -1, :] += 3
         before, after = attend(*tensors), attend(*changed)
-        assert torch.equal(before[..., :-1, :], after[..., :-1, :])
-        assert not torch.equal(before[..., -1, :], after[..., -1, :])
+        solved = any(isinstance(module, Entmax | Kneemax) for module in normalizer.modules())
+        rounding = 8 * torch.finfo(dtype).eps if solved else 0.0
+        torch.testing.assert_close(after[..., :-1, :], before[..., :-1, :], atol=rounding, rtol=0)
+        assert (after - before)[..., -1, :].abs().max() > 0.1
 
 
 def _left_padded_positions(count: int) -> Tensor:

@@ -62,24 +62,30 @@ def test_landmarks_in_pairs_give_finite_outputs(normalised: bool) -> None:
     assert x.grad.isfinite().all()
 
 
+MASKS: dict[str, Tensor] = {
+    "every key": torch.ones(1, 1, 1, 12, dtype=torch.bool),
+    "padding": torch.tensor([[False] * 4 + [True] * 8, [True] * 8 + [False] * 4])[:, None, None],
+    "a mask per head": torch.stack([torch.arange(12).roll(h) < 8 for h in range(HEADS)])[None, :, None],
+}
+
+
 @pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
-@pytest.mark.parametrize(("masked", "count"), [(False, 1), (False, 3), (False, 4), (True, 1), (True, 4)])
-def test_outputs_and_gradients_equal_the_definition(normalised: bool, masked: bool, count: int) -> None:
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("count", [1, 4])
+def test_outputs_and_gradients_equal_the_definition(normalised: bool, name: str, count: int) -> None:
     """12 keys, or 8 visible ones, in segments of equal size."""
-    mask = torch.ones(2, 1, 1, 12, dtype=torch.bool)
-    if masked:
-        mask[0, ..., :4] = False
-        mask[1, ..., 8:] = False
+    mask = MASKS[name].expand(2, HEADS, 1, 12)
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
-        kept = torch.stack([k[b, :, mask[b, 0, 0]] for b in range(2)])
+        visible = mask.transpose(-1, -2)
+        kept = k[visible.expand_as(k)].reshape(2, HEADS, -1, 8)
         landmarks = kept.unflatten(2, (count, -1)).mean(3)
-        return reference.soft(q, k, v, landmarks, mask.transpose(-1, -2), normalised)
+        return reference.soft(q, k, v, landmarks, visible, normalised)
 
     tensors = apart()
     soft = Soft(count, normalised=normalised)
-    options = {"mask": mask} if masked else {}
+    options = {} if name == "every key" else {"mask": MASKS[name]}
     assert_all_close(
         outputs_and_gradients(lambda q, k, v: attnorm.attention(q, k, v, soft, **options), tensors),
         outputs_and_gradients(definition, tensors),

@@ -79,6 +79,21 @@ def entmax(z: Tensor, alpha: float) -> Tensor:
     return weights(low)
 
 
+def kneemax(z: Tensor, share: float = 1.0) -> Tensor:
+    """By bisection on tau: Huber's function of z/2 - tau, quadratic up to twice the knee share/n, linear beyond."""
+    z, knee = (z - z.max()) / 2, share / len(z)
+
+    def weights(tau: float) -> Tensor:
+        t = (z - tau).clamp(min=0)
+        return torch.where(t <= 2 * knee, t**2 / (4 * knee), t - knee)
+
+    low, high = -1 - knee - 2 * math.sqrt(knee), 0.0
+    for _ in range(70):
+        middle = (low + high) / 2
+        low, high = (middle, high) if weights(middle).sum() >= 1 else (low, middle)
+    return weights(low)
+
+
 def ssmax(z: Tensor, s: float, bias: float = 0.0) -> Tensor:
     """n^(s z) over its sum, as printed."""
     z = z - z.max()

@@ -82,6 +82,11 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: get("asentmax", alpha=3.0), ValueError, "alpha must lie in [1, 2]"),
     (lambda: get("asentmax", beta=0.0), ValueError, "beta must be positive, got 0.0"),
     (lambda: get("asentmax", gamma=2.0), ValueError, "gamma must lie strictly between -2 and 2, got 2.0"),
+    (
+        lambda: get("kneemax", share=0.0),
+        ValueError,
+        "share must be positive (the knee in uniform weights 1/n), got 0.0",
+    ),
     (lambda: get("topk", k=0), ValueError, "k must be at least 1, got 0"),
     (lambda: get("topk", k=-3), ValueError, "k must be at least 1, got -3"),
     (

@@ -150,7 +150,9 @@ def test_properties_of_compositions() -> None:
 
 def test_lipschitz_multiplies_gains_and_is_unknown_where_a_part_is() -> None:
     assert get("softmax", temperature=0.25).lipschitz(10) == pytest.approx(2.0)
-    assert compose("entmax15", scale=get("ssmax", s=2.0)).lipschitz(100) == pytest.approx(2 * 4.60517 * get("entmax15").lipschitz(100))
+    assert compose("entmax15", scale=get("ssmax", s=2.0)).lipschitz(100) == pytest.approx(
+        2 * 4.60517 * get("entmax15").lipschitz(100)
+    )
     assert get("softmax").lipschitz(1) == 0
     for unknown in ("adaptive_temperature", "topk", "softpick", "scale_invariant"):
         assert get(unknown).lipschitz(10) is None

@@ -86,6 +86,19 @@ def test_a_hundred_thousand_keys_are_exact_to_a_millionth(name: str, crowd: str)
     assert error < 1e-6
 
 
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
+@pytest.mark.parametrize("keys", [256, 263, 2111])
+def test_a_row_that_sees_only_its_last_keys_is_exact_among_rows_that_see_all(keys: int, alpha: float) -> None:
+    """The search starts from the largest key of each group; here a row has no visible key in any group."""
+    z = torch.randn(6, keys, dtype=torch.float64)
+    for visible in (1, 3, 7):
+        mask = torch.ones(6, keys, dtype=torch.bool)
+        mask[::4, : keys - visible] = False
+        weights = get("entmax", alpha=alpha)(z, mask)
+        torch.testing.assert_close(weights[::4, -visible:], get("entmax", alpha=alpha)(z[::4, -visible:]))
+        torch.testing.assert_close(weights[1], get("entmax", alpha=alpha)(z[1:2])[0])
+
+
 @pytest.mark.parametrize("offset", [-1e6, -1e4, 1e3, 1e4, 1e6])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_an_offset_costs_no_digits(alpha: float, offset: float) -> None:

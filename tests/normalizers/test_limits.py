@@ -58,6 +58,12 @@ def test_ssmax_with_a_bias_and_no_s_is_a_temperature(z: Tensor) -> None:
     close(normalizer(z), get("softmax", temperature=4.0)(z), 1e-7)
 
 
+def test_kneemax_lies_between_sparsemax_and_entmax15_of_half_the_logits(z: Tensor) -> None:
+    """A knee at weight 0 is the one, a knee at weight 1 or above the other."""
+    close(get("kneemax", share=1e-12)(z), get("sparsemax")(z / 2), 1e-9)
+    close(get("kneemax", share=float(KEYS))(z), get("entmax15")(z / 2))
+
+
 def test_asentmax_with_beta_to_0_is_entmax_of_delta_z(z: Tensor) -> None:
     close(get("asentmax", beta=1e-30, delta=0.7)(z), get("entmax15")(0.7 * z))
 

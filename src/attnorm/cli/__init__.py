@@ -6,7 +6,7 @@ Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 
 
 import typer
 
-from attnorm.cli import bench, dispersion, doctor, normalizers
+from attnorm.cli import bench, dispersion, doctor, frontier, normalizers, verify
 
 app = typer.Typer(
     name="attnorm",
@@ -15,7 +15,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (normalizers.normalizers, dispersion.dispersion, bench.bench, doctor.doctor):
+for verb in (
+    normalizers.normalizers, dispersion.dispersion, frontier.frontier, verify.verify, bench.bench, doctor.doctor,
+):  # fmt: skip
     app.command()(verb)
 
 __all__ = ["app"]

@@ -37,7 +37,8 @@ def solve_threshold(y: Tensor, evaluate: Evaluate, parameter: Tensor | None = No
     """The weights at the threshold. y (..., n), which is overwritten, must sum to 1 or more under phi as it comes."""
     if torch.compiler.is_compiling():
         for _ in range(FIXED_STEPS):
-            y = y - _step(evaluate(y, parameter))
+            _, excess, slope = evaluate(y, parameter)
+            y = y - _step(excess, slope, 0.0)
         return evaluate(y, parameter).weights
     shape = y.shape
     y = y.reshape(-1, shape[-1])
@@ -75,7 +76,7 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
             chosen = todo.nonzero().squeeze(-1)
             rows, part, excess, slope = (t.index_select(0, chosen) for t in (rows, part, excess, slope))
             parameter = None if parameter is None else parameter.index_select(0, chosen)
-        step = (excess / slope).clamp_(min=0)
+        step = _step(excess, slope, enough)
         part.sub_(step)
         moved.index_add_(0, rows, step)
     if part is not y:
@@ -83,5 +84,6 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
     return moved
 
 
-def _step(now: Newton) -> Tensor:
-    return (now.excess / now.slope).clamp(min=0)
+def _step(excess: Tensor, slope: Tensor, enough: float) -> Tensor:
+    """None for a row that is done: its result must not depend on how long other rows take, and its slope may be 0."""
+    return torch.where(excess > enough, excess / slope, 0.0)

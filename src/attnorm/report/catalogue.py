@@ -124,6 +124,6 @@ def catalogue_table(descriptions: list[Description]) -> Table:
                 "" if one.lipschitz_1024 is None else f"{one.lipschitz_1024:.3g}",
                 "yes" if one.swap_untrained else "",
                 ", ".join(one.learned),
-                Text(one.paper, style=f"link {one.url}" if one.url else ""),
+                Text(one.paper, style=f"link {one.url}" if one.url.startswith("https://") else ""),
             )
     return table

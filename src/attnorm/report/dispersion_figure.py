@@ -19,7 +19,7 @@ from attnorm.report.labels import spread, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3
-SAME = 1.03  # curves that never differ by more than this factor are one line
+SAME = 1.01  # curves that never differ by more than this factor are one line
 
 INK = "#1b2129"
 PALE = "#8b939d"
@@ -28,6 +28,7 @@ LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path
 SMALL = 9.7  # points
 LINE_HEIGHT = 0.035  # of the plot's height
 HEADING_ROWS = 1.6
+HIGHEST = 1.13  # where the first heading may stand, in heights of the plot: beside the title
 LABEL_WIDTH = 44  # characters
 
 
@@ -150,7 +151,7 @@ def _label_ends(axes: Axes, lines: list[Line]) -> None:
     ends = [_height(axes, line.shape.kept[-1]) for line, _ in entries]
     texts = [wrapped(line.names, LABEL_WIDTH) for line, _ in entries]
     rows = [HEADING_ROWS if heading else len(text) for text, (_, heading) in zip(texts, entries, strict=True)]
-    places = spread(ends, [LINE_HEIGHT * count for count in rows])
+    places = spread(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
     for (line, heading), end, place, text in zip(entries, ends, places, texts, strict=True):
         if heading:
             _write_heading(axes, line.shape.verdict, place - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)

@@ -1,14 +1,15 @@
 """Labels beside the ends of lines: moved apart as little as possible, so that each stays near what it names."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 
-def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
+def spread(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:
     """Centres for labels of these heights, listed from the top down, closest (least squares) to the wanted centres.
 
     With the room that the labels above need added to every wanted centre, no overlap means that the sums never rise:
-    isotonic regression, by pooling neighbours that are out of order.
+    isotonic regression, by pooling neighbours that are out of order. No centre lies above `highest`.
     """
     if len(wanted) != len(heights):
         raise ValueError(f"each label needs a height, got {len(wanted)} labels and {len(heights)} heights")
@@ -21,7 +22,7 @@ def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
         while len(pools) > 1 and pools[-2][0] < pools[-1][0]:
             (mean, count), (other, more) = pools[-2:]
             pools[-2:] = [((mean * count + other * more) / (count + more), count + more)]
-    levels = [mean for mean, count in pools for _ in range(count)]
+    levels = [min(mean, highest) for mean, count in pools for _ in range(count)]
     return [level - taken for level, taken in zip(levels, room, strict=False)]
 
 

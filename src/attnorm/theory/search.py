@@ -1,13 +1,15 @@
 """Search for counterexamples to every claim: random rows, structured rows, and ascent on the violation itself.
 
-A round is a function of (claim, seed, round number): any counterexample can be made again from these three. Ascent is
-gradient ascent on the log of the ratio where the claim is differentiable, otherwise keeping random changes that help.
+A round is a function of (claim, seed, round number): any counterexample can be made again from these three and its row.
+Ascent is gradient ascent on the log of the ratio where the claim is differentiable, otherwise keeping random changes
+that help. How many rounds fit into the budget depends on the machine; what a round finds does not.
 """
 
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,13 +41,18 @@ class Counterexample:
     width: int
     temperature: float
 
+    @property
+    def address(self) -> str:
+        """claim:seed:round:row, as `attnorm verify --replay` takes it."""
+        return f"{self.claim}:{self.seed}:{self.round}:{self.row}"
+
 
 @dataclass(frozen=True)
 class Finding:
     """What the search found on one claim."""
 
     claim: Claim
-    tried: int = 0
+    tried: int = 0  # rows; an ascent counts as the row it ends at
     rounds: int = 0
     violations: int = 0
     worst_ratio: float = -math.inf
@@ -54,17 +61,33 @@ class Finding:
     counterexample: Counterexample | None = None
 
     @property
+    def verdict(self) -> str:
+        """What the search says; in capitals where it contradicts the table."""
+        claim = self.claim
+        if not claim.searched:
+            return "argument"
+        if self.tried == 0:
+            return "NOT TRIED"
+        if claim.status == "false":
+            return "refuted" if self.violations else "NOT REFUTED"
+        if self.violations:
+            return "VIOLATED"
+        if claim.status == "vacuous":
+            return "says nothing" if (self.says_nothing_share or 0) >= VACUOUS_SHARE else "NOT VACUOUS"
+        return "survived"
+
+    @property
     def stands(self) -> bool:
         """Whether the table's status of the claim agrees with the search."""
-        if not self.claim.searched:
-            return True
-        if self.tried == 0:
-            return False
-        if self.claim.status == "false":
-            return self.violations > 0
-        if self.claim.status == "vacuous" and (self.says_nothing_share or 0) < VACUOUS_SHARE:
-            return False
-        return self.violations == 0
+        return not self.verdict.isupper()
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `verify`; `findings` holds what was found until then."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        super().__init__("the search was interrupted")
+        self.findings = findings
 
 
 def verify(
@@ -72,44 +95,82 @@ def verify(
     *,
     budget_seconds: float = 60.0,
     seed: int = 0,
+    first_rounds: int = FIRST_ROUNDS,
     progress: Callable[[Claim, float], None] | None = None,
 ) -> list[Finding]:
-    """Search every claim (or those given) for the time given; the same seed and rounds give the same findings.
+    """Search every claim (or those given) for about the time given.
 
-    `progress` is called with the claim at work and the share of the work done. Claims marked false stop being searched
-    once well refuted; the time goes to those that must survive.
+    `first_rounds` rounds of each claim are run whatever the budget; the time left goes to the claims that have had the
+    least of it, except those well refuted. `progress` is called with the claim at work and the share of the work done.
     """
     if not budget_seconds > 0:
         raise ValueError(f"budget_seconds must be positive, got {budget_seconds}")
+    if first_rounds < 1:
+        raise ValueError(f"first_rounds must be at least 1, got {first_rounds}")
     searches = [_Search(claim, seed) for claim in (claims() if which is None else which)]
+    try:
+        with _one_thread():
+            _search_all(
+                [search for search in searches if search.claim.searched], budget_seconds, first_rounds, progress
+            )
+    except KeyboardInterrupt:
+        raise SearchInterrupted([search.finding() for search in searches]) from None
+    return [search.finding() for search in searches]
+
+
+def _search_all(
+    active: "list[_Search]",
+    budget_seconds: float,
+    first_rounds: int,
+    progress: Callable[[Claim, float], None] | None,
+) -> None:
     start = time.monotonic()
 
     def report(search: _Search, share: float) -> None:
         if progress is not None:
-            progress(search.claim, min(share, 1.0))
+            progress(search.claim, min(max(share, (time.monotonic() - start) / budget_seconds), 1.0))
 
-    active = [search for search in searches if search.claim.searched]
     for index, search in enumerate(active):
-        for _ in range(FIRST_ROUNDS):
+        report(search, index / (2 * len(active)))
+        for _ in range(first_rounds):
             search.run_round()
-        report(search, max((index + 1) / (2 * len(active)), (time.monotonic() - start) / budget_seconds))
-    while (elapsed := time.monotonic() - start) < budget_seconds:
+    while time.monotonic() - start < budget_seconds:
         active = [search for search in active if search.violations < ENOUGH_VIOLATIONS]
         if not active:
             break
         search = min(active, key=lambda s: s.seconds)
+        report(search, 0.5)
         search.run_round()
-        report(search, elapsed / budget_seconds)
-    return [search.finding() for search in searches]
 
 
 def replay(claim: Claim, seed: int, round_number: int) -> tuple[Case, Tensor]:
     """The case of one round and its ratios, as the search saw them."""
-    search = _Search(claim, seed)
-    return search.case_of(round_number)
+    if not claim.searched:
+        raise ValueError(f"{claim.id} is an argument, not a number: there is no round to make again; see {claim.proof}")
+    if round_number < 0:
+        raise ValueError(f"rounds count from 0, got {round_number}")
+    with _one_thread():
+        return _Search(claim, seed).case_of(round_number)
+
+
+def table_stands(findings: Sequence[Finding]) -> bool:
+    return all(finding.stands for finding in findings)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are small: a second thread costs more than it brings, and sums stay in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Search:
+    """The running totals of one claim."""
+
     def __init__(self, claim: Claim, seed: int) -> None:
         self.claim, self.seed = claim, seed
         self.rounds = self.tried = self.violations = self.random_rows = self.silent_rows = 0
@@ -119,13 +180,16 @@ class _Search:
         self.smallest: Counterexample | None = None
 
     def case_of(self, round_number: int) -> tuple[Case, Tensor]:
-        strategy = STRATEGIES[round_number % len(STRATEGIES)]
+        cycle, step = divmod(round_number, len(STRATEGIES))
+        strategy = STRATEGIES[step]
+        # Ascents start from structured and from random rows in turn.
+        structured = strategy == "structured" or (strategy == "ascent" and cycle % 2 == 0)
         seed = zlib.crc32(f"{self.claim.id}/{self.seed}/{round_number}".encode())
-        case = draw_case(seed, self.claim.most_keys, structured=strategy == "structured" or round_number % 2 == 1)
+        case = draw_case(seed, self.claim.sizes, structured=structured)
         if strategy == "ascent":
-            case = _climb(self._ratio, case, seed) if not self.claim.differentiable else _ascend(self._ratio, case)
-        with torch.no_grad() if self.claim.differentiable else torch.enable_grad():
-            return case, self._ratio(case).detach()
+            case = _ascend(self._ratio, case) if self.claim.differentiable else _climb(self._ratio, case, seed)
+        with torch.no_grad():
+            return case, self._ratio(case)
 
     def _ratio(self, case: Case) -> Tensor:
         assert self.claim.ratio is not None
@@ -136,7 +200,7 @@ class _Search:
         case, ratios = self.case_of(self.rounds)
         applies = ~torch.isnan(ratios)
         self.tried += int(applies.sum())
-        if self.rounds % len(STRATEGIES) == 0:
+        if STRATEGIES[self.rounds % len(STRATEGIES)] == "random":
             self.random_ratios.append(ratios[applies])
             if self.claim.says_nothing is not None:
                 silent = self.claim.says_nothing(case)[applies]
@@ -161,19 +225,13 @@ class _Search:
             ratio=float(ratios[row]),
             keys=case.keys,
             top_n=case.top_n,
-            width=case.vectors.shape[-1],
+            width=case.width,
             temperature=case.temperature,
         )
-        if self.smallest is None or (found.keys, found.width) < (self.smallest.keys, self.smallest.width):
+        if self.smallest is None or _size(found) < _size(self.smallest):
             self.smallest = found
 
     def finding(self) -> Finding:
-        ratios = torch.cat(self.random_ratios) if self.random_ratios else torch.empty(0)
-        ratios = ratios[torch.isfinite(ratios)].double()
-        quantiles = None
-        if ratios.numel():
-            low, middle, high = torch.quantile(ratios, torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
-            quantiles = (low, middle, high)
         return Finding(
             claim=self.claim,
             tried=self.tried,
@@ -181,25 +239,39 @@ class _Search:
             violations=self.violations,
             worst_ratio=self.worst,
             says_nothing_share=self.silent_rows / self.random_rows if self.random_rows else None,
-            tightness=quantiles,
+            tightness=_quantiles(self.random_ratios),
             counterexample=self.smallest,
         )
 
 
+def _size(found: Counterexample) -> tuple[int, int, int]:
+    return found.keys, found.width, found.top_n
+
+
+def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
+    values = torch.cat(ratios) if ratios else torch.empty(0)
+    if not values.numel():
+        return None
+    # Nearest rank: an infinite ratio is a value like any other.
+    ordered = values.sort().values
+    low, middle, high = (float(ordered[round(share * (len(ordered) - 1))]) for share in (0.05, 0.5, 0.95))
+    return low, middle, high
+
+
 def _ascend(ratio: Callable[[Case], Tensor], case: Case) -> Case:
-    """Gradient ascent on log ratio in logits, vectors and dial; the best point of each row is kept."""
-    free = [t.clone().requires_grad_() for t in (case.logits, case.vectors, case.dial.log())]
+    """Gradient ascent on log ratio in all numbers of the case; the best point of each row is kept."""
+    free = [t.clone().requires_grad_() for t in (case.logits, case.vectors, case.dial.log(), case.matrices)]
     optimizer = torch.optim.Adam(free, lr=0.1)
     best, best_ratio = case, torch.full_like(case.dial, -torch.inf)
     for _ in range(ASCENT_STEPS):
-        trial = replace(case, logits=free[0], vectors=free[1], dial=free[2].exp())
+        trial = replace(case, logits=free[0], vectors=free[1], dial=free[2].exp(), matrices=free[3])
         found = ratio(trial)
         best, best_ratio = _better(best, best_ratio, trial, found.detach())
         usable = torch.isfinite(found) & (found > 0)
         if not found.requires_grad or not bool(usable.any()):
             break
         optimizer.zero_grad()
-        (-torch.log(torch.where(usable, found, 1.0))).sum().backward()  # type: ignore[no-untyped-call]
+        (-torch.log(torch.where(usable, found, 1.0))).sum().backward()
         for parameter in free:
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
@@ -214,16 +286,18 @@ def _climb(ratio: Callable[[Case], Tensor], case: Case, seed: int) -> Case:
     def moved(t: Tensor, size: float) -> Tensor:
         return t + size * torch.randn(t.shape, generator=generator, dtype=t.dtype)
 
-    best, best_ratio = case, ratio(case).detach()
-    for step in range(ASCENT_STEPS // 3):
-        size = 0.5 / (1 + step)
-        trial = replace(
-            best,
-            logits=moved(best.logits, size),
-            vectors=moved(best.vectors, size),
-            dial=moved(best.dial.log(), size).exp(),
-        )
-        best, best_ratio = _better(best, best_ratio, trial, ratio(trial).detach())
+    with torch.no_grad():
+        best, best_ratio = case, ratio(case)
+        for step in range(ASCENT_STEPS // 3):
+            size = 0.5 / (1 + step)
+            trial = replace(
+                best,
+                logits=moved(best.logits, size),
+                vectors=moved(best.vectors, size),
+                dial=moved(best.dial.log(), size).exp(),
+                matrices=moved(best.matrices, size),
+            )
+            best, best_ratio = _better(best, best_ratio, trial, ratio(trial))
     return best
 
 
@@ -239,9 +313,6 @@ def _better(best: Case, best_ratio: Tensor, trial: Case, found: Tensor) -> tuple
         logits=pick(trial.logits, best.logits),
         vectors=pick(trial.vectors, best.vectors),
         dial=pick(trial.dial, best.dial),
+        matrices=pick(trial.matrices, best.matrices),
     )
     return merged, torch.where(gain, found, best_ratio)
-
-
-def table_stands(findings: Sequence[Finding]) -> bool:
-    return all(finding.stands for finding in findings)

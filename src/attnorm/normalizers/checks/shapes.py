@@ -23,15 +23,17 @@ def runs(subject: Subject) -> Complaints:
 
 def single_key(subject: Subject) -> Complaints:
     """One key, or one visible key among others, is a row like any other: finite, and 1 if rows sum to 1."""
-    alone = subject.logits(1, 1)
-    among = subject.logits(5, 5)
-    diagonal = torch.eye(5, dtype=torch.bool)
-    for logits, mask in ((alone, None), (alone, torch.ones(1, 1, dtype=torch.bool)), (among, diagonal)):
-        weights, gradient, _ = subject.gradients(logits, mask)
+    alone, among, long = subject.logits(1, 1), subject.logits(5, 5), subject.logits(7, 263)
+    own = torch.arange(263) == torch.arange(256, 263)[:, None]
+    others_see_all = own | (torch.arange(7) % 3 > 0)[:, None]
+    cases = ((alone, None), (alone, torch.ones(1, 1)), (among, torch.eye(5)), (long, own), (long, others_see_all))
+    for logits, mask in cases:
+        weights, gradient, _ = subject.gradients(logits, None if mask is None else mask.bool())
+        sums = weights.sum(-1)
         if not (weights.isfinite().all() and gradient.isfinite().all()):
-            yield "a row of one visible key has a weight or gradient that is not finite"
-        if subject.normalizer.properties.row_sum == "one" and exceeds(largest(weights.sum(-1) - 1), ROUNDING):
-            yield f"a single visible key should get weight 1, got {weights.sum(-1).flatten()[0].item()!r}"
+            yield f"one visible key of {logits.shape[-1]} gives a weight or gradient that is not finite"
+        elif subject.normalizer.properties.row_sum == "one" and exceeds(largest(sums - 1), ROUNDING):
+            yield f"one visible key of {logits.shape[-1]} should get weight 1, got {sums.flatten()[0].item()!r}"
 
 
 def rows_alone(subject: Subject) -> Complaints:

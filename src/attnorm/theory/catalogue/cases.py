@@ -4,28 +4,37 @@ A case is a function of its seed alone, so a counterexample is named by the numb
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnorm.theory.catalogue.claim import Case
+from attnorm.theory.catalogue.claim import Case, Sizes
 
 ROWS = 32
 KEYS = (2, 3, 4, 6, 9, 16, 33, 64)
 WIDTHS = (1, 2, 3, 8)
+HEAD_SIZE = 2
+CHOICES = 12  # of `pick`: a multiple of every number of variants that a claim has
 
 
-def draw_case(seed: int, most_keys: int, *, structured: bool) -> Case:
+def draw_case(seed: int, sizes: Sizes, *, structured: bool) -> Case:
     """A batch of rows of one size. `structured`: ties, two levels, one winner, equal or orthogonal vectors, ..."""
     generator = torch.Generator().manual_seed(seed)
-    keys = _choice([size for size in KEYS if size <= most_keys], generator)
-    width = _choice(WIDTHS, generator)
-    top_n = 1 + _integer(max(1, min(keys - 1, 8)), generator)
+    least_keys = max(sizes.least_keys, sizes.least_top_n + 1)
+    keys = _choice([size for size in KEYS if least_keys <= size <= sizes.most_keys], generator)
+    width = _choice([size for size in WIDTHS if size >= sizes.least_width], generator)
+    top_n = _choice(range(sizes.least_top_n, min(keys - 1, sizes.most_top_n) + 1), generator)
     temperature = math.exp(_uniform(-2.5, 1.5, generator)) if _integer(2, generator) else 1.0
-    logits = _structured_logits(keys, generator) if structured else _random_logits(keys, generator)
-    vectors = _structured_vectors(keys, width, generator) if structured else _random_vectors(keys, width, generator)
-    dial = torch.exp(1.5 * torch.randn(ROWS, generator=generator, dtype=torch.float64))
-    return Case(logits, vectors, temperature, min(top_n, keys - 1), dial)
+    return Case(
+        logits=(_structured_logits if structured else _random_logits)(keys, generator),
+        vectors=(_structured_vectors if structured else _random_vectors)(keys, width, generator),
+        temperature=temperature,
+        top_n=top_n,
+        dial=torch.exp(1.5 * _normal(ROWS, generator=generator)),
+        pick=torch.randint(CHOICES, (ROWS,), generator=generator),
+        matrices=_normal(ROWS, 2, HEAD_SIZE, width, generator=generator),
+    )
 
 
 def _random_logits(keys: int, generator: torch.Generator) -> Tensor:
@@ -40,12 +49,13 @@ def _structured_logits(keys: int, generator: torch.Generator) -> Tensor:
     shapes = [
         torch.zeros(ROWS, keys, dtype=torch.float64),
         torch.where(rank < leaders, high, 0.0),
-        torch.where(rank < 1, 4 * high, 0.0).expand(ROWS, keys),
+        torch.where(rank < 1, 2 * high, 0.0).expand(ROWS, keys),
+        torch.where(rank < keys - 1, high, 0.0).expand(ROWS, keys),
         -high * torch.log1p(rank),
         -high * rank,
         torch.where(rank < leaders, high * rank / keys, -2 * high),
     ]
-    return torch.stack(shapes)[torch.randint(len(shapes), (ROWS,), generator=generator), torch.arange(ROWS)].clone()
+    return _one_of(shapes, generator)
 
 
 def _random_vectors(keys: int, width: int, generator: torch.Generator) -> Tensor:
@@ -66,7 +76,13 @@ def _structured_vectors(keys: int, width: int, generator: torch.Generator) -> Te
         plain / plain.norm(dim=-1, keepdim=True),
         torch.where(torch.arange(keys)[:, None] < 1, 10 * plain, 0.1 * plain),
     ]
-    return torch.stack(shapes)[torch.randint(len(shapes), (ROWS,), generator=generator), torch.arange(ROWS)].clone()
+    return _one_of(shapes, generator)
+
+
+def _one_of(shapes: list[Tensor], generator: torch.Generator) -> Tensor:
+    """Row by row one of the shapes (each (rows, ...))."""
+    chosen = torch.randint(len(shapes), (ROWS,), generator=generator)
+    return torch.stack(shapes)[chosen, torch.arange(ROWS)].clone()
 
 
 def _normal(*shape: int, generator: torch.Generator) -> Tensor:
@@ -81,5 +97,5 @@ def _uniform(low: float, high: float, generator: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
 
-def _choice(values: list[int] | tuple[int, ...], generator: torch.Generator) -> int:
+def _choice(values: Sequence[int], generator: torch.Generator) -> int:
     return values[_integer(len(values), generator)]

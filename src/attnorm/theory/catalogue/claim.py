@@ -5,7 +5,7 @@ its ratio: quantity over upper bound, or lower bound over quantity. The claim is
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -20,22 +20,32 @@ Form = Literal["printed", "corrected", "added"]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows to test a claim on: logits (rows, L), vectors (rows, L, d), a temperature, a top-N and a positive number."""
+    """Rows to test a claim on. Every claim reads what it needs; no row knows of another."""
 
-    logits: Tensor
-    vectors: Tensor
+    logits: Tensor  # (rows, L)
+    vectors: Tensor  # (rows, L, d)
     temperature: float
     top_n: int
-    dial: Tensor  # (rows,), free for each claim: a radius, an epsilon, ... relative to its natural size
+    dial: Tensor  # (rows,), positive and free for each claim: a radius, an epsilon, ... relative to its natural size
+    pick: Tensor  # (rows,), whole numbers, free for each claim: which of its functions, alphas, ...
+    matrices: Tensor  # (rows, 2, e, d): what makes queries and what makes keys out of vectors
 
     @property
     def keys(self) -> int:
         return self.logits.shape[-1]
 
+    @property
+    def width(self) -> int:
+        return self.vectors.shape[-1]
+
     @cached_property
     def weights(self) -> Tensor:
         """Softmax of the logits at the case's temperature."""
-        return torch.softmax(self.logits / self.temperature, dim=-1)
+        return torch.softmax(self.scaled, dim=-1)
+
+    @property
+    def scaled(self) -> Tensor:
+        return self.logits / self.temperature
 
     @cached_property
     def selected(self) -> SelectedRows:
@@ -44,6 +54,37 @@ class Case:
     @property
     def spread(self) -> Tensor:
         return self.logits.amax(-1) - self.logits.amin(-1)
+
+    @property
+    def not_applicable(self) -> Tensor:
+        """NaN for every row."""
+        return torch.full_like(self.dial, torch.nan)
+
+    def rows(self, which: slice) -> "Case":
+        """Some of the rows as a case of their own."""
+        return replace(
+            self,
+            logits=self.logits[which],
+            vectors=self.vectors[which],
+            dial=self.dial[which],
+            pick=self.pick[which],
+            matrices=self.matrices[which],
+        )
+
+    def picked(self, ratios: list[Tensor]) -> Tensor:
+        """Row by row one of the ratios (each (rows,))."""
+        return torch.stack(ratios, -1).gather(-1, (self.pick % len(ratios))[:, None])[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The cases a claim is about, or can be searched on in reasonable time."""
+
+    least_keys: int = 2
+    most_keys: int = 64
+    least_width: int = 1
+    least_top_n: int = 1
+    most_top_n: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +96,12 @@ class Claim:
     statement: str
     domain: str
     status: Status
-    proof: str
+    proof: str  # a heading of a chapter: docs/theory/chapter.md#heading
     counterexample: str = ""
-    correction: str = ""  # the id of the claim to use instead
+    correction: str = ""  # the id of the claim to use instead, or what to do
     ratio: Callable[[Case], Tensor] | None = None  # None: an argument, not a number; see `proof`
-    says_nothing: Callable[[Case], Tensor] | None = None  # 1 for rows on which a bound is trivially true, NaN: not counted
-    most_keys: int = 64
+    says_nothing: Callable[[Case], Tensor] | None = None  # 1 for rows where the bound is trivially true, NaN: not asked
+    sizes: Sizes = Sizes()
     differentiable: bool = True
 
     @property
@@ -82,6 +123,6 @@ def between(quantity: Tensor, lower: Tensor, upper: Tensor, rounding: float = 0.
     return torch.maximum(at_most(quantity, upper, rounding), at_least(quantity, lower, rounding))
 
 
-def equals(quantity: Tensor, expected: Tensor, tolerance: float) -> Tensor:
-    """Above 1 where the relative difference exceeds the tolerance."""
-    return (quantity - expected).abs() / (tolerance * torch.maximum(expected.abs(), torch.full_like(expected, 1e-12)))
+def equals(quantity: Tensor, expected: Tensor, tolerance: Tensor | float) -> Tensor:
+    """Above 1 where the difference exceeds the tolerance."""
+    return (quantity - expected).abs() / tolerance

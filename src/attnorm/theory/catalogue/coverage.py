@@ -18,20 +18,20 @@ def _coverage(case: Case) -> coverage.Coverage:
     return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
 
 
-def _per_row(ratio: Tensor, case: Case) -> Tensor:
+def _per_row(ratio: Tensor) -> Tensor:
     return ratio.repeat_interleave(HEADS)
 
 
 def _independence(case: Case) -> Tensor:
     found = _coverage(case)
-    return _per_row(at_least(found.union, found.independent), case)
+    return _per_row(at_least(found.union, found.independent))
 
 
 def _union(case: Case) -> Tensor:
     found = _coverage(case)
     lower, upper = coverage.union_bounds(found.per_head)
     rounding = torch.finfo(upper.dtype).eps * 8
-    return _per_row(between(found.union, lower * (1 - rounding), upper * (1 + rounding)), case)
+    return _per_row(between(found.union, lower * (1 - rounding), upper * (1 + rounding)))
 
 
 CLAIMS = [

@@ -1,6 +1,7 @@
 """Claims on how small weights must become: Lemma 1, Corollary 1, Lemma 2.1, entropy, horizon, Proposition 3.1."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -8,25 +9,28 @@ from torch import Tensor
 
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import dispersion, spread
-from attnorm.theory.catalogue.claim import Case, Claim, at_least, at_most, between
+from attnorm.theory.catalogue.claim import Case, Claim, at_least, at_most
 
 ROUNDING = 1e-12  # of an entropy in nats
 
-claim = partial(Claim, family="dispersion", proof="docs/theory/dispersion.md")
+DOC = "docs/theory/dispersion.md"
+
+claim = partial(Claim, family="dispersion")
 
 
 def _lemma1(case: Case) -> Tensor:
+    """One of three positive functions on each row; F stays a positive number in float64."""
     ratios = []
     for name in ("exp", "softplus", "elu+1"):
-        values = FUNCTIONS[name].value((case.logits / case.temperature).clamp(-50, 50))  # F stays a positive number
+        values = FUNCTIONS[name].value(case.scaled.clamp(-50, 50))
         weights = values / values.sum(-1, keepdim=True)
-        bounds = dispersion.lemma1_bounds(*dispersion.observed_range(values), float(case.keys))
-        ratios.append(between(weights.amax(-1), bounds.lower, bounds.upper))
-        ratios.append(between(weights.amin(-1), bounds.lower, bounds.upper))
-    return torch.stack(ratios).amax(0)
+        ratios.append(
+            _weights_between(weights, dispersion.lemma1_bounds(*dispersion.observed_range(values), float(case.keys)))
+        )
+    return case.picked(ratios)
 
 
-def _weights_between(case: Case, weights: Tensor, bounds: dispersion.Bounds) -> Tensor:
+def _weights_between(weights: Tensor, bounds: dispersion.Bounds) -> Tensor:
     return torch.maximum(at_most(weights.amax(-1), bounds.upper), at_least(weights.amin(-1), bounds.lower))
 
 
@@ -34,10 +38,23 @@ def _corollary1(case: Case) -> Tensor:
     query, keys = case.vectors[:, 0], case.vectors
     weights = torch.softmax((keys @ query[..., None])[..., 0] / case.temperature, dim=-1)
     largest = torch.linalg.vector_norm(keys, dim=-1).amax(-1)
-    bounds = dispersion.corollary1_bounds(
-        torch.linalg.vector_norm(query, dim=-1), largest, float(case.keys), case.temperature
+    size = torch.linalg.vector_norm(query, dim=-1)
+    return _weights_between(weights, dispersion.corollary1_bounds(size, largest, float(case.keys), case.temperature))
+
+
+def _lemma21(case: Case) -> Tensor:
+    return _weights_between(case.weights, dispersion.lemma21_bounds(case.spread, float(case.keys), case.temperature))
+
+
+def _lemma21_sharp(case: Case) -> Tensor:
+    return _weights_between(
+        case.weights, dispersion.sharp_weight_bounds(case.spread, float(case.keys), case.temperature)
     )
-    return _weights_between(case, weights, bounds)
+
+
+def _entropy_floor(case: Case) -> Tensor:
+    floor = dispersion.entropy_floor(case.spread, float(case.keys), case.temperature)
+    return at_least(dispersion.entropy_nats(case.weights), floor, ROUNDING)
 
 
 def _entropy_deficit(case: Case) -> Tensor:
@@ -50,21 +67,30 @@ def _horizon(case: Case) -> Tensor:
     return torch.where(beyond, case.weights.amax(-1) / 0.5, torch.nan)
 
 
-def _proposition31(case: Case, *, tight: bool) -> Tensor:
-    width = case.vectors.shape[-1]
-    generator = torch.Generator().manual_seed(case.keys * 31 + width)
-    shape = (case.vectors.shape[0], 1, 4, width)
-    query_weight, key_weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+def _uniform_limit(case: Case) -> Tensor:
+    """The row with every key eight times: as dispersed as eight times the length allows, and as far from uniform."""
+    longer = torch.softmax(case.scaled.repeat_interleave(8, -1), dim=-1)
+    before, after = ((weights - 1 / weights.shape[-1]).abs().sum(-1) / 2 for weights in (case.weights, longer))
+    return torch.where(before > ROUNDING, after / (before / 2), torch.nan)
+
+
+def _effective_gap(case: Case) -> Tensor:
+    gap = dispersion.effective_gap_from_logits(case.logits, temperature=case.temperature)
+    return torch.maximum(at_most(gap, case.spread / case.temperature, ROUNDING), -gap / ROUNDING)
+
+
+def _proposition31(case: Case, bound: Callable[..., Tensor]) -> Tensor:
+    query_weight, key_weight = case.matrices[:, :1], case.matrices[:, 1:]
     queries = case.vectors[:, :1]
     q, k = queries.unsqueeze(1) @ query_weight.mT, case.vectors.unsqueeze(1) @ key_weight.mT
     found = spread.logit_spread(q @ k.mT)
-    bound = spread.proposition31_tight if tight else spread.proposition31_bound
-    return at_most(found, bound(query_weight, key_weight, queries, case.vectors))[:, 0, 0]
+    return at_most(found, bound(query_weight, key_weight, queries, case.vectors), ROUNDING)[:, 0, 0]
 
 
 CLAIMS = [
     claim(
         id="lemma-1",
+        proof=f"{DOC}#lemma-1",
         source="Mudarisov et al., Lemma 1",
         form="printed",
         statement="C1/L <= a_i <= C2/L for a = F(l)/sum F(l), with C1 = F_min/F_max and C2 = F_max/F_min",
@@ -74,6 +100,7 @@ CLAIMS = [
     ),
     claim(
         id="corollary-1",
+        proof=f"{DOC}#corollary-1",
         source="Mudarisov et al., Corollary 1",
         form="printed",
         statement="exp(-2D/T)/L <= a_i <= exp(2D/T)/L, D = ||q|| max ||k||",
@@ -84,42 +111,38 @@ CLAIMS = [
     ),
     claim(
         id="lemma-2.1",
+        proof=f"{DOC}#lemma-21",
         source="Velickovic et al., Lemma 2.1",
         form="printed",
         statement="exp(-d/T)/n <= a_i <= exp(d/T)/n, d the logit spread",
         domain="softmax",
         status="holds",
         correction="lemma-2.1-sharp",
-        ratio=lambda case: _weights_between(
-            case, case.weights, dispersion.lemma21_bounds(case.spread, float(case.keys), case.temperature)
-        ),
+        ratio=_lemma21,
     ),
     claim(
         id="lemma-2.1-sharp",
+        proof=f"{DOC}#lemma-21",
         source="follows from Lemma 2.1",
         form="corrected",
         statement="max a <= 1/(1 + (n-1) e^(-d/T)), min a >= 1/(1 + (n-1) e^(d/T)); both attained",
         domain="softmax",
         status="holds",
-        ratio=lambda case: _weights_between(
-            case, case.weights, dispersion.sharp_weight_bounds(case.spread, float(case.keys), case.temperature)
-        ),
+        ratio=_lemma21_sharp,
     ),
     claim(
         id="entropy-floor",
+        proof=f"{DOC}#entropy-floor",
         source="follows from Lemma 2.1",
         form="added",
         statement="entropy >= that of k* logits at the top and n - k* at the bottom, k* in closed form",
         domain="softmax",
         status="holds",
-        ratio=lambda case: at_least(
-            dispersion.entropy_nats(case.weights),
-            dispersion.entropy_floor(case.spread, float(case.keys), case.temperature),
-            ROUNDING,
-        ),
+        ratio=_entropy_floor,
     ),
     claim(
         id="entropy-deficit",
+        proof=f"{DOC}#entropy-floor",
         source="follows from Lemma 2.1",
         form="added",
         statement="log n - entropy <= c - 1 - log c, c = d/(1 - e^-d), whatever n",
@@ -129,6 +152,7 @@ CLAIMS = [
     ),
     claim(
         id="horizon",
+        proof=f"{DOC}#lemma-21",
         source="follows from Lemma 2.1",
         form="added",
         statement="beyond n* = 1 + e^(d/T) keys every weight is below 1/2",
@@ -138,29 +162,55 @@ CLAIMS = [
     ),
     claim(
         id="theorem-2.2",
+        proof=f"{DOC}#theorem-22-and-the-effective-gap",
         source="Velickovic et al., Theorem 2.2",
         form="printed",
         statement="every global softmax head of a transformer over a finite vocabulary disperses",
         domain="softmax, continuous layers, no positional growth of the logits",
         status="holds",
+        correction="effective-gap",
+    ),
+    claim(
+        id="effective-gap",
+        proof=f"{DOC}#theorem-22-and-the-effective-gap",
+        source="follows from Lemma 2.1",
+        form="added",
+        statement="0 <= G <= d/T, G = logit(max a) + log(n-1) the effective gap; its slope on log n is the rate test",
+        domain="softmax",
+        status="holds",
+        ratio=_effective_gap,
+    ),
+    claim(
+        id="dispersed-is-uniform",
+        proof=f"{DOC}#theorem-22-and-the-effective-gap",
+        source="a reading of Velickovic et al., Theorem 2.2",
+        form="added",
+        statement="weights that disperse converge to the uniform distribution",
+        domain="softmax (tested: eight copies of every key at least halve the distance from uniform)",
+        status="false",
+        counterexample="half of the logits 1, half 0: total variation distance 0.231 at every length",
+        correction="effective-gap",
+        ratio=_uniform_limit,
     ),
     claim(
         id="proposition-3.1",
+        proof=f"{DOC}#proposition-31",
         source="Velickovic et al., Proposition 3.1",
         form="printed",
         statement="spread <= 2 smax(Q) smax(K) ||y|| max ||x_i||",
         domain="dot-product logits without QK-norm; the model's scaling in front, biases as augmented matrices",
         status="holds",
         correction="proposition-3.1-tight",
-        ratio=lambda case: _proposition31(case, tight=False),
+        ratio=lambda case: _proposition31(case, spread.proposition31_bound),
     ),
     claim(
         id="proposition-3.1-tight",
+        proof=f"{DOC}#proposition-31",
         source="follows from Proposition 3.1",
         form="added",
         statement="spread <= 2 smax(Q^T K) ||y|| min over c in {0, mean x} of max ||x_i - c||",
         domain="as Proposition 3.1, heads that do not rotate q and k",
         status="holds",
-        ratio=lambda case: _proposition31(case, tight=True),
+        ratio=lambda case: _proposition31(case, spread.proposition31_tight),
     ),
 ]

@@ -6,20 +6,40 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import distance, random_set
-from attnorm.theory.catalogue.claim import Case, Claim, at_most, between
-from attnorm.theory.selection import select
+from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_most, between
+from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/distance.md"
 ROUNDING = 1e-12  # of a distance between vectors of length about 1
 
-claim = partial(Claim, family="distance", proof=DOC)
-on_random_sets = partial(claim, domain="I uniform among the sets of N keys", most_keys=6, differentiable=False)
+FIXED, RANDOM = f"{DOC}#theorem-1-fixed-set", f"{DOC}#theorem-1-random-set"
+RELATIVE, COROLLARY = f"{DOC}#relative-distance", f"{DOC}#corollary-2"
+
+claim = partial(Claim, family="distance")
+on_random_sets = partial(
+    claim, domain="I uniform among the sets of N keys", sizes=Sizes(most_keys=6), differentiable=False
+)
+
+
+def _any_set(case: Case) -> SelectedRows:
+    """The N lightest keys instead of the heaviest."""
+    lightest = case.weights.argsort(stable=True, dim=-1)[:, : case.top_n]
+    return case.selected.with_indices(lightest.unsqueeze(-2))
+
+
+def _signed(case: Case) -> SelectedRows:
+    """Unnormalised weights of both signs: the logits themselves, and their top-N set."""
+    return select(case.logits, case.vectors, case.top_n)
+
+
+def _tight(rows: SelectedRows) -> Tensor:
+    return at_most(distance.d_tilde(rows), distance.theorem1_fixed_tight(rows), ROUNDING)
 
 
 def _collapse(case: Case) -> Tensor:
     """Every key doubled, half of its weight each, N = L/2: the distance must not grow if it is to collapse."""
     if case.keys % 2:
-        return torch.full_like(case.dial, torch.nan)
+        return case.not_applicable
     half = case.keys // 2
     before = distance.d_tilde(select(case.weights, case.vectors, half))
     doubled = case.weights.repeat_interleave(2, -1) / 2, case.vectors.repeat_interleave(2, -2)
@@ -34,11 +54,18 @@ def _sub_linear(case: Case) -> Tensor:
 
 
 def _corollary2_limit(case: Case) -> Tensor:
-    """Only for N << L; the corrected lower bound on E replaces E, so the refutation does not depend on sampling."""
-    if case.keys < 8 * case.top_n:
-        return torch.full_like(case.dial, torch.nan)
-    rows = case.selected
-    return at_most(random_set.theorem1_random_bounds(rows).lower, 1.25 * random_set.corollary2_printed(rows))
+    """N = 1 among at least 9 keys, E exact: within a quarter of the printed value, in either direction?"""
+    rows = select(case.weights, case.vectors, 1)
+    exact, printed = random_set.random_set_exact(rows), random_set.corollary2_printed(rows)
+    return between(exact, printed / 1.25, 1.25 * printed, ROUNDING)
+
+
+def _more_keys(case: Case) -> Tensor:
+    """E with N + 1 keys selected over E with N."""
+    fewer, more = (
+        random_set.random_set_exact(select(case.weights, case.vectors, case.top_n + extra)) for extra in (0, 1)
+    )
+    return at_most(more, fewer, ROUNDING)
 
 
 def _exact(case: Case) -> Tensor:
@@ -68,12 +95,13 @@ def _corollary2_corrected(case: Case) -> Tensor:
 
 def _relative(case: Case) -> Tensor:
     bounds = distance.relative_distance_bounds(case.selected)
-    return between(distance.relative_distance(case.selected), bounds.lower, bounds.upper)
+    return between(distance.relative_distance(case.selected), bounds.lower, bounds.upper, ROUNDING)
 
 
 CLAIMS = [
     claim(
         id="theorem-1-fixed",
+        proof=FIXED,
         source="Mudarisov et al., Theorem 1 (fixed set)",
         form="printed",
         statement="d_tilde <= (1-A) d1 + max_{j in I} ||x_j|| (A(L-N) - (1-A))",
@@ -81,20 +109,56 @@ CLAIMS = [
         status="holds",
         correction="theorem-1-fixed-tight",
         ratio=lambda case: at_most(
-            distance.d_tilde(case.selected), distance.theorem1_fixed_printed(case.selected)
+            distance.d_tilde(case.selected), distance.theorem1_fixed_printed(case.selected), ROUNDING
         ),
     ),
     claim(
         id="theorem-1-fixed-tight",
+        proof=FIXED,
         source="Theorem 1 (fixed set), tightened",
         form="corrected",
         statement="d_tilde <= sum_{i not in I} [a_i ||x_i - s/A|| + |A - a_i| ||s||/A], in O(L d)",
         domain="any set and any weights with A != 0",
         status="holds",
-        ratio=lambda case: at_most(distance.d_tilde(case.selected), distance.theorem1_fixed_tight(case.selected)),
+        ratio=lambda case: _tight(case.selected),
+    ),
+    claim(
+        id="theorem-1-fixed-signed",
+        proof=FIXED,
+        source="Theorem 1 (fixed set), tightened",
+        form="added",
+        statement="the tight form with |a_i| and |A|, for rows of both signs and any sum",
+        domain="any weights with A != 0",
+        status="holds",
+        ratio=lambda case: _tight(_signed(case)),
+    ),
+    claim(
+        id="theorem-1-any-set",
+        proof=FIXED,
+        source="Mudarisov et al., Theorem 1 (fixed set)",
+        form="printed",
+        statement="the printed bound of Theorem 1 for a fixed set I of N keys",
+        domain="any set I (tested: the N lightest keys)",
+        status="false",
+        counterexample="a = (0.9, 0.1), equal vectors, I = {2}: distance 0.8, bound -0.8",
+        correction="theorem-1-any-set-tight",
+        ratio=lambda case: at_most(
+            distance.d_tilde(_any_set(case)), distance.theorem1_fixed_printed(_any_set(case)), ROUNDING
+        ),
+    ),
+    claim(
+        id="theorem-1-any-set-tight",
+        proof=FIXED,
+        source="Theorem 1 (fixed set), tightened",
+        form="corrected",
+        statement="the tight form, which needs no top-N set",
+        domain="any set I (tested: the N lightest keys)",
+        status="holds",
+        ratio=lambda case: _tight(_any_set(case)),
     ),
     claim(
         id="relative-distance",
+        proof=RELATIVE,
         source="added",
         form="added",
         statement="d_tilde / ((L-N) ||s||) lies within sum ||y_i|| / ((L-N) ||s||) of 1: growth with L is trivial",
@@ -104,16 +168,18 @@ CLAIMS = [
     ),
     on_random_sets(
         id="theorem-1-random",
+        proof=RANDOM,
         source="Mudarisov et al., Theorem 1 (random set)",
         form="printed",
         statement="E = (L-N)/L sum_i ||(a_i + N/(L-1)) x_i - x_bar|| + eps",
         status="false",
-        counterexample="L = 200, N = 5, d = 8: Monte Carlo 8.85, printed main term 52.6",
+        counterexample="two equal keys, N = 1: E = 0, printed 1/2; L = 200, N = 5, d = 8: 8.7 against 39.7",
         correction="theorem-1-random-corrected",
         ratio=_random_printed,
     ),
     on_random_sets(
         id="theorem-1-random-corrected",
+        proof=RANDOM,
         source="Theorem 1 (random set), corrected",
         form="corrected",
         statement="(L-N)/L sum ||mu_i|| <= E <= (L-N)/L sum sqrt(||mu_i||^2 + V_i)",
@@ -122,6 +188,7 @@ CLAIMS = [
     ),
     on_random_sets(
         id="theorem-1-random-conditioned",
+        proof=RANDOM,
         source="Theorem 1 (random set), sharpened",
         form="added",
         statement="the same bounds within each case of which of the two heaviest keys are selected",
@@ -130,6 +197,7 @@ CLAIMS = [
     ),
     on_random_sets(
         id="theorem-1-random-epsilon",
+        proof=RANDOM,
         source="Theorem 1 (random set), its eps",
         form="corrected",
         statement="E minus the corrected main term is at most the printed eps",
@@ -138,25 +206,52 @@ CLAIMS = [
     ),
     claim(
         id="corollary-2-i",
+        proof=COROLLARY,
         source="Mudarisov et al., Corollary 2 (i)",
         form="printed",
-        statement="E is about sum_i ||a_i x_i|| when N << L (tested: within 25 %, L >= 8 N)",
-        domain="I uniform among the sets of N keys",
+        statement="E is about sum_i ||a_i x_i|| when N << L",
+        domain="I uniform among the sets of N keys (tested: within 25 %, N = 1, L >= 9)",
         status="false",
-        counterexample="equal vectors, equal weights: E = (N-1)(1 - N/L) against 1",
+        counterexample="equal keys, N = 1: E = 0 against 1; a one-hot row: E = (N+1)(1 - N/L) against 1",
         correction="corollary-2-corrected",
         ratio=_corollary2_limit,
+        differentiable=False,
+        sizes=Sizes(least_keys=9, most_keys=16),
+    ),
+    claim(
+        id="corollary-2-ii",
+        proof=COROLLARY,
+        source="Mudarisov et al., Corollary 2 (ii)",
+        form="printed",
+        statement="E -> 0 as N -> L",
+        domain="at N = L, where nothing is left outside; not before",
+        status="holds",
+        correction="corollary-2-corrected",
+    ),
+    on_random_sets(
+        id="corollary-2-ii-decay",
+        proof=COROLLARY,
+        source="a reading of Mudarisov et al., Corollary 2 (ii)",
+        form="added",
+        statement="E falls as more keys are selected",
+        status="false",
+        counterexample="a one-hot row: E = (1 - N/L)(N + 1), at N = L - 1 as much as with nothing selected",
+        correction="corollary-2-corrected",
+        sizes=Sizes(least_keys=6, most_keys=6, most_top_n=2),
+        ratio=_more_keys,
     ),
     on_random_sets(
         id="corollary-2-corrected",
+        proof=COROLLARY,
         source="Corollary 2, corrected",
         form="corrected",
-        statement="c (1 - N/n) Y <= E <= (N+1)(1 - N/n) Y, Y = sum ||y_i||; so E vanishes as N -> n at fixed n",
+        statement="c (1 - N/n) Y <= E <= (N+1)(1 - N/n) Y, Y = sum ||y_i||",
         status="holds",
         ratio=_corollary2_corrected,
     ),
     claim(
         id="must-collapse",
+        proof=RELATIVE,
         source="Mudarisov et al., contribution 1 and Discussion",
         form="printed",
         statement="d_tilde must collapse once N grows in proportion to L",
@@ -168,6 +263,7 @@ CLAIMS = [
     ),
     claim(
         id="critical-n-sub-linear",
+        proof=DOC,
         source="Mudarisov et al., section 3.1",
         form="printed",
         statement="0.06 L grows sub-linearly",

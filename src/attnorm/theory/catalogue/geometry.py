@@ -1,18 +1,25 @@
 """Claims on how many selected keys stay distinguishable: Theorem 2, on the sphere and beyond it."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry
-from attnorm.theory.catalogue.claim import Case, Claim, at_least, at_most, between
+from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_least, at_most, between
 from attnorm.theory.selection import SelectedRows, select
 
-claim = partial(Claim, family="geometry", proof="docs/theory/geometry.md")
-on_sphere = partial(claim, domain="x_i independent and uniform on a sphere, r fixed in advance", most_keys=6)
+DOC = "docs/theory/geometry.md"
+PRINTED, CORRECTED = f"{DOC}#theorem-2-as-printed", f"{DOC}#corrected-moments-under-assumption-1"
+BEYOND = f"{DOC}#beyond-the-sphere-any-vectors-from-four-moments"
 
+claim = partial(Claim, family="geometry", differentiable=False)
+on_sphere = partial(claim, domain="x_i independent and uniform on a sphere, r fixed in advance")
+
+ROUNDING = 1e-12
 FEW_ROWS = 4  # an exact law, or all permutations, for each
 
 
@@ -32,8 +39,6 @@ def _printed(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 def _lower_is_negative(case: Case) -> Tensor:
     """1 where it is, in the paper's setting: N of 5 or more, r the distance of the nearest key not selected."""
-    if case.top_n < 5:
-        return torch.full_like(case.dial, torch.nan)
     rows, _ = _sphere(case)
     separation = geometry.minimum_separation(rows.vectors)
     return (geometry.theorem2_printed(rows, geometry.nearest_outsider(rows), 1.0, separation).lower <= 0).double()
@@ -49,40 +54,69 @@ def _upper_printed(case: Case) -> Tensor:
     rows, radius = _sphere(case)
     xi = geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors))
     found, _, upper = _printed(case)
-    return torch.where((radius > xi.amax(-1)) & (case.vectors.shape[-1] > 1), found / upper, torch.nan)
+    return torch.where(radius > xi.amax(-1), found / upper, torch.nan)
+
+
+def _upper_printed_below(case: Case) -> Tensor:
+    """r below every xi_i and delta = 0, which independent vectors respect for certain: the exact law decides."""
+    # The more equal the weights, the further ||Y_i|| stays below xi_i.
+    few = replace(case.rows(slice(2 * FEW_ROWS)), temperature=8 * case.temperature)
+    rows, _ = _sphere(few)
+    radius = geometry.xi(rows, 1.0, 0.0).amin(-1) * (0.6 + 0.35 * few.dial / (1 + few.dial))
+    law = geometry.theorem2_exact(rows, radius, 1.0, tolerance=1e-7)
+    certain = torch.as_tensor(law.probability - law.error)
+    return _padded(at_most(certain, geometry.theorem2_printed(rows, radius, 1.0, 0.0).upper), case)
+
+
+def _xi(case: Case) -> Tensor:
+    """||Y_i|| = ||s - y_i|| of every selected key against xi_i."""
+    rows, _ = _sphere(case)
+    found = rows.distances.gather(-1, rows.indices)[..., 0, :]
+    return at_most(found, geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors)), ROUNDING).amax(-1)
 
 
 def _exact_law(case: Case) -> Tensor:
     """Corrected bounds against the exact law, its own error allowed for."""
-    if case.vectors.shape[-1] < 2:
-        return torch.full_like(case.dial, torch.nan)
-    few = _few(case)
-    rows, radius = _sphere(few)
+    few = case.rows(slice(FEW_ROWS))
+    rows, _ = _sphere(few)
+    # Around the typical size of ||Y_i||, where the bounds bend.
+    size = geometry.isotropic_moments(rows, 1.0)[0].mean((-2, -1)).sqrt()
+    radius = size * few.dial.sqrt()
     bounds = geometry.theorem2_bounds(rows, radius, 1.0)
     law = geometry.theorem2_exact(rows, radius, 1.0, tolerance=1e-4)
     exact, error = (torch.as_tensor(values) for values in (law.probability, law.error))
-    ratio = torch.maximum(at_most(exact - error, bounds.upper), at_least(exact + error, bounds.lower))
-    return _padded(ratio, case)
+    return _padded(torch.maximum(at_most(exact - error, bounds.upper), at_least(exact + error, bounds.lower)), case)
 
 
 def _permuted(case: Case) -> Tensor:
     """Bounds from moments against all permutations of the vectors."""
-    few = _few(case)
+    orders = list(itertools.permutations(range(case.keys)))
+    return _dealt(case, "permuted", [list(order) for order in orders])
+
+
+def _independent(case: Case) -> Tensor:
+    """Bounds from moments against all ways to give every selected key one of the vectors, repeats allowed."""
+    return _dealt(case, "independent", [list(draw) for draw in itertools.product(range(case.keys), repeat=case.keys)])
+
+
+def _dealt(case: Case, draws: Literal["permuted", "independent"], ways: list[list[int]]) -> Tensor:
+    few = case.rows(slice(FEW_ROWS))
     rows = few.selected
-    radius = few.dial * rows.distances.mean((-2, -1))
-    bounds = anisotropy.anisotropic_bounds(rows, radius)
-    shares = [
-        geometry.separability(
-            SelectedRows(rows.weights, rows.vectors[:, order], rows.visible, rows.indices, True), radius
-        )
-        for order in itertools.permutations(range(case.keys))
-    ]
-    return _padded(between(torch.stack(shares).mean(0), bounds.lower, bounds.upper), case)
+    radius = few.dial.sqrt() * rows.distances.mean((-2, -1))
+    bounds = anisotropy.anisotropic_bounds(rows, radius, draws)
+    dealt = SelectedRows(
+        rows.weights.expand(len(ways), *rows.weights.shape),
+        rows.vectors[:, torch.tensor(ways)].transpose(0, 1),
+        rows.visible.expand(len(ways), *rows.visible.shape),
+        rows.indices.expand(len(ways), *rows.indices.shape),
+        True,
+    )
+    share = geometry.separability(dealt, radius.expand(len(ways), -1)).mean(0)
+    return _padded(between(share, bounds.lower, bounds.upper, ROUNDING), case)
 
 
-def _few(case: Case) -> Case:
-    rows = slice(0, FEW_ROWS)
-    return Case(case.logits[rows], case.vectors[rows], case.temperature, case.top_n, case.dial[rows])
+def _more_than_80_percent(case: Case) -> Tensor:
+    return geometry.separability(case.selected) / 0.85
 
 
 def _padded(ratio: Tensor, case: Case) -> Tensor:
@@ -92,19 +126,21 @@ def _padded(ratio: Tensor, case: Case) -> Tensor:
 CLAIMS = [
     claim(
         id="theorem-2-lower",
+        proof=PRINTED,
         source="Mudarisov et al., Theorem 2 (lower)",
         form="printed",
         statement="E[N_s]/N >= 1 - mean(xi_i)/r",
-        domain="vectors on a sphere, at least delta apart",
+        domain="vectors on a sphere, at least delta apart (tested: N >= 5; vacuous at the paper's radius)",
         status="vacuous",
         counterexample="negative on ordinary rows: xi_i takes every inner product at its maximum",
         correction="theorem-2-corrected",
+        sizes=Sizes(least_top_n=5),
         ratio=_lower_printed,
         says_nothing=_lower_is_negative,
-        differentiable=False,
     ),
     claim(
         id="theorem-2-upper",
+        proof=PRINTED,
         source="Mudarisov et al., Theorem 2 (upper)",
         form="printed",
         statement="E[N_s]/N <= mean exp(-(r - xi_i)^2 / (16 M^2))",
@@ -112,39 +148,74 @@ CLAIMS = [
         status="false",
         counterexample="r > max xi_i: N_s = N for certain, while the bound falls to 0",
         correction="theorem-2-corrected",
+        sizes=Sizes(least_width=2),
         ratio=_upper_printed,
-        differentiable=False,
+    ),
+    on_sphere(
+        id="theorem-2-upper-below",
+        proof=PRINTED,
+        source="Mudarisov et al., Theorem 2 (upper)",
+        form="printed",
+        statement="the same upper bound where it is least demanding, r < min xi_i",
+        status="false",
+        counterexample="N = 100, d = 768, r = 0.11: bound 0.9963, exact value 0.999997",
+        correction="theorem-2-corrected",
+        sizes=Sizes(most_keys=6, least_width=8, least_top_n=4),
+        ratio=_upper_printed_below,
+    ),
+    claim(
+        id="xi-is-a-worst-case",
+        proof=PRINTED,
+        source="follows from Theorem 2",
+        form="added",
+        statement="||Y_i|| <= xi_i for every choice of vectors, not in the mean only",
+        domain="vectors on a sphere, at least delta apart",
+        status="holds",
+        ratio=_xi,
     ),
     on_sphere(
         id="theorem-2-corrected",
+        proof=CORRECTED,
         source="Theorem 2, corrected",
         form="corrected",
         statement="Cantelli and Markov on ||Y_i||^2 with mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4)",
         status="holds",
+        sizes=Sizes(most_keys=6, least_width=2),
         ratio=_exact_law,
-        differentiable=False,
     ),
     claim(
         id="theorem-2-anisotropic",
+        proof=BEYOND,
         source="beyond Theorem 2",
         form="added",
         statement="the same from the first four moments of the row's own vectors, dealt to the weights at random",
         domain="any vectors, r fixed in advance",
         status="holds",
-        most_keys=4,
+        sizes=Sizes(most_keys=4),
         ratio=_permuted,
-        differentiable=False,
+    ),
+    claim(
+        id="theorem-2-anisotropic-independent",
+        proof=BEYOND,
+        source="beyond Theorem 2",
+        form="added",
+        statement="the same where every weight draws its vector independently",
+        domain="any vectors, r fixed in advance",
+        status="holds",
+        sizes=Sizes(most_keys=4, most_top_n=3),
+        ratio=_independent,
     ),
     claim(
         id="at-most-80-percent",
+        proof=f"{DOC}#no-more-than-80-",
         source="Mudarisov et al., contribution 2",
         form="printed",
         statement="no more than about 80 % of the top-N keys can be distinguished",
-        domain="stated as a hard limit",
+        domain="stated as a hard limit (tested: 0.85, N >= 5)",
         status="false",
         counterexample="orthonormal vectors, N = 50: N_s/N = 1",
         correction="judge a head against its own null: geometry.separability_null",
-        ratio=lambda case: geometry.separability(case.selected) / 0.85,
-        differentiable=False,
+        sizes=Sizes(least_top_n=5),
+        ratio=_more_than_80_percent,
     ),
 ]

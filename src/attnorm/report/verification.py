@@ -1,0 +1,188 @@
+"""What the search for counterexamples found: as a table for people, as JSON, and one counterexample in full."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from attnorm.theory.catalogue import Case, Claim
+from attnorm.theory.search import Counterexample, Finding, table_stands
+
+COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
+CAPTION = (
+    "ratio: quantity / upper bound or lower bound / quantity, above 1 where the claim fails. tried: rows, an ascent "
+    "counts as the row it ends at. tightness: 5, 50 and 95 % of the ratio over random rows. smallest counterexample: "
+    "keys n, top N, width d, temperature T; make it again with attnorm verify --replay CLAIM:SEED:ROUND:ROW."
+)
+
+
+def findings_table(findings: Sequence[Finding]) -> RenderableType:
+    table = Table(
+        title="Every claim, searched for counterexamples",
+        caption=CAPTION,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in (
+        "claim",
+        "form",
+        "status",
+        "tried",
+        "violated",
+        "worst",
+        "tightness",
+        "smallest counterexample",
+        "",
+    ):
+        right = heading in ("tried", "violated", "worst", "tightness")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "smallest counterexample")
+    family = ""
+    for finding in findings:
+        if finding.claim.family != family:
+            family = finding.claim.family
+            table.add_section()
+            table.add_row(Text(family, style="italic dim"))
+        table.add_row(*_cells(finding))
+    return Group(table, Text(closing_sentence(findings)))
+
+
+def _cells(finding: Finding) -> tuple[str | Text, ...]:
+    claim = finding.claim
+    verdict = Text(finding.verdict, style=COLOUR.get(finding.verdict, "bold red"))
+    if not claim.searched:
+        return claim.id, claim.form, claim.status, "", "", "", "", "", verdict
+    tightness = " ".join(number(value) for value in finding.tightness) if finding.tightness else ""
+    return (
+        claim.id,
+        claim.form,
+        claim.status,
+        f"{finding.tried:,}",
+        f"{finding.violations:,}" if finding.violations else "",
+        number(finding.worst_ratio),
+        tightness,
+        located(finding.counterexample) if finding.counterexample else "",
+        verdict,
+    )
+
+
+def located(found: Counterexample) -> str:
+    """n = 2, N = 1, d = 1, T = 0.5, 0:2:17 - the last three being seed, round and row."""
+    where = f"{found.seed}:{found.round}:{found.row}"
+    return f"n={found.keys} N={found.top_n} d={found.width} T={found.temperature:.3g} at {where}"
+
+
+def number(value: float) -> str:
+    """Three digits, more near 1, where they decide."""
+    if not math.isfinite(value):
+        return "inf" if value > 0 else "-"
+    if 1e-6 < abs(value - 1) < 1e-2:
+        return f"{value:.6f}".rstrip("0") if abs(value - 1) < 1e-3 else f"{value:.4f}"
+    if value == 0 or 0.001 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:.0e}"
+
+
+def closing_sentence(findings: Sequence[Finding]) -> str:
+    searched = [finding for finding in findings if finding.claim.searched]
+    rows = sum(finding.tried for finding in searched)
+    if not table_stands(findings):
+        broken = ", ".join(f"{finding.claim.id} ({finding.verdict})" for finding in findings if not finding.stands)
+        return f"The table does not stand: {broken}."
+    wrong = sum(finding.claim.status == "false" for finding in searched)
+    return (
+        f"The table stands: {len(searched)} claims searched on {rows:,} rows, "
+        f"{wrong} false ones refuted by this run, no other violated."
+    )
+
+
+def findings_as_dict(findings: Sequence[Finding], seed: int) -> dict[str, Any]:
+    """For JSON; a ratio that is not finite becomes null."""
+    return {
+        "stands": table_stands(findings),
+        "seed": seed,
+        "findings": [
+            {
+                **claim_as_dict(finding.claim),
+                "verdict": finding.verdict,
+                "stands": finding.stands,
+                "tried": finding.tried,
+                "rounds": finding.rounds,
+                "violations": finding.violations,
+                "worst_ratio": _finite(finding.worst_ratio),
+                "says_nothing_share": finding.says_nothing_share,
+                "tightness": [_finite(value) for value in finding.tightness] if finding.tightness else None,
+                "counterexample_found": _counterexample(finding.counterexample),
+            }
+            for finding in findings
+        ],
+    }
+
+
+def claim_as_dict(claim: Claim) -> dict[str, Any]:
+    names = ("id", "family", "source", "form", "statement", "domain", "status", "counterexample", "correction", "proof")
+    return {name: getattr(claim, name) for name in names}
+
+
+def _counterexample(found: Counterexample | None) -> dict[str, Any] | None:
+    return None if found is None else {**vars(found), "ratio": _finite(found.ratio), "address": found.address}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def counterexample_as_dict(claim: Claim, case: Case, row: int, ratio: float) -> dict[str, Any]:
+    """One row in full: everything that a person needs to check it by hand."""
+    return {
+        "claim": claim.id,
+        "statement": claim.statement,
+        "domain": claim.domain,
+        "status": claim.status,
+        "ratio": _finite(ratio),
+        "violated": ratio > 1,
+        "keys": case.keys,
+        "top_n": case.top_n,
+        "temperature": case.temperature,
+        "dial": float(case.dial[row]),
+        "pick": int(case.pick[row]),
+        "logits": case.logits[row].tolist(),
+        "softmax": case.weights[row].tolist(),
+        "vectors": case.vectors[row].tolist(),
+        "matrices": case.matrices[row].tolist(),
+    }
+
+
+def counterexample_text(claim: Claim, case: Case, row: int, ratio: float) -> RenderableType:
+    verdict = "fails" if ratio > 1 else "does not fail"
+    lines = [
+        f"{claim.id}: {claim.statement}",
+        f"domain: {claim.domain}",
+        f"It {verdict} here: ratio {ratio:.17g}.",
+        f"keys n = {case.keys}, top N = {case.top_n}, width d = {case.width}, temperature T = {case.temperature:.17g}",
+        f"free numbers of the claim: dial {float(case.dial[row]):.17g}, pick {int(case.pick[row])}",
+    ]
+    table = Table("key", "logit", "softmax weight", "vector", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for key in range(case.keys):
+        vector = _numbers(case.vectors[row, key])
+        table.add_row(str(key), _exact(case.logits[row, key]), _exact(case.weights[row, key]), vector)
+    matrices = [f"{name}: {_matrix(case.matrices[row, i])}" for i, name in enumerate(("query matrix", "key matrix"))]
+    return Group(Text("\n".join(lines)), table, Text("\n".join(matrices)))
+
+
+def _exact(value: Tensor) -> str:
+    return f"{float(value):.17g}"
+
+
+def _numbers(values: Tensor) -> str:
+    return " ".join(f"{float(value):.6g}" for value in values)
+
+
+def _matrix(values: Tensor) -> str:
+    return "; ".join(_numbers(row) for row in values)
