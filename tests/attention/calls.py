@@ -80,6 +80,8 @@ def outputs_and_gradients(
     leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
     parameters = list(parameters)
     output = function(*leaves)
+    if not output.requires_grad:  # no query saw a key
+        return [output, *(torch.zeros_like(t) for t in (*leaves, *parameters))]
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     loss = (output * direction.to(output.dtype)).sum()
     grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True, materialize_grads=True)

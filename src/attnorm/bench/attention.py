@@ -157,6 +157,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bo
     """The textbook form: all logits, all weights, one product."""
     logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     queries, keys = logits.shape[-2:]
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries) if causal else None
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal else None
     weights: Tensor = normalizer(logits, mask)
     return weights @ v

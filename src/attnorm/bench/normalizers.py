@@ -62,14 +62,16 @@ def _compare(topic: str, rival: Rival, ours: Map, theirs: Map, logits: Tensor, q
     peer = f"entmax.{rival.function}"
     exact = by_bisection(logits.double(), rival.alpha)
 
-    def ratio(way: str, against: str, a: Call, b: Call, target: float, errors: tuple[float | None, ...]) -> Ratio:
+    def ratio(
+        way: str, against: str, a: Call, b: Call, target: float | None, errors: tuple[float | None, ...]
+    ) -> Ratio:
         timed = in_turn(a, b, rounds=1 if quick else 11)
         return Ratio(
             topic=topic, what=f"{rival.name}, {way}", against=against, target=None if quick else target,
             error=errors[0], their_error=errors[1], **asdict(timed),
         )  # fmt: skip
 
-    def forward(way: str, against: str, a: Map, b: Map, target: float) -> Ratio:
+    def forward(way: str, against: str, a: Map, b: Map, target: float | None) -> Ratio:
         with torch.no_grad():
             errors = tuple((function(logits) - exact).abs().max().item() for function in (a, b))
             return ratio(way, against, partial(a, logits), partial(b, logits), target, errors)
@@ -84,7 +86,7 @@ def _compare(topic: str, rival: Rival, ours: Map, theirs: Map, logits: Tensor, q
     compiled: Map = torch.compile(ours)
     yield forward("forward, compiled", peer, compiled, theirs, COMPILED)
     if rival.compiles:
-        yield forward("forward, compiled", f"{peer}, compiled", compiled, torch.compile(theirs), COMPILED)
+        yield forward("forward, compiled", f"{peer}, compiled", compiled, torch.compile(theirs), None)
 
 
 def _gradient(function: Map, leaf: Tensor, upstream: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from typing import Literal, TypeVar
 import torch
 
 from attnorm.bench.attention import compare_attention
+from attnorm.bench.cuda import compare_cuda
 from attnorm.bench.machine import this_machine
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.report.benchmarks import Benchmarks, Footprint, Ratio
 
-Suite = Literal["normalizers", "attention", "memory", "all"]
+Suite = Literal["normalizers", "attention", "memory", "cuda", "all"]
 Result = TypeVar("Result", Ratio, Footprint)
 
 
@@ -34,6 +35,8 @@ def run_benchmarks(
             ratios += _heard(compare_attention(quick=quick, notes=notes), progress)
         if suite in ("memory", "all"):
             footprints += _heard(measure_footprints(quick=quick, notes=notes), progress)
+        if suite in ("cuda", "all"):
+            ratios += _heard(compare_cuda(quick=quick, notes=notes), progress)
         machine = this_machine()
     return Benchmarks(
         machine=machine, quick=quick, ratios=tuple(ratios), footprints=tuple(footprints), notes=tuple(notes)

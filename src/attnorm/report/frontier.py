@@ -11,6 +11,7 @@ from scipy.optimize import brentq
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.catalogue.normalizers import on_frontier, with_lipschitz
 from attnorm.theory.frontier import Contender, FrontierPoint, frontier, frontier_effort, two_level_weight
+from attnorm.theory.search import one_thread
 
 LENGTHS = (16, 64, 256, 1024, 4096, 32_768, 1_000_000)
 WEIGHTS = (0.5, 0.9)
@@ -53,8 +54,8 @@ def measure_frontier(
 ) -> Frontier:
     """Every registered row normalizer about which the law speaks, run on rows with one leader; K as it declares it."""
     points: list[FrontierPoint] = []
-    for normalizer in with_lipschitz():
-        if on_frontier(normalizer):
+    with one_thread():
+        for normalizer in filter(on_frontier, with_lipschitz()):
             progress(normalizer.name)
             points += frontier([_contender(normalizer)], lengths, weights)
     return Frontier(lengths=tuple(lengths), weights=tuple(weights), points=tuple(points))
@@ -75,7 +76,7 @@ def _contender(normalizer: Normalizer) -> Contender:
             high *= 1.25
             if high > MOST:
                 raise ValueError(f"{normalizer.name} gives a leader among {n} keys less than {weight} at any gap")
-        known[weight] = low if low == high else float(brentq(missing, low, high, xtol=1e-9, rtol=1e-7))
+        known[weight] = low if low == high else float(brentq(missing, low, high, xtol=1e-6, rtol=1e-6))
         return known[weight]
 
     def constant(n: int) -> float:

@@ -59,9 +59,9 @@ def frontier_figure(measured: Frontier) -> Figure:
     groups = merged(measured)
     top = 1.08 * max(max(measured.efforts(name, weight)) for name in measured.names for weight in measured.weights)
     count = len(measured.weights)
-    wide = 0.655 / count
+    wide = 0.635 / count
     for place, weight in enumerate(measured.weights):
-        axes = figure.add_axes((0.06 + place * (wide + 0.03), 0.145, wide, 0.645))
+        axes = figure.add_axes((0.06 + place * (wide + 0.05), 0.145, wide, 0.645))
         _draw_axes(axes, measured, weight, top, labelled=place == 0)
         for position, group in enumerate(groups):
             _draw_line(axes, measured, group, weight, position)
@@ -72,9 +72,7 @@ def frontier_figure(measured: Frontier) -> Figure:
     figure.text(left, 0.925, title, fontsize=18, fontweight="bold", color=INK)
     subtitle = "Lead g in the logits, times the largest gain K of the map: the effort that leaves the key a weight w."
     figure.text(left, 0.872, subtitle, fontsize=11.5, color=INK)
-    note = (
-        "K g does not change with the temperature. Declared Lipschitz constants; settings not named are the defaults."
-    )
+    note = "A temperature does not change K g. Lipschitz constants K as declared; settings not named are the defaults."
     figure.text(left, 0.025, note, fontsize=8, color=PALE)
     figure.text(0.985, 0.025, "attnorm frontier", fontsize=8, color=PALE, ha="right")
     return figure
@@ -86,7 +84,7 @@ def _draw_axes(axes: Axes, measured: Frontier, weight: float, top: float, *, lab
     axes.set_xlim(lengths[0], lengths[-1])
     axes.set_ylim(0, top)
     ticks = [n for n in (16, 256, 4096, 65_536, 1_000_000) if lengths[0] <= n <= lengths[-1]]
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xticks(ticks, [f"{n:,}" if n < 10**6 else "1 million" for n in ticks])
     axes.set_xticks([], minor=True)
     axes.tick_params(length=0, labelsize=10, labelcolor=INK, pad=6, labelleft=labelled)
     axes.set_xlabel("keys in the row", fontsize=10.5, color=INK, labelpad=6)

@@ -56,7 +56,7 @@ def matched(findings: Sequence[Finding]) -> list[Pair]:
 def tightness_figure(pairs: Sequence[Pair]) -> Figure:
     height = 2.3 + 0.44 * len(pairs)
     figure = Figure(figsize=(12.8, height), facecolor="white")
-    axes = figure.add_axes((0.205, 0.95 / height, 0.77, 1 - 2.45 / height))
+    axes = figure.add_axes((0.205, 0.95 / height, 0.77, 1 - 2.3 / height))
     _draw_axes(axes, len(pairs))
     for row, pair in enumerate(pairs):
         _draw(axes, pair.printed, row - 0.17, PRINTED, hollow=True)
@@ -107,14 +107,14 @@ def shown(ratio: float) -> float:
 
 def _write_around(figure: Figure, axes: Axes, height: float) -> None:
     left = 0.018
-    figure.text(
-        left, 1 - 0.5 / height, "How tight are the bounds?", fontsize=18, fontweight="bold", color=INK, va="top"
+    title = "How tight are the bounds?"
+    legend = (
+        "Pale: as printed. Blue: as corrected, or the sharper form. "
+        "Bar: 5 to 95 % of random rows; ring: median; tick: worst row found."
     )
-    figure.text(
-        left, 1 - 0.98 / height, "Pale: as printed. Blue: as corrected, or the sharper form. Bar: 5 to 95 % of random rows; "
-        "ring: median; tick: worst row found.", fontsize=11, color=INK, va="top",
-    )  # fmt: skip
-    axes.text(0.985, 1.01, "violated: the search found a counterexample (cross)", transform=axes.transAxes, fontsize=9.5,
-              color=BROKEN, ha="right", va="bottom")  # fmt: skip
+    violated = "violated: the search found a counterexample (cross)"
+    figure.text(left, 1 - 0.3 / height, title, fontsize=18, fontweight="bold", color=INK, va="top")
+    figure.text(left, 1 - 0.82 / height, legend, fontsize=11, color=INK, va="top")
+    axes.text(0.985, 1.01, violated, transform=axes.transAxes, fontsize=9.5, color=BROKEN, ha="right", va="bottom")
     figure.text(left, 0.2 / height, "Names in red: false as printed.", fontsize=8, color=PALE)
     figure.text(0.985, 0.2 / height, "attnorm verify --figure", fontsize=8, color=PALE, ha="right")

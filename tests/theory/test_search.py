@@ -1,0 +1,217 @@
+"""The search: the same seed finds the same, a broken formula is found, a wrong status in the table is found."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.kneemax import Kneemax
+from attnorm.normalizers.softmax import Softmax
+from attnorm.theory import (
+    Claim,
+    SearchInterrupted,
+    anisotropy,
+    claims,
+    coverage,
+    dispersion,
+    distance,
+    entmax_worst_case,
+    frontier,
+    geometry,
+    gradient,
+    random_set,
+    replay,
+    search,
+    spread,
+    verify,
+)
+from attnorm.theory.dispersion import Bounds
+
+CLAIMS = {claim.id: claim for claim in claims()}
+AT_ONCE = 1e-9  # seconds: the first rounds only
+
+
+def found(name: str, first_rounds: int = search.FIRST_ROUNDS, seed: int = 0) -> search.Finding:
+    (finding,) = verify([CLAIMS[name]], budget_seconds=AT_ONCE, first_rounds=first_rounds, seed=seed)
+    return finding
+
+
+@pytest.mark.as_installed
+def test_the_first_rounds_alone_settle_every_claim() -> None:
+    broken = [(finding.claim.id, finding.verdict) for finding in verify(budget_seconds=AT_ONCE) if not finding.stands]
+    assert not broken
+
+
+def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
+    one, again, other = (found("corollary-3", seed=seed) for seed in (3, 3, 4))
+    assert one == again
+    assert one.worst_ratio != other.worst_ratio
+
+
+@pytest.mark.parametrize("name", ["corollary-3", "theorem-1-random", "figure-4", "lemma-2"])
+def test_a_counterexample_can_be_made_again_exactly(name: str) -> None:
+    smallest = found(name, seed=1).counterexample
+    assert smallest is not None
+    case, ratios = replay(CLAIMS[name], smallest.seed, smallest.round)
+    assert float(ratios[smallest.row]) == smallest.ratio > 1
+    assert (case.keys, case.width, case.top_n) == (smallest.keys, smallest.width, smallest.top_n)
+    assert smallest.address == f"{name}:1:{smallest.round}:{smallest.row}"
+
+
+def less(bound: Any) -> Any:
+    """An upper bound made 3 % too small, a bracket 3 % too narrow."""
+    if isinstance(bound, tuple):
+        return Bounds(bound[0] * 1.03, bound[1] * 0.97)
+    return bound * 0.97
+
+
+def more(bound: Any) -> Any:
+    return bound * 1.03
+
+
+def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: change(function(*args, **kwargs))
+
+
+def half_variance(moments: Any) -> Any:
+    return moments[0], moments[1] * 0.5
+
+
+BROKEN = [
+    ("lemma-1", dispersion, "lemma1_bounds", less),
+    ("corollary-1", dispersion, "corollary1_bounds", less),
+    ("lemma-2.1", dispersion, "lemma21_bounds", less),
+    ("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", less),
+    ("entropy-floor", dispersion, "entropy_floor", more),
+    ("entropy-deficit", dispersion, "entropy_floor_deficit", less),
+    ("horizon", dispersion, "horizon", lambda n: 0.9 * n),
+    ("effective-gap", dispersion, "effective_gap_from_logits", more),
+    ("proposition-3.1", spread, "proposition31_bound", less),
+    ("proposition-3.1-tight", spread, "proposition31_tight", less),
+    ("theorem-1-fixed", distance, "theorem1_fixed_printed", less),
+    ("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", less),
+    ("theorem-1-fixed-signed", distance, "theorem1_fixed_tight", less),
+    ("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", less),
+    ("relative-distance", distance, "relative_distance_bounds", less),
+    ("theorem-1-random-corrected", random_set, "theorem1_random_bounds", less),
+    ("theorem-1-random-conditioned", random_set, "theorem1_random_bounds", less),
+    ("theorem-1-random-epsilon", random_set, "theorem1_random_epsilon", lambda e: 0.5 * e),
+    ("corollary-2-corrected", random_set, "corollary2_bounds", less),
+    ("xi-is-a-worst-case", geometry, "xi", less),
+    ("theorem-2-lower", geometry, "theorem2_printed", lambda b: Bounds(b.lower + 0.2, b.upper)),
+    ("theorem-2-corrected", geometry, "theorem2_bounds", less),
+    ("theorem-2-corrected", geometry, "isotropic_moments", half_variance),
+    ("theorem-2-anisotropic", anisotropy, "anisotropic_bounds", less),
+    ("theorem-2-anisotropic", anisotropy, "permuted_norm_moments", half_variance),
+    ("theorem-2-anisotropic-independent", anisotropy, "independent_norm_moments", half_variance),
+    ("lemma-2-corrected", gradient, "lemma2_corrected", less),
+    ("corollary-3-corrected", gradient, "corollary3_corrected", less),
+    ("corollary-3-local", gradient, "corollary3_local", less),
+    ("jacobian-norm-exact", gradient, "threshold_jacobian_norm", more),
+    ("kernel-norm-exact", gradient, "kernel_jacobian_norm", more),
+    ("jacobian-norm-bracket", gradient, "entmax_norm_bracket", less),
+    ("figure-4-corrected", gradient, "finite_difference_corrected", less),
+    ("toy-2.3-corrected", gradient, "swap_example", lambda e: dataclasses.replace(e, corrected=1.03 * e.corrected)),
+    ("entmax-worst-case", entmax_worst_case, "entmax_worst_norm", less),
+    ("head-coverage-bounds", coverage, "union_bounds", less),
+    ("kneemax-weight-exact", frontier, "kneemax_weight", less),
+    ("kneemax-weight-any-row", frontier, "kneemax_weight", more),
+    ("kneemax-near-frontier", frontier, "frontier_weight", lambda w: w + 0.5),
+    ("lipschitz-kneemax", Kneemax, "lipschitz", less),
+    ("frontier-kneemax", Kneemax, "lipschitz", less),
+    ("lipschitz-softmax", Softmax, "lipschitz", less),
+]  # fmt: skip
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize(("name", "owner", "attribute", "change"), BROKEN, ids=[f"{b[0]}-{b[2]}" for b in BROKEN])
+def test_breaking_a_formula_breaks_the_table(
+    monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, attribute: str, change: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(owner, attribute, changed(getattr(owner, attribute), change))
+    assert not found(name).stands
+
+
+def test_every_corrected_claim_is_among_those_broken() -> None:
+    corrected = {claim.id for claim in CLAIMS.values() if claim.form == "corrected"}
+    assert corrected <= {name for name, *_ in BROKEN}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "verdict"),
+    [
+        ("corollary-3", "holds", "VIOLATED"),
+        ("corollary-3-corrected", "false", "NOT REFUTED"),
+        ("lemma-2.1", "vacuous", "NOT VACUOUS"),
+        ("corollary-3", "false", "refuted"),
+        ("theorem-2.2", "holds", "argument"),
+    ],
+)
+def test_a_wrong_status_is_noticed(name: str, status: str, verdict: str) -> None:
+    claim = dataclasses.replace(CLAIMS[name], status=status)  # type: ignore[arg-type]
+    (finding,) = verify([claim], budget_seconds=AT_ONCE, first_rounds=3)
+    assert finding.verdict == verdict
+    assert finding.stands == (not verdict.isupper())
+
+
+def toy(ratio: Callable[[Any], Tensor], **more: Any) -> Claim:
+    return dataclasses.replace(CLAIMS["lemma-2.1"], id="toy", ratio=ratio, **more)
+
+
+def test_a_claim_that_applies_to_no_row_does_not_stand() -> None:
+    (finding,) = verify([toy(lambda case: case.not_applicable)], budget_seconds=AT_ONCE, first_rounds=3)
+    assert finding.verdict == "NOT TRIED"
+    assert not search.table_stands([finding])
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_ascent_finds_what_random_rows_do_not(differentiable: bool) -> None:
+    """Violated only by rows whose second logit lies within 1e-3 of the first and everything else 3 below."""
+
+    def ratio(case: Any) -> Tensor:
+        return torch.exp(-(case.dial.log() - 2.0).square())
+
+    claim = toy(ratio, differentiable=differentiable)
+    random, _, climbed = (replay(claim, 0, number)[1] for number in range(3))
+    assert climbed.median() > 0.8 > random.median()
+
+
+def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone() -> None:
+    finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=1.0, first_rounds=3)
+    assert finding.rounds > 3
+    assert refuted.violations < search.ENOUGH_VIOLATIONS + 100
+
+
+def test_an_interrupted_search_tells_what_it_found() -> None:
+    def ratio(case: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SearchInterrupted) as stopped:
+        verify([CLAIMS["corollary-3"], toy(ratio)], budget_seconds=AT_ONCE)
+    first, second = stopped.value.findings
+    assert first.verdict == "refuted"
+    assert second.tried == 0
+
+
+def test_the_search_leaves_torch_as_it_was() -> None:
+    before = torch.get_num_threads()
+    found("horizon", first_rounds=1)
+    assert torch.get_num_threads() == before
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: verify([], budget_seconds=0), "budget_seconds must be positive, got 0"),
+        (lambda: verify([], first_rounds=0), "first_rounds must be at least 1, got 0"),
+        (lambda: replay(CLAIMS["theorem-2.2"], 0, 0), "theorem-2.2 is an argument"),
+        (lambda: replay(CLAIMS["lemma-1"], 0, -1), "rounds count from 0, got -1"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
