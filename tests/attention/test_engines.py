@@ -100,6 +100,18 @@ def test_learned_parameters_get_the_same_gradient_in_blocks_as_in_one(
     assert_all_close(outputs_and_gradients(attend, tensors, learned(normalizer)), whole, atol=1e-13)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if learned(case.make())], ids=lambda case: case.id)
+@pytest.mark.parametrize("rows", [1, 7], ids=["blocks", "one block"])
+def test_parameters_learn_where_the_inputs_do_not(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(queries=7, keys=7, options={"causal": True})
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", call.batch * 4 * 7 * rows)
+    normalizer, tensors = case.make(), call.tensors()
+    attend = calling(case, normalizer, call.options)
+    expected = torch.autograd.grad(attend(*(t.requires_grad_() for t in tensors)).sum(), learned(normalizer))
+    actual = torch.autograd.grad(attend(*(t.detach() for t in tensors)).sum(), learned(normalizer))
+    assert_all_close(list(actual), list(expected))
+
+
 def test_frozen_parameters_and_inputs_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 1)
     normalizer = attnorm.get("asentmax", heads=4).requires_grad_(False)

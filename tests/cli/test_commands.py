@@ -114,11 +114,14 @@ def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None
     assert "| hare | tortoise | 1.0 | 3.0 | 3x faster | 2x faster: met |" in as_markdown.stdout
 
 
-def test_the_command_explains_itself_and_keeps_progress_off_stdout(tmp_path: Path) -> None:
-    command = Path(sys.executable).with_name("attnorm")
-    helped = subprocess.run([command], capture_output=True, text=True)
+def test_without_a_verb_the_command_explains_itself() -> None:
+    helped = runner.invoke(app, [])
     for verb in ("normalizers", "dispersion", "bench", "doctor"):
-        assert verb in helped.stdout
+        assert verb in helped.output
+
+
+def test_the_installed_command_keeps_stdout_for_results() -> None:
+    command = Path(sys.executable).with_name("attnorm")
     listed = subprocess.run([command, "normalizers", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(listed.stdout)
 

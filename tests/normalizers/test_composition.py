@@ -77,6 +77,13 @@ def test_a_sink_takes_its_share_of_any_map(z: Tensor) -> None:
     assert (compose("sparsemax", sink=Sink(100.0))(z) == 0).all()
 
 
+def test_a_map_that_reads_the_order_of_the_keys_takes_no_sink() -> None:
+    """The sink has no position: it would fall out of a window, or shift everyone else's."""
+    for ordered in ("stick_breaking", mixture("softmax", "local")):
+        with pytest.raises(ValueError, match="where a sink has no place"):
+            compose(ordered, sink="sink")
+
+
 def test_the_sink_is_not_rescaled(z: Tensor) -> None:
     composed = compose(scale=get("softmax", temperature=0.5), sink=Sink(1.0))
     torch.testing.assert_close(composed(z), get("sink", logit=1.0)(2 * z))

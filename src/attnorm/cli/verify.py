@@ -57,8 +57,9 @@ def verify(
     if figure is not None:
         from attnorm.report.tightness_figure import save_tightness_figure
 
-        for path in save_tightness_figure(findings, figure):
-            typer.echo(f"wrote {path}", err=True)
+        with usage_errors():
+            for path in save_tightness_figure(findings, figure):
+                typer.echo(f"wrote {path}", err=True)
     if not table_stands(findings):
         raise typer.Exit(1)
 

@@ -5,7 +5,6 @@ Backward computes each block again and adds its gradients into place, so nothing
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,10 +78,10 @@ class _Rows(Block):
 
     first: int = 0
 
-    @cached_property
+    @property
     def positions(self) -> Positions:
         if self.given_positions is not None:
-            return super().positions
+            return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
         rows, keys = self.logits.shape[-2:]
         device = self.logits.device
         return Positions(torch.arange(self.first, self.first + rows, device=device), torch.arange(keys, device=device))

@@ -101,14 +101,13 @@ class _NewtonInverse(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor) -> Tensor:
-        regular = a + RIDGE * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        # Every eigenvalue of I - start A (A + ridge) lies strictly between -1 and 1, so that the iteration converges.
-        # The authors start SOFT++ from the largest row sum of the whole batch instead: sequences would change each
-        # other's output, and landmarks that come in pairs make that start diverge.
-        start = 0.9 * 2 / a.abs().sum(-1).amax(-1)[..., None, None].square()
-        inverse = start * a
-        for _ in range(NEWTON_STEPS):
-            inverse = 2 * inverse - inverse @ regular @ inverse
+        unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        regular = a + RIDGE * unit
+        # The authors start from a multiple of A. From a multiple of I the same steps reach the inverse even where
+        # landmarks crowd or coincide, and only at the inverse is backward the derivative of forward.
+        inverse = unit / regular.abs().sum(-1).amax(-1)[..., None, None]
+        for _ in range(NEWTON_STEPS):  # written with the residual, which keeps the digits of 2V - V A V
+            inverse = inverse + inverse @ (unit - regular @ inverse)
         return inverse
 
     @staticmethod
@@ -123,6 +122,6 @@ class _NewtonInverse(torch.autograd.Function):
 
 
 def newton_inverse(a: Tensor) -> Tensor:
-    """(A + ridge)^-1 after NEWTON_STEPS steps: exact where the landmarks lie apart, damped where they crowd."""
+    """(A + ridge)^-1 of a kernel matrix A, to rounding for up to a few hundred landmarks."""
     inverse: Tensor = _NewtonInverse.apply(a)  # type: ignore[no-untyped-call]
     return inverse

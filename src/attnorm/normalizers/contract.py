@@ -127,7 +127,7 @@ class Sink(nn.Module):
         if mask is not None:
             seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
             mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
-        weights: Tensor = map_(Block(logits, mask))
+        weights: Tensor = map_(Block(logits, mask, hidden_states=block.hidden_states))
         return weights[..., 1:]
 
 
@@ -144,6 +144,11 @@ class Normalizer(nn.Module):
         name: str = "custom",
     ) -> None:
         super().__init__()
+        if sink is not None and not map.properties.permutation_equivariant:
+            raise ValueError(
+                f"{type(map).__name__} reads the order or the positions of the keys, where a sink has no place; "
+                "leave the sink out, or take a map that is permutation equivariant"
+            )
         self.name = name
         self.scale = nn.ModuleList(scale)
         self.select = nn.ModuleList(select)

@@ -48,11 +48,12 @@ class Frontier:
 
 
 def measure_frontier(
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     weights: Sequence[float] = WEIGHTS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Frontier:
     """Every registered row normalizer about which the law speaks, run on rows with one leader; K as it declares it."""
+    lengths = LENGTHS if lengths is None else lengths
     points: list[FrontierPoint] = []
     with one_thread():
         for normalizer in filter(on_frontier, with_lipschitz()):

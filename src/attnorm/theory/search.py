@@ -261,11 +261,11 @@ def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
 
 def _ascend(ratio: Callable[[Case], Tensor], case: Case) -> Case:
     """Gradient ascent on log ratio in all numbers of the case; the best point of each row is kept."""
-    free = [t.clone().requires_grad_() for t in (case.logits, case.vectors, case.dial.log(), case.matrices)]
+    free = [t.clone().requires_grad_() for t in _numbers(case)]
     optimizer = torch.optim.Adam(free, lr=0.1)
     best, best_ratio = case, torch.full_like(case.dial, -torch.inf)
     for _ in range(ASCENT_STEPS):
-        trial = replace(case, logits=free[0], vectors=free[1], dial=free[2].exp(), matrices=free[3])
+        trial = _with_numbers(case, free)
         found = ratio(trial)
         best, best_ratio = _better(best, best_ratio, trial, found.detach())
         usable = torch.isfinite(found) & (found > 0)
@@ -284,36 +284,47 @@ def _climb(ratio: Callable[[Case], Tensor], case: Case, seed: int) -> Case:
     """Random changes of each row, kept where they raise the ratio."""
     generator = torch.Generator().manual_seed(seed + 1)
 
-    def moved(t: Tensor, size: float) -> Tensor:
-        return t + size * torch.randn(t.shape, generator=generator, dtype=t.dtype)
+    def drawn(like: Tensor, size: Tensor) -> Tensor:
+        step = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        return step * size.reshape(-1, *([1] * (like.dim() - 1)))
 
     with torch.no_grad():
         best, best_ratio = case, ratio(case)
-        for step in range(ASCENT_STEPS // 3):
-            size = 0.5 / (1 + step)
-            trial = replace(
-                best,
-                logits=moved(best.logits, size),
-                vectors=moved(best.vectors, size),
-                dial=moved(best.dial.log(), size).exp(),
-                matrices=moved(best.matrices, size),
-            )
+        steps = [torch.zeros_like(t) for t in _numbers(case)]
+        helped = torch.zeros_like(case.dial, dtype=torch.bool)
+        for _ in range(ASCENT_STEPS // 2):
+            # A change that helped is tried again; the others give way to new ones, of sizes from 0.03 to 1.
+            size = 10 ** (-1.5 * torch.rand(case.dial.shape, generator=generator, dtype=case.dial.dtype))
+            steps = [_where(helped, old, drawn(old, size)) for old in steps]
+            trial = _with_numbers(best, [t + step for t, step in zip(_numbers(best), steps, strict=True)])
+            before = best_ratio
             best, best_ratio = _better(best, best_ratio, trial, ratio(trial))
+            helped = best_ratio > before
     return best
+
+
+def _numbers(case: Case) -> list[Tensor]:
+    """What an ascent may move, each free of constraints."""
+    return [case.logits, case.vectors, case.dial.log(), case.matrices]
+
+
+def _with_numbers(case: Case, numbers: list[Tensor]) -> Case:
+    logits, vectors, log_dial, matrices = numbers
+    return replace(case, logits=logits, vectors=vectors, dial=log_dial.exp(), matrices=matrices)
+
+
+def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(rows.reshape(-1, *([1] * (new.dim() - 1))), new, old)
 
 
 def _better(best: Case, best_ratio: Tensor, trial: Case, found: Tensor) -> tuple[Case, Tensor]:
     """Row by row the case with the higher ratio."""
     gain = torch.nan_to_num(found, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
-
-    def pick(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(gain.reshape(-1, *([1] * (new.dim() - 1))), new.detach(), old)
-
     merged = replace(
         best,
-        logits=pick(trial.logits, best.logits),
-        vectors=pick(trial.vectors, best.vectors),
-        dial=pick(trial.dial, best.dial),
-        matrices=pick(trial.matrices, best.matrices),
+        logits=_where(gain, trial.logits.detach(), best.logits),
+        vectors=_where(gain, trial.vectors.detach(), best.vectors),
+        dial=_where(gain, trial.dial.detach(), best.dial),
+        matrices=_where(gain, trial.matrices.detach(), best.matrices),
     )
     return merged, torch.where(gain, found, best_ratio)

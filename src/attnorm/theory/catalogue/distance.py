@@ -202,6 +202,7 @@ CLAIMS = [
         form="corrected",
         statement="E minus the corrected main term is at most the printed eps",
         status="holds",
+        sizes=Sizes(least_keys=4, most_keys=6, most_top_n=2),
         ratio=_random_epsilon,
     ),
     claim(

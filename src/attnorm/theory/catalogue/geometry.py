@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry
-from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_least, at_most, between
+from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_least, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/geometry.md"
@@ -115,6 +115,41 @@ def _dealt(case: Case, draws: Literal["permuted", "independent"], ways: list[lis
     return _padded(between(share, bounds.lower, bounds.upper, ROUNDING), case)
 
 
+def _isotropic_moments(case: Case) -> Tensor:
+    """Against every way to give the N keys one of the 2d unit vectors +-e_k, which have the sphere's second moments."""
+    few = case.rows(slice(FEW_ROWS))
+    rows, _ = _sphere(few)
+    axes = torch.cat([torch.eye(case.width, dtype=torch.float64), -torch.eye(case.width, dtype=torch.float64)])
+    ways = torch.tensor(list(itertools.product(range(2 * case.width), repeat=case.top_n)))
+    return _padded(_same_moments(rows, axes[ways].unsqueeze(1), geometry.isotropic_moments(rows, 1.0)), case)
+
+
+def _row_moments(case: Case, *, repeats: bool) -> Tensor:
+    """Against every way to give the N keys one of the row's vectors each, with or without repeats."""
+    few = case.rows(slice(FEW_ROWS))
+    rows, keys = few.selected, range(case.keys)
+    draws = itertools.product(keys, repeat=case.top_n) if repeats else itertools.permutations(keys, case.top_n)
+    dealt = rows.vectors[:, torch.tensor(list(draws))].transpose(0, 1)
+    moments = anisotropy.population_moments(rows)
+    each = anisotropy.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
+    power_sums = tuple(geometry.without_each(rows.chosen_weights**p)[0] for p in range(1, 5))
+    formula = anisotropy.independent_norm_moments if repeats else anisotropy.permuted_norm_moments
+    return _padded(_same_moments(rows, dealt, formula(power_sums, each)), case)
+
+
+def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean and variance of ||Y_i||^2 over the ways that vectors (ways, rows, N, d) are dealt to the selected keys."""
+    y = rows.chosen_weights[:, 0, :, None] * dealt
+    squares = (y.sum(-2, keepdim=True) - y).square().sum(-1)
+    largest = squares.amax((0, -1)).clamp(min=1e-30)
+    found = squares.mean(0), squares.var(0, correction=0)
+    ratios = [
+        equals(value, formula[:, 0], 1e-9 * largest[:, None] ** power)
+        for power, value, formula in zip((1, 2), found, expected, strict=True)
+    ]
+    return torch.stack(ratios).amax((0, -1))
+
+
 def _more_than_80_percent(case: Case) -> Tensor:
     return geometry.separability(case.selected) / 0.85
 
@@ -182,6 +217,39 @@ CLAIMS = [
         status="holds",
         sizes=Sizes(most_keys=6, least_width=2),
         ratio=_exact_law,
+    ),
+    claim(
+        id="theorem-2-moments",
+        proof=CORRECTED,
+        source="Theorem 2, corrected",
+        form="added",
+        statement="||Y_i||^2 has mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4)",
+        domain="independent directions with the second moments of the sphere",
+        status="holds",
+        sizes=Sizes(most_keys=4, least_top_n=2, most_top_n=3),
+        ratio=_isotropic_moments,
+    ),
+    claim(
+        id="anisotropic-moments",
+        proof=BEYOND,
+        source="beyond Theorem 2",
+        form="added",
+        statement="mean and variance of ||Y_i||^2 of Theorem B",
+        domain="any vectors, dealt to the weights at random without repeats",
+        status="holds",
+        sizes=Sizes(most_keys=6, least_top_n=2, most_top_n=4),
+        ratio=lambda case: _row_moments(case, repeats=False),
+    ),
+    claim(
+        id="anisotropic-moments-independent",
+        proof=BEYOND,
+        source="beyond Theorem 2",
+        form="added",
+        statement="mean and variance of ||Y_i||^2 of Theorem A",
+        domain="any vectors, drawn for every weight independently",
+        status="holds",
+        sizes=Sizes(most_keys=6, least_top_n=2, most_top_n=3),
+        ratio=lambda case: _row_moments(case, repeats=True),
     ),
     claim(
         id="theorem-2-anisotropic",
