@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"normalizer": attnorm.get("sink", heads=3)}, ValueError, ["3 heads", "4 heads"],
     ),
     "scales for other heads": (
-        {"normalizer": attnorm.get("ssmax", heads=3)}, ValueError, ["(3, ", "as many heads as it has parameters"],
+        {"normalizer": attnorm.get("ssmax", heads=3)}, ValueError, ["(3, ", "the same number of heads"],
     ),
     "alphas for other heads": (
         {"normalizer": attnorm.get("entmax", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5, 5)"],

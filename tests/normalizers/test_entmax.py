@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnorm.normalizers import entmax as entmax_module
 from attnorm.normalizers import get
 from attnorm.normalizers.entmax import Entmax, _Entmax, entmax_rows
 from tests.normalizers import reference
@@ -164,6 +165,15 @@ def test_alpha_to_1_tends_to_softmax_at_the_rate_of_its_derivative(dtype: torch.
         change = get("entmax", alpha=1 + d)(z).double() - p
         rounding = 1e-6 if dtype == torch.float32 else 1e-12
         assert (change - d * slope).abs().max() < 1e3 * d**2 + rounding
+
+
+def test_alpha_near_1_is_as_fast_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S^d - 1 as a difference is all rounding at d = 1e-6, and the search would never see that it is done."""
+    passes = []
+    evaluate = entmax_module._entmax
+    monkeypatch.setattr(entmax_module, "_entmax", lambda *args: passes.append(1) or evaluate(*args))
+    get("entmax", alpha=1 + 1e-6)(3 * torch.randn(20, 200))
+    assert len(passes) < 10
 
 
 def test_alpha_to_2_tends_to_sparsemax() -> None:

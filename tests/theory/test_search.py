@@ -1,6 +1,7 @@
 """The search: the same seed finds the same, a broken formula is found, a wrong status in the table is found."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_ascent_finds_what_random_rows_do_not(monkeypatch: pytest.MonkeyPatch, d
     start = replay(claim, 0, 2)[1]
     assert (reached >= start).all()
     assert reached.median() > 0.9 > 2 * start.median()
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_ascent_does_not_run_to_where_only_rounding_is_left(
+    monkeypatch: pytest.MonkeyPatch, differentiable: bool
+) -> None:
+    monkeypatch.setattr(search, "ASCENT_STEPS", 300)
+    case, _ = replay(toy(lambda case: 1 / case.dial, differentiable=differentiable), 0, 2)
+    assert case.dial.min() >= 0.99 * math.exp(-search.MOST_LOG_DIAL)
 
 
 def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone() -> None:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from attnorm.engines.inputs import Inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
 
-# Elements of one block's logits. A step holds about ten arrays of this size: 2^21 floats keep it near 100 MB. A GPU
+# Elements of one block's logits. Backward of the widest maps holds about forty arrays of this size, 4 MB each. A GPU
 # needs larger blocks to be busy, and has the memory.
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS = 2**20
 CUDA_BLOCK_ELEMENTS = 2**25
 
 # Logits from a block of queries (B, H, q, D) and the keys (B, H, l, D).
@@ -34,9 +35,12 @@ def blocked(
     q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
     k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
     if run.rows >= inputs.queries:
-        return run.block(0, inputs.queries, q, k, v, inputs.hidden_states).to(dtype)
-    parameters = [p for p in normalizer.parameters() if p.requires_grad]
-    output: Tensor = _BlockedAttention.apply(run, q, k, v, inputs.hidden_states, *parameters)  # type: ignore[no-untyped-call]
+        whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states)
+        return whole.to(dtype)
+    learned = {name: p for name, p in run.named_parameters() if p.requires_grad}
+    output: Tensor = _BlockedAttention.apply(  # type: ignore[no-untyped-call]
+        run, tuple(learned), q, k, v, inputs.hidden_states, *learned.values()
+    )
     return output.to(dtype)
 
 
@@ -44,10 +48,11 @@ def _dot_product(scale: float) -> Scores:
     return lambda q, k: (q * scale) @ k.transpose(-1, -2)
 
 
-class _Run:
-    """One call: cuts the queries into blocks and computes each."""
+class _Run(nn.Module):
+    """One call: cuts the queries into blocks and computes each. A module, so that all that learns is found in it."""
 
     def __init__(self, inputs: Inputs, normalizer: Normalizer, scores: Scores, block_elements: int) -> None:
+        super().__init__()
         self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
         batch, heads = inputs.q_BHQD.shape[:2]
         self.rows = max(1, block_elements // max(1, batch * heads * inputs.keys))
@@ -55,7 +60,7 @@ class _Run:
     def spans(self) -> Iterator[tuple[int, int]]:
         return self.inputs.steps(self.rows)
 
-    def block(self, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
+    def forward(self, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Output of the queries start..stop; q and hidden_states are those queries', k and v their reachable keys."""
         keys = k.shape[-2]
         with without_autocast(q.device):
@@ -90,12 +95,19 @@ class _Rows(Block):
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: _Run, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None, *parameters: Tensor
+        ctx: Any,
+        run: _Run,
+        names: tuple[str, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden_states: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
         output = q.new_empty(*q.shape[:-1], v.shape[-1])
         for start, stop in run.spans():
             reach = run.inputs.reach(stop)
-            output[..., start:stop, :] = run.block(
+            output[..., start:stop, :] = run(
                 start,
                 stop,
                 q[..., start:stop, :],
@@ -103,7 +115,7 @@ class _BlockedAttention(torch.autograd.Function):
                 v[..., :reach, :],
                 _rows(hidden_states, start, stop),
             )
-        ctx.run = run
+        ctx.run, ctx.names = run, names
         ctx.save_for_backward(q, k, v, hidden_states, *parameters)
         return output
 
@@ -111,7 +123,9 @@ class _BlockedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
-        q, k, v, hidden_states, *parameters = ctx.saved_tensors
+        q, k, v, hidden_states, *saved = ctx.saved_tensors
+        # The parameters as they were forward: torch.func may have put others in their place meanwhile.
+        parameters = [p.detach().requires_grad_() for p in saved]
         totals = [torch.zeros_like(t) for t in (q, k, v)]
         hidden_total = None if hidden_states is None else torch.zeros_like(hidden_states)
         parameter_totals = [torch.zeros_like(p) for p in parameters]
@@ -120,7 +134,7 @@ class _BlockedAttention(torch.autograd.Function):
             pieces = [q[..., start:stop, :], k[..., :reach, :], v[..., :reach, :], _rows(hidden_states, start, stop)]
             leaves = [None if piece is None else piece.detach().requires_grad_() for piece in pieces]
             with torch.enable_grad():
-                output = run.block(start, stop, *leaves)  # type: ignore[arg-type]
+                output = functional_call(run, dict(zip(ctx.names, parameters, strict=True)), (start, stop, *leaves))
             wanted = [leaf for leaf in leaves if leaf is not None] + parameters
             grads = list(torch.autograd.grad(output, wanted, grad[..., start:stop, :], allow_unused=True))
             places = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
@@ -129,7 +143,7 @@ class _BlockedAttention(torch.autograd.Function):
             for place, piece in zip([*places, *parameter_totals], grads, strict=True):
                 if piece is not None:
                     place += piece
-        return None, *totals, hidden_total, *parameter_totals
+        return None, None, *totals, hidden_total, *parameter_totals
 
 
 def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:

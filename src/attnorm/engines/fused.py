@@ -89,9 +89,13 @@ def _with_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink) 
     logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
     if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
         raise ValueError(f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads")
-    column = (logit / inputs.scale).to(q.dtype).expand(*q.shape[:-1], 1)
-    sink_key = pad(torch.zeros_like(k[..., :1, :]), (0, 1), value=1.0)
-    return torch.cat([q, column], -1), torch.cat([sink_key, pad(k, (0, 1))], -2), pad(v, (0, 1, 1, 0))
+    # In two coordinates, so that half precision keeps the logit's digits; finite, since other keys meet it with a 0.
+    largest = min(torch.finfo(dtype).max for dtype in (q.dtype, logit.dtype)) / 4
+    exact = (logit / inputs.scale).clamp(-largest, largest)
+    rounded = exact.to(q.dtype)
+    columns = [part.to(q.dtype).expand(*q.shape[:-1], 1) for part in (rounded, exact - rounded.to(exact.dtype))]
+    sink_key = pad(torch.zeros_like(k[..., :1, :]), (0, 2), value=1.0)
+    return torch.cat([q, *columns], -1), torch.cat([sink_key, pad(k, (0, 2))], -2), pad(v, (0, 2, 1, 0))
 
 
 def _step_mask(inputs: Inputs, start: int, stop: int, extra: int) -> tuple[Tensor | None, int]:

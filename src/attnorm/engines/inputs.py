@@ -140,12 +140,15 @@ def checked(
 ) -> Inputs:
     """Inputs in four dimensions, with zeros for keys and values that no query sees and queries that see no key."""
     _check_shapes(q, k, v)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}; leave it out for 1/sqrt(width)")
     q, k, v = (_four_dimensional(t) for t in (q, k, v))
     inputs = Inputs(
         q, k, v, None, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), positions, hidden_states
     )
     if mask is None:
-        return inputs
+        unseen = causal and inputs.offset < 0  # the first queries see no key
+        return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0)) if unseen else inputs
     check_mask(mask, inputs.weights_shape)
     mask = _four_dimensional(mask)
     return _without_unseen(replace(inputs, mask=mask.expand(*mask.shape[:-1], inputs.keys)))

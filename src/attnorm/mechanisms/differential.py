@@ -63,17 +63,21 @@ class Differential(Mechanism):
         if mask is not None:
             check_mask(mask, torch.Size((*q.shape[:-1], k.shape[-2])))
 
-        def attend(of_pair: int) -> Tensor:
-            heads = mask
-            if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-                heads = mask[..., of_pair::2, :, :]
-            inputs = checked(
-                q[..., of_pair::2, :, :], k[..., of_pair::2, :, :], v,
-                mask=heads, causal=causal, scale=scale, positions=positions,
-            )  # fmt: skip
-            return fused(inputs, self._softmax)
-
-        difference = attend(0) - self.share.to(q.dtype) * attend(1)
+        masks = [mask, mask]
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+            masks = [mask[..., of_pair::2, :, :] for of_pair in (0, 1)]
+        first, second = (
+            fused(
+                checked(
+                    q[..., of_pair::2, :, :], k[..., of_pair::2, :, :], v,
+                    mask=masks[of_pair], causal=causal, scale=scale, positions=positions,
+                ),
+                self._softmax,
+            )
+            for of_pair in (0, 1)
+        )  # fmt: skip
+        working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
+        difference = first.to(working) - self.share.to(working) * second.to(working)
         if self.head_norm:
             difference = rms_norm(difference, (difference.shape[-1],), eps=1e-5) * (1 - self.start)
-        return difference.reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
+        return difference.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])

@@ -8,13 +8,13 @@ on blocks of queries with the same result.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.nn.functional import elu
+from torch import Tensor, nn
 
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, checked, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
+from attnorm.normalizers.kernel import FUNCTIONS
 
 CHUNK = 128
 
@@ -31,6 +31,17 @@ class Share(Map):
         return block.hide(block.logits / torch.where(total > 0, total, 1.0))
 
 
+class _Products(nn.Module):
+    """f(q) . f(k): a module, so that the parameters of a learned f are seen."""
+
+    def __init__(self, feature_map: FeatureMap, scale: float) -> None:
+        super().__init__()
+        self.feature_map, self.scale = feature_map, scale
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.feature_map(q * self.scale) @ self.feature_map(k).transpose(-1, -2)
+
+
 class Linear(Mechanism):
     """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L)."""
 
@@ -39,7 +50,7 @@ class Linear(Mechanism):
 
     def __init__(self, feature_map: FeatureMap | None = None) -> None:
         super().__init__()
-        self.feature_map = feature_map or (lambda x: elu(x) + 1)
+        self.feature_map = feature_map or FUNCTIONS["elu+1"].value
         self._share = Normalizer(Share(), name="linear")
 
     def forward(
@@ -60,10 +71,7 @@ class Linear(Mechanism):
         return output.reshape(*q.shape[:-1], v.shape[-1])
 
     def _by_blocks(self, inputs: Inputs) -> Tensor:
-        def scores(q: Tensor, k: Tensor) -> Tensor:
-            return self.feature_map(q * inputs.scale) @ self.feature_map(k).transpose(-1, -2)
-
-        return blocked(inputs, self._share, scores=scores)
+        return blocked(inputs, self._share, scores=_Products(self.feature_map, inputs.scale))
 
     def _by_sums(self, inputs: Inputs) -> Tensor:
         with without_autocast(inputs.q_BHQD.device):

@@ -62,6 +62,7 @@ class Block:
     mask: Tensor | None = None
     given_positions: Tensor | Positions | None = None
     hidden_states: Tensor | None = None
+    sinks: int = 0  # leading keys that are no tokens: they do not count in n
 
     @classmethod
     def of(
@@ -91,9 +92,9 @@ class Block:
     def n(self) -> Tensor:
         """Visible keys of each row, (..., Lq, 1), in the logits' dtype."""
         if self.mask is None:
-            return self.logits.new_full((1, 1), self.logits.shape[-1])
+            return self.logits.new_full((1, 1), self.logits.shape[-1] - self.sinks)
         counted = self.mask.expand(*self.mask.shape[:-1], self.logits.shape[-1])
-        return counted.sum(-1, keepdim=True, dtype=self.logits.dtype)
+        return counted.sum(-1, keepdim=True, dtype=self.logits.dtype) - self.sinks
 
     @property
     def positions(self) -> Positions:
@@ -132,11 +133,20 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
     if mask.dtype != torch.bool:
         raise TypeError(
             f"mask must be boolean with True = may attend, got {mask.dtype}; "
-            "an additive mask becomes one by `mask > torch.finfo(mask.dtype).min / 2`"
+            + (
+                "an additive mask becomes one by `mask > torch.finfo(mask.dtype).min / 2`"
+                if mask.is_floating_point()
+                else "a mask of ones and zeros becomes one by `mask.bool()`"
+            )
         )
     try:
         fits = torch.broadcast_shapes(mask.shape, logits_shape) == logits_shape
     except RuntimeError:
         fits = False
     if not fits:
-        raise ValueError(f"mask of shape {tuple(mask.shape)} does not broadcast to logits of {tuple(logits_shape)}")
+        hint = ""
+        if len(logits_shape) == 4 and mask.shape == (logits_shape[0], logits_shape[-1]):
+            hint = "; padding (batch, keys) becomes mask[:, None, None, :]"
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} does not broadcast to logits of {tuple(logits_shape)}{hint}"
+        )

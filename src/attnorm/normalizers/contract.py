@@ -11,7 +11,7 @@ one of each kind and derives its own properties from theirs. A `Mechanism` needs
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ class Properties:
     permutation_equivariant: bool = True
     length: str = ""  # how the number of visible keys or the position enters; empty: not at all
     swap_untrained: bool = False  # may replace softmax in a trained model without further training
+
+    def __post_init__(self) -> None:
+        if self.row_sum not in get_args(RowSum):
+            raise ValueError(f"row_sum must be one of {', '.join(map(repr, get_args(RowSum)))}, got {self.row_sum!r}")
 
 
 class Map(nn.Module):
@@ -88,8 +92,8 @@ class ScaleRule(LogitRule):
             fits = False
         if not fits:
             raise ValueError(
-                f"{type(self).__name__} gives factors of shape {tuple(factor.shape)} for rows of shape "
-                f"{tuple(rows.shape)}; expected (..., heads, queries, width) with as many heads as it has parameters"
+                f"{type(self).__name__} has factors of shape {tuple(factor.shape)}, one per head, but was given rows of "
+                f"shape {tuple(rows.shape)}; expected (..., heads, queries, width) with the same number of heads"
             )
         return rows * factor.to(rows.dtype)
 
@@ -115,9 +119,11 @@ class Selection(nn.Module):
 class Sink(nn.Module):
     """One more key with a logit of its own and no value; its share of the row is dropped."""
 
+    logit: Tensor
+
     def __init__(self, logit: float = 0.0, *, learned: bool = True, heads: int | None = None) -> None:
         super().__init__()
-        self.logit = per_head_parameter(logit, heads, learned=learned)
+        set_per_head(self, "logit", logit, heads, learned=learned)
 
     def forward(self, block: Block, map_: Map) -> Tensor:
         shape = (*block.logits.shape[:-1], 1)
@@ -127,7 +133,7 @@ class Sink(nn.Module):
         if mask is not None:
             seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
             mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
-        weights: Tensor = map_(Block(logits, mask, hidden_states=block.hidden_states))
+        weights: Tensor = map_(Block(logits, mask, hidden_states=block.hidden_states, sinks=1))
         return weights[..., 1:]
 
 
@@ -169,7 +175,13 @@ class Normalizer(nn.Module):
         positions: of the queries, (Lq,) or (B, Lq), where a rule needs them (default: the last query at the last key).
         hidden_states: the layer input of the queries, (B, Lq, width), for rules that read it.
         """
-        return self.weights(Block.of(logits, mask, positions, hidden_states)).to(logits.dtype)
+        weights = self.weights(Block.of(logits, mask, positions, hidden_states))
+        if weights.shape != logits.shape:
+            raise ValueError(
+                f"{self.name!r} made weights of shape {tuple(weights.shape)} from logits of {tuple(logits.shape)}; "
+                "a map must return one weight for every logit"
+            )
+        return weights.to(logits.dtype)
 
     def weights(self, block: Block) -> Tensor:
         block = self.prepare(block)
@@ -241,12 +253,25 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
 
-def per_head_parameter(value: float, heads: int | None, *, learned: bool = True) -> nn.Parameter:
-    """One number for all heads (heads=None), or one per head."""
+def per_head_parameter(value: float, heads: int | None) -> nn.Parameter:
+    """One learned number for all heads (heads=None), or one per head."""
+    return nn.Parameter(_per_head_values(value, heads))
+
+
+def set_per_head(module: nn.Module, name: str, value: float, heads: int | None, *, learned: bool) -> None:
+    """The same as an attribute of a module: a parameter if it is learned, a buffer if it is fixed."""
+    if learned:
+        module.register_parameter(name, per_head_parameter(value, heads))
+    else:
+        module.register_buffer(name, _per_head_values(value, heads))
+
+
+def _per_head_values(value: float, heads: int | None) -> Tensor:
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}; use None for one value shared by all heads")
-    data = torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
-    return nn.Parameter(data, requires_grad=learned)
+    if math.isnan(value):
+        raise ValueError(f"a parameter must start from a number, got {value}")
+    return torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
 
 
 def per_head(parameter: Tensor, logits: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class Kernel(Map):
         return value / torch.where(total > 0, total, 1.0)
 
     def lipschitz(self, n: int) -> float | None:
-        if self.function is FUNCTIONS["exp"]:
+        if self.function.shift_invariant:  # exp, the only one
             return 0.5 if n > 1 else 0.0
         return None
 

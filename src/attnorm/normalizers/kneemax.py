@@ -90,6 +90,6 @@ def kneemax(
     share: float = 1.0, *, temperature: float = 1.0, learned: bool = False, heads: int | None = None
 ) -> Normalizer:
     """Length-adaptive, sparse and gradient-stable: the Jacobian norm is at most 1/(2T), at every number of keys."""
-    plain = temperature == 1.0 and not learned
+    plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Kneemax(share), scale=scale, name="kneemax")

@@ -43,7 +43,7 @@ class Llama4Scale(ScaleRule):
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         reached = n if positions is None else positions.to(n.dtype) + 1
-        return 1 + self.attention_scale * torch.log1p(torch.floor(reached / self.floor_scale))
+        return 1 + self.attention_scale * torch.log1p(torch.floor(reached.clamp(min=0) / self.floor_scale))
 
 
 class YarnScale(ScaleRule):

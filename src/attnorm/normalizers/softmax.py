@@ -24,6 +24,6 @@ class Softmax(Map):
 
 def softmax(temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """exp(z / T) over its sum; T fixed, or learned per head."""
-    plain = temperature == 1.0 and not learned
+    plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Softmax(), scale=scale, name="softmax")

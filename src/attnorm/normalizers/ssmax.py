@@ -9,17 +9,22 @@ import math
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.contract import Normalizer, ScaleRule, per_head_parameter
+from attnorm.normalizers.contract import Normalizer, ScaleRule, set_per_head
 from attnorm.normalizers.softmax import Softmax
 
 
 class LogLengthScale(ScaleRule):
     length = "log n"
+    s: Tensor
+    bias: Tensor | None
 
     def __init__(self, s: float, *, bias: bool = False, learned: bool = True, heads: int | None = None) -> None:
         super().__init__()
-        self.s = per_head_parameter(s, heads, learned=learned)
-        self.bias = per_head_parameter(0.0, heads, learned=learned) if bias else None
+        set_per_head(self, "s", s, heads, learned=learned)
+        if bias:
+            set_per_head(self, "bias", 0.0, heads, learned=learned)
+        else:
+            self.register_parameter("bias", None)
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         log_n = torch.log(n.clamp(min=1))

@@ -190,7 +190,8 @@ def effective_gap_from_logits(
     n = visible.sum(-1, dtype=logits.dtype)
     winner = torch.where(visible, logits, -torch.inf).argmax(-1, keepdim=True)
     others = visible.scatter(-1, winner, False) & (n > 1).unsqueeze(-1)
-    z = logits / _positive_temperature(temperature, logits)
+    temperature = _positive_temperature(temperature, logits)
+    z = logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)  # one T for each row
     top = z.gather(-1, winner).squeeze(-1)
     # Rows without others are NaN below; a finite stand-in keeps their gradient 0 instead of NaN.
     stand_in = torch.where((n > 1).unsqueeze(-1), -torch.inf, 0.0)
