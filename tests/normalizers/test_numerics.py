@@ -61,10 +61,10 @@ def test_softpick_survives_rows_far_below_zero() -> None:
 def test_stick_breaking_keeps_its_digits_beside_a_large_logit() -> None:
     """A running sum that includes the key itself, subtracted again, leaves the rounding of the largest term."""
     z = torch.randn(4, 40)
-    z[:, 20] = 1000.0
+    z[:, 38] = 1000.0
     error = (get("stick_breaking")(z).double() - get("stick_breaking")(z.double())).abs().max()
     assert error < 1e-6
-    assert get("stick_breaking")(z)[:, :20].abs().max() == 0
+    assert get("stick_breaking")(z)[:, :38].abs().max() == 0
 
 
 def test_log_softplus_is_exact_on_both_sides_of_its_switch() -> None:

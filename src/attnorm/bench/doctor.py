@@ -19,7 +19,6 @@ from attnorm.report.health import Check, Health, Optional
 
 OPTIONAL_PACKAGES = {
     "triton": "torch.compile and FlexAttention on CUDA",
-    "adasplash": "fused entmax on CUDA",
     "entmax": "the rival in `attnorm bench normalizers`",
     "transformers": "Hugging Face models",
 }

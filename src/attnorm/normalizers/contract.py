@@ -92,7 +92,7 @@ class ScaleRule(LogitRule):
             fits = False
         if not fits:
             raise ValueError(
-                f"{type(self).__name__} has factors of shape {tuple(factor.shape)}, one per head, but was given rows of "
+                f"{type(self).__name__} has factors of shape {tuple(factor.shape)}, one per head, but got rows of "
                 f"shape {tuple(rows.shape)}; expected (..., heads, queries, width) with the same number of heads"
             )
         return rows * factor.to(rows.dtype)

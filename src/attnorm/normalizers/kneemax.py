@@ -23,18 +23,26 @@ def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
     """Over the last dimension, with the knee k of each row (..., 1). In x = t/(2k): u = min(x, 1), p = k u (2x - u)."""
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0
     x = (z - z.amax(-1, keepdim=True)).add_(2 * reach).mul_(0.25 / knee)
-    p = solve_threshold(x, _huber, knee)
+    p = solve_threshold(x, _excess, _huber, knee)
     return p / p.sum(-1, keepdim=True)
 
 
-def _huber(x: Tensor, knee: Tensor | None) -> Newton:
-    """p, and its sum minus 1: convex in the threshold, so Newton from the left never passes the solution."""
-    assert knee is not None
+def _huber(x: Tensor, knee: Tensor | None) -> Tensor:
+    """p up to the factor k, which the sum of the row divides out."""
     x = x.relu()
     u = x.clamp(max=1)
+    return x.mul_(2).sub_(u).mul_(u)
+
+
+def _excess(x: Tensor, knee: Tensor | None) -> Newton:
+    """sum p - 1 = k (sum u^2 + 2 sum (x - u)) - 1: convex in the threshold, so Newton never passes the solution."""
+    assert knee is not None
+    x = x.relu()
+    beyond = x.sum(-1, keepdim=True)
+    u = x.clamp_(max=1)
     slope = u.sum(-1, keepdim=True)
-    p = x.mul_(2).sub_(u).mul_(u).mul_(knee)
-    return Newton(p, p.sum(-1, keepdim=True) - 1, 2 * knee * slope)
+    squares = u.square_().sum(-1, keepdim=True)
+    return Newton(knee * (squares + 2 * (beyond - slope)) - 1, 2 * knee * slope)
 
 
 class _Kneemax(torch.autograd.Function):

@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class Newton(NamedTuple):
-    """Rows at their present thresholds: their weights, how far they are from done (..., 1), and the slope of that."""
+    """How far rows are from done at their present thresholds, (..., 1), and the slope of that."""
 
-    weights: Tensor
     excess: Tensor
     slope: Tensor
 
 
-# From rows (..., n) and, where the map has one, the parameter of each row (..., 1).
+# Both from rows (..., n), which they may clip at 0, and, where the map has one, the parameter of each row (..., 1).
 Evaluate = Callable[[Tensor, Tensor | None], Newton]
+Weights = Callable[[Tensor, Tensor | None], Tensor]
 
 GROUP = 8
 LEAST_GROUPS = 32
@@ -33,19 +33,18 @@ FIXED_STEPS = 24
 MOST_STEPS = 100
 
 
-def solve_threshold(y: Tensor, evaluate: Evaluate, parameter: Tensor | None = None) -> Tensor:
+def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | None = None) -> Tensor:
     """The weights at the threshold. y (..., n), which is overwritten, must sum to 1 or more under phi as it comes."""
     if torch.compiler.is_compiling():
         for _ in range(FIXED_STEPS):
-            _, excess, slope = evaluate(y, parameter)
-            y = y - _step(excess, slope, 0.0)
-        return evaluate(y, parameter).weights
+            y = y - _step(*evaluate(y, parameter), 0.0)
+        return weights(y, parameter)
     shape = y.shape
     y = y.reshape(-1, shape[-1])
     if parameter is not None:
         parameter = parameter.expand(*shape[:-1], 1).reshape(-1, 1)
     _solve(y, evaluate, parameter, 4 * torch.finfo(y.dtype).eps)
-    return evaluate(y, parameter).weights.reshape(shape)
+    return weights(y, parameter).reshape(shape)
 
 
 def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float) -> Tensor:
@@ -65,7 +64,7 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
     rows = torch.arange(len(y), device=y.device)
     part = y
     for _ in range(MOST_STEPS):
-        _, excess, slope = evaluate(part, parameter)
+        excess, slope = evaluate(part, parameter)
         todo = excess.squeeze(-1) > enough
         left = int(todo.sum())
         if 2 * left < len(part) or left == 0:

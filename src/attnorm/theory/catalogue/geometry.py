@@ -69,9 +69,11 @@ def _upper_printed_below(case: Case) -> Tensor:
 
 
 def _xi(case: Case) -> Tensor:
-    """||Y_i|| = ||s - y_i|| of every selected key against xi_i."""
+    """||Y_i|| of every selected key against xi_i; the others are added up, as s - y_i would cancel."""
     rows, _ = _sphere(case)
-    found = rows.distances.gather(-1, rows.indices)[..., 0, :]
+    chosen = rows.indices[:, 0, :, None].expand(-1, -1, case.width)
+    y = rows.chosen_weights[:, 0, :, None] * rows.vectors.gather(-2, chosen)
+    found = torch.linalg.vector_norm((1 - torch.eye(case.top_n, dtype=y.dtype)) @ y, dim=-1)
     return at_most(found, geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors)), ROUNDING).amax(-1)
 
 
