@@ -8,8 +8,9 @@ from torch import Tensor
 
 import attnorm
 from attnorm.mechanisms.differential import Differential
-from tests.attention import reference
 from tests.attention.calls import Call, assert_all_close, mask_per_head, outputs_and_gradients
+from tests.attention.reference import seen
+from tests.mechanisms import reference
 
 CALLS: dict[str, Call] = {
     "causal": Call(queries=7, keys=7, value_width=6, options={"causal": True}),
@@ -32,7 +33,7 @@ def test_outputs_and_gradients_equal_two_softmax_maps(name: str, head_norm: bool
     mechanism = Differential(width=4, depth=3, head_norm=head_norm).double()
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = reference.seen(q, k, call.options.get("mask"), call.options.get("causal", False))
+        visible = seen(q, k, call.options.get("mask"), call.options.get("causal", False))
         # A pair of query heads meets one pair of key heads, which several pairs may share.
         k = k.unflatten(1, (-1, 2)).repeat_interleave(q.shape[1] // k.shape[1], dim=1).flatten(1, 2)
         v = v.repeat_interleave(q.shape[1] // 2 // v.shape[1], dim=1)

@@ -6,9 +6,9 @@ from torch import Tensor
 
 import attnorm
 from attnorm.mechanisms.gaussian import Gaussian
-from tests.attention import reference
 from tests.attention.calls import CALLS, Call, assert_all_close, outputs_and_gradients
-from tests.attention.reference import HEADS
+from tests.attention.reference import HEADS, seen
+from tests.mechanisms import reference
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "scale" not in name])
@@ -21,7 +21,7 @@ def test_outputs_and_gradients_equal_the_definition(
     mechanism = Gaussian(normalised=normalised)
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = reference.seen(q, k, call.options.get("mask"), call.options.get("causal", False))
+        visible = seen(q, k, call.options.get("mask"), call.options.get("causal", False))
         k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
         output = reference.gaussian(q, k, v, visible)
         total = reference.gaussian(q, k, torch.ones_like(v[..., :1]), visible)

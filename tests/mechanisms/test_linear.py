@@ -12,9 +12,9 @@ from torch.nn.functional import elu
 import attnorm
 from attnorm.mechanisms import linear as linear_module
 from attnorm.mechanisms.linear import Linear
-from tests.attention import reference
 from tests.attention.calls import CALLS, Call, Tensors, assert_all_close, mask_per_head, outputs_and_gradients
-from tests.attention.reference import HEADS
+from tests.attention.reference import HEADS, seen
+from tests.mechanisms import reference
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def quadratic(
     feature_map: Any = elu_plus_one,
 ) -> Tensors:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = reference.seen(q, k, mask, causal)
+        visible = seen(q, k, mask, causal)
         k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
         return reference.linear(q * scale, k, v, visible, feature_map)
 

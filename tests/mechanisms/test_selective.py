@@ -8,9 +8,9 @@ from torch import Tensor
 
 import attnorm
 from attnorm.mechanisms.selective import Selective
-from tests.attention import reference
 from tests.attention.calls import Call, assert_all_close, mask_per_head, outputs_and_gradients
-from tests.attention.reference import HEADS
+from tests.attention.reference import HEADS, seen
+from tests.mechanisms import reference
 
 LENGTH = 7
 SEQUENCE = Call(batch=2, key_heads=2, queries=LENGTH, keys=LENGTH)
@@ -32,7 +32,7 @@ def strong(call: Call = SEQUENCE) -> list[Tensor]:
 
 def definition(mask: Tensor | None, causal: bool = True, scale: float | None = None) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = reference.seen(q, k, mask, causal)
+        visible = seen(q, k, mask, causal)
         k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
         return reference.selective(q, k, v, visible, scale)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 import attnorm
 from attnorm.mechanisms.gaussian import gaussian_logits
 from attnorm.mechanisms.soft import RIDGE, Soft, newton_inverse, segment_means
-from tests.attention import reference
 from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
 from tests.attention.reference import HEADS
+from tests.mechanisms import reference
 
 WIDE = Call(key_heads=2, queries=9, keys=12, width=8, value_width=3)
 

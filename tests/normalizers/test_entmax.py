@@ -33,7 +33,7 @@ def layers_that_drop_out_one_by_one(keys: int, ratio: float, core: int = 2) -> T
     while sum(sizes) * ratio <= keys:
         size = max(1, round(sum(sizes) * (ratio - 1)))
         growth = size / sum(sizes)
-        distance = 1.0 if distance is None else distance / growth * (1 + 1e-7)
+        distance = 1.0 if distance is None else distance / growth * (1 + 1e-3)
         threshold -= distance * growth
         sizes.append(size)
         depths.append(threshold - distance)

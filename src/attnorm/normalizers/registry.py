@@ -35,7 +35,12 @@ class Entry:
         if callable(self.target):
             return self.target
         module, _, attribute = self.target.partition(":")
-        factory: Factory = getattr(importlib.import_module(module), attribute)
+        try:
+            factory: Factory = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"the normalizer at {self.target!r} cannot be loaded: {error}; repair or uninstall its package"
+            ) from error
         return factory
 
     @property
