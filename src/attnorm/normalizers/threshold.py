@@ -30,21 +30,35 @@ LEAST_GROUPS = 32
 # Compiled code takes a fixed number of steps. Rows built against Newton (layers of keys, each about half as large
 # again as the last, that drop out one per step) need 24 for 1e-6 at 10^5 keys; ordinary rows need 10.
 FIXED_STEPS = 24
+STEPS_AFTER_LEADERS = 12
 MOST_STEPS = 100
 
 
 def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | None = None) -> Tensor:
     """The weights at the threshold. y (..., n), which is overwritten, must sum to 1 or more under phi as it comes."""
     if torch.compiler.is_compiling():
-        for _ in range(FIXED_STEPS):
-            y = y - _step(*evaluate(y, parameter), 0.0)
-        return weights(y, parameter)
+        return weights(_solve_in_fixed_steps(y, evaluate, parameter), parameter)
     shape = y.shape
     y = y.reshape(-1, shape[-1])
     if parameter is not None:
         parameter = parameter.expand(*shape[:-1], 1).reshape(-1, 1)
     _solve(y, evaluate, parameter, 4 * torch.finfo(y.dtype).eps)
     return weights(y, parameter).reshape(shape)
+
+
+def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | None) -> Tensor:
+    steps = FIXED_STEPS
+    groups = y.shape[-1] // GROUP
+    if groups >= LEAST_GROUPS:
+        leaders = first = y[..., : groups * GROUP].unflatten(-1, (GROUP, groups)).amax(-2)
+        for _ in range(FIXED_STEPS):
+            leaders = leaders - _step(*evaluate(leaders, parameter), 0.0)
+        # How far they moved, read off the largest key of the row: others may have been clipped at 0.
+        y = y - (first.amax(-1, keepdim=True) - leaders.amax(-1, keepdim=True))
+        steps = STEPS_AFTER_LEADERS
+    for _ in range(steps):
+        y = y - _step(*evaluate(y, parameter), 0.0)
+    return y
 
 
 def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float) -> Tensor:
