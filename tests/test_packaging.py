@@ -81,7 +81,7 @@ def test_every_public_name_exists() -> None:
 
 
 def test_importing_attnorm_loads_nothing_heavy() -> None:
-    heavy = {"beartype", "matplotlib", "rich", "scipy", "transformers", "triton", "typer"}
+    heavy = {"beartype", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
     code = "import torch, sys; before = set(sys.modules); import attnorm; print(*sorted(set(sys.modules) - before))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "attnorm.normalizers" in run.stdout.split()

@@ -2,7 +2,7 @@
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from attnorm.attention import attention, normalize
 from attnorm.normalizers import (
@@ -24,12 +24,23 @@ from attnorm.normalizers import (
     register,
 )
 
+if TYPE_CHECKING:
+    from attnorm.analysis.analyze import analyze as analyze
+    from attnorm.analysis.result import Analysis as Analysis
+    from attnorm.analysis.verdicts import Thresholds as Thresholds
+    from attnorm.models.patch import patch as patch
+    from attnorm.models.patch import swap as swap
+    from attnorm.models.patch import unpatch as unpatch
+    from attnorm.models.saving import from_pretrained as from_pretrained
+    from attnorm.models.saving import save_pretrained as save_pretrained
+
 try:
     __version__ = version("attnorm")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+source"
 
 __all__ = [
+    "Analysis",
     "ContractError",
     "LogitRule",
     "Map",
@@ -40,20 +51,41 @@ __all__ = [
     "ScaleRule",
     "Selection",
     "Sink",
+    "Thresholds",
+    "analyze",
     "attention",
     "available",
     "check_normalizer",
     "compose",
+    "from_pretrained",
     "get",
     "mixture",
     "normalize",
+    "patch",
     "register",
+    "save_pretrained",
+    "swap",
     "theory",
+    "unpatch",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`attnorm.theory` loads when first used: it needs SciPy, which attention does not."""
+# Loaded when first used: attention needs neither SciPy, nor transformers, nor pyarrow.
+_LAZY = {
+    "Analysis": "attnorm.analysis.result",
+    "Thresholds": "attnorm.analysis.verdicts",
+    "analyze": "attnorm.analysis.analyze",
+    "from_pretrained": "attnorm.models.saving",
+    "patch": "attnorm.models.patch",
+    "save_pretrained": "attnorm.models.saving",
+    "swap": "attnorm.models.patch",
+    "unpatch": "attnorm.models.patch",
+}
+
+
+def __getattr__(name: str) -> Any:
     if name == "theory":
         return importlib.import_module("attnorm.theory")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'attnorm' has no attribute {name!r}")

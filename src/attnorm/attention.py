@@ -45,10 +45,11 @@ def attention(
         output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         return output
     inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
-    return _run(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _run(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
+def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
+    """Output (B, H, Lq, Dv) of inputs that are checked already, on the cheapest engine or the given one."""
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
     if engine == "fused" or (engine == "auto" and fused.applies(inputs, normalizer)):

@@ -8,6 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from attnorm.cli import app
+from attnorm.normalizers.registry import available
 from attnorm.theory import claims, gradient
 
 runner = CliRunner()
@@ -97,7 +98,7 @@ def test_the_tightness_figure_is_drawn(tmp_path: Path) -> None:
 
 
 def test_frontier_prints_a_table_json_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.report.frontier.LENGTHS", (16, 1024))
+    monkeypatch.setattr("attnorm.theory.placement.LENGTHS", (16, 1024))
     result = runner.invoke(app, ["frontier", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)
@@ -107,8 +108,11 @@ def test_frontier_prints_a_table_json_and_a_figure(tmp_path: Path, monkeypatch: 
     assert at["sparsemax", 1024, 0.9] == pytest.approx(law[1024, 0.9], rel=1e-5)
     assert all(effort >= law[n, weight] * (1 - 1e-5) for (_, n, weight), effort in at.items())
     names = {claim.id.removeprefix("frontier-") for claim in claims() if claim.family == "frontier"}
-    assert {name for name, _, _ in at} == names
+    assert {name for name, _, _ in at} == names | {"adaptive_temperature"}
+    marked = {point["name"] for point in measured["points"] if point["constant_measured"]}
+    assert marked == {"adaptive_temperature"}
+    assert set(measured["absent"]) | {name for name, _, _ in at} == set(available())
     assert (tmp_path / "frontier.svg").stat().st_size > 10_000
     table = runner.invoke(app, ["frontier"])
-    for word in ("the law", "kneemax", "1,024", "4.564"):
+    for word in ("the law", "kneemax", "1,024", "4.564", "adaptive_temperature*", "not shift invariant", "it jumps"):
         assert word in table.stdout

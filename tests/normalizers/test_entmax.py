@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers import entmax as entmax_module
-from attnorm.normalizers import get
+from attnorm.normalizers import get, threshold
 from attnorm.normalizers.entmax import Entmax, _Entmax, entmax_rows
 from tests.normalizers import reference
 
@@ -318,3 +318,27 @@ def test_the_map_says_what_it_is() -> None:
     assert Entmax(1.0).properties.exact_zeros is False
     assert Entmax(1.0).lipschitz(5) == 0.5
     assert Entmax(1.01).properties.exact_zeros is True
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax", "kneemax"])
+@pytest.mark.parametrize("keys", [256, 263, 1027, 4099])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
+def test_picking_out_the_groups_that_hold_weight_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str, keys: int, scale: float
+) -> None:
+    """Rows of every sparsity, weight also on the keys that fill no group, against the rows solved whole."""
+    z = scale * torch.randn(6, keys, generator=torch.Generator().manual_seed(keys), dtype=torch.float64)
+    z[1, -1] = z[1].max() + 0.1
+    z[2] = 0.0
+    z[3, 7:] = z[3, :7].min() - 100.0
+    found = get(name)(z)
+    monkeypatch.setattr(threshold, "LEAST_GROUPS", 10**9)
+    torch.testing.assert_close(found, get(name)(z), rtol=0, atol=1e-14)
+
+
+def test_a_nan_makes_its_own_row_nan_and_no_other() -> None:
+    z = 5 * torch.randn(3, 1000)
+    z[1, 500] = torch.nan
+    for name in ("sparsemax", "entmax15", "kneemax"):
+        assert get(name)(z).isnan().all(-1).tolist() == [False, True, False]
+        assert not get(name)(z)[[0, 2]].isnan().any()

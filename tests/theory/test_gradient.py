@@ -240,7 +240,7 @@ def test_the_curve_of_figure_4_is_exceeded_and_random_directions_hide_it() -> No
     seen = float(gradient.finite_difference_gain(softmax, z, 1e-3, directions=worst[None]))
     norm = float(gradient.entmax_jacobian_norm(softmax(z)))
     assert seen == pytest.approx(norm, rel=1e-5)
-    assert seen > 1.9 * float(gradient.finite_difference_printed(1e-3))
+    assert seen > 1.9 * float(gradient.corollary3_printed(1.0))
     random = gradient.finite_difference_gain(softmax, z, 1e-3, samples=20, generator=torch.Generator().manual_seed(0))
     assert random.mean() < norm / 15
 
@@ -345,3 +345,9 @@ def test_the_printed_lemma_does_not_apply_where_F_vanishes() -> None:
     printed = gradient.lemma2_printed(F, torch.ones_like(F))
     assert printed[0].isnan()
     assert printed[1].isfinite()
+
+
+def test_weights_with_a_nan_are_refused_and_not_passed_on() -> None:
+    weights = torch.tensor([[0.5, 0.5], [torch.nan, 1.0]])
+    with pytest.raises(ValueError, match="must sum to 1 in every row"):
+        gradient.entmax_jacobian_norm(weights)

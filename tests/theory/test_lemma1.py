@@ -1,11 +1,14 @@
 """Lemma 1's constants come from the normalizer itself, or it says why there are none."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import attnorm
+from attnorm.normalizers.registry import available
+from attnorm.theory import claims, verify
 from attnorm.theory.lemma1 import lemma1_constants_of, not_covered
 
 COVERED = [
@@ -56,3 +59,24 @@ def test_what_the_lemma_does_not_cover_says_why(name: str, reason: str) -> None:
     assert reason in (not_covered(normalizer) or "")
     with pytest.raises(ValueError, match=f"does not cover '{name}'"):
         lemma1_constants_of(normalizer, -1.0, 1.0)
+
+
+def test_what_the_lemma_covers_has_a_row_in_the_table_of_claims() -> None:
+    covered = {name for name in available() if isinstance(attnorm.get(name), attnorm.Normalizer)}
+    covered = {name for name in covered if not_covered(attnorm.get(name)) is None}
+    assert {"softmax", "kernel"} <= covered
+    rows = {claim.id.removeprefix("lemma-1-"): claim for claim in claims() if claim.id.startswith("lemma-1-")}
+    assert set(rows) == covered
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "verdict"), [("softmax", 0.97, "VIOLATED"), ("kernel", 1.1, "NOT ATTAINED")]
+)
+def test_wrong_constants_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str, factor: float, verdict: str) -> None:
+    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        C1, C2 = lemma1_constants_of(*args)
+        return C1 / factor, C2 * factor
+
+    monkeypatch.setattr("attnorm.theory.catalogue.normalizers.lemma1_constants_of", wrong)
+    chosen = [claim for claim in claims() if claim.id == f"lemma-1-{name}"]
+    assert verify(chosen, budget_seconds=1e-9)[0].verdict == verdict

@@ -6,9 +6,7 @@ size), the blocks in flight, and whatever the allocator holds on to. It is measu
 
 import gc
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import torch
 
 from attnorm.attention import attention
 from attnorm.bench.attention import WIDTH, blocked_normalizers
+from attnorm.bench.fresh import told_by
 from attnorm.normalizers.registry import get
 from attnorm.report.benchmarks import Footprint
 
@@ -61,10 +60,7 @@ def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Foo
 def in_fresh_process(name: str, length: int) -> Measured:
     """The peak of `name` at this length, in a process that has done nothing else."""
     code = f"from attnorm.bench.memory import report; report({name!r}, {length}, {torch.get_num_threads()})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
-    if run.returncode != 0:
-        raise RuntimeError((run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
-    return Measured(**json.loads(run.stdout))
+    return Measured(**told_by(code))
 
 
 def report(name: str, length: int, threads: int) -> None:
@@ -96,12 +92,13 @@ def peak_above(call: Callable[[], object]) -> int:
     """Bytes by which the resident size rose above its present value at the highest point of the call. Linux only."""
     gc.collect()
     _RESET.write_text("5")  # sets the high-water mark to the present resident size
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes: VmRSS is what the process holds, VmHWM the most it held since the mark was set. Linux only."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), flags=re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{_STATUS} does not tell {field}; memory can be measured on Linux only")

@@ -1,4 +1,6 @@
-"""The sparse maps against the package that people use for them today, entmax (https://github.com/deep-spin/entmax)."""
+"""What normalizers cost: kneemax beside the three it is measured by, and the sparse maps against the package that
+people use for them today, entmax (https://github.com/deep-spin/entmax).
+"""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -37,8 +39,40 @@ RIVALS = [
 ]
 
 
+BESIDE_KNEEMAX = ("ssmax", "entmax15", "asentmax")
+
+
 def compare_normalizers(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
     """Eager, forward and backward, and compiled; appends to `notes` what could not be compared."""
+    for rows, keys in [(64, 128)] if quick else [(1024, 1024), (64, 16_384)]:
+        yield from _kneemax_beside(rows, keys, quick)
+    yield from _compare_with_entmax(quick, notes)
+
+
+def _kneemax_beside(rows: int, keys: int, quick: bool) -> Iterator[Ratio]:
+    topic = f"{rows} rows of {keys:,} keys, float32, normal logits, among our own"
+    logits = torch.randn(rows, keys, generator=torch.Generator().manual_seed(0))
+    leaf, upstream = logits.clone().requires_grad_(), torch.randn_like(logits)
+
+    def forward(name: str) -> Call:
+        return partial(_without_gradient, _row_normalizer(name), logits)
+
+    def both(name: str) -> Call:
+        return partial(_gradient, _row_normalizer(name), leaf, upstream)
+
+    for way, call in (("forward", forward), ("forward + backward", both)):
+        for name in BESIDE_KNEEMAX:
+            timed = in_turn(call("kneemax"), call(name), rounds=1 if quick else 11)
+            yield Ratio(topic=topic, what=f"kneemax, {way}", against=name, **asdict(timed))
+
+
+def _row_normalizer(name: str) -> Map:
+    normalizer = get(name)
+    assert isinstance(normalizer, Normalizer)
+    return normalizer
+
+
+def _compare_with_entmax(quick: bool, notes: list[str]) -> Iterator[Ratio]:
     try:
         package = importlib.import_module("entmax")
     except ImportError:
@@ -48,10 +82,8 @@ def compare_normalizers(*, quick: bool = False, notes: list[str]) -> Iterator[Ra
     topic = f"{rows} rows of {keys} keys, float32, normal logits, against entmax"
     logits = torch.randn(rows, keys, generator=torch.Generator().manual_seed(0))
     for rival in RIVALS:
-        ours = get(rival.name)
-        assert isinstance(ours, Normalizer)
         theirs = _on_last_dimension(getattr(package, rival.function), rival.options)
-        yield from _compare(topic, rival, ours, theirs, logits, quick)
+        yield from _compare(topic, rival, _row_normalizer(rival.name), theirs, logits, quick)
 
 
 def _on_last_dimension(function: Callable[..., Tensor], options: dict[str, Any]) -> Map:
@@ -87,6 +119,11 @@ def _compare(topic: str, rival: Rival, ours: Map, theirs: Map, logits: Tensor, q
     yield forward("forward, compiled", peer, compiled, theirs, COMPILED)
     if rival.compiles:
         yield forward("forward, compiled", f"{peer}, compiled", compiled, torch.compile(theirs), None)
+
+
+@torch.no_grad()
+def _without_gradient(function: Map, logits: Tensor) -> Tensor:
+    return function(logits)
 
 
 def _gradient(function: Map, leaf: Tensor, upstream: Tensor) -> Tensor:

@@ -1,20 +1,23 @@
 """All benchmarks by name, run under one thread count."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import Literal
 
 import torch
 
+from attnorm.bench.analyze import measure_analysis
 from attnorm.bench.attention import compare_attention
 from attnorm.bench.cuda import compare_cuda
 from attnorm.bench.machine import this_machine
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.normalizers import compare_normalizers
-from attnorm.report.benchmarks import Benchmarks, Footprint, Ratio
+from attnorm.report.benchmarks import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
 
-Suite = Literal["normalizers", "attention", "memory", "cuda", "all"]
-Result = TypeVar("Result", Ratio, Footprint)
+Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "all"]
+
+ANALYZE_THREADS = 2  # unless said otherwise: what its promises are made for
 
 
 def run_benchmarks(
@@ -22,28 +25,40 @@ def run_benchmarks(
     *,
     threads: int | None = None,
     quick: bool = False,
+    model: Path | None = None,
+    text: Path | None = None,
     progress: Callable[[str], None] = lambda finished: None,
 ) -> Benchmarks:
-    """`progress` hears the name of every comparison when it is done; `quick` proves that it runs, not how fast."""
-    ratios: list[Ratio] = []
-    footprints: list[Footprint] = []
+    """`progress` hears the name of every comparison when it is done; `quick` proves that it runs, not how fast.
+
+    model, text: of `analyze` (see measure_analysis); the others have no use for them.
+    """
+    results: list[Result] = []
     notes: list[str] = []
-    with _threads(threads):
+    with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         if suite in ("normalizers", "all"):
-            ratios += _heard(compare_normalizers(quick=quick, notes=notes), progress)
+            results += _heard(compare_normalizers(quick=quick, notes=notes), progress)
         if suite in ("attention", "all"):
-            ratios += _heard(compare_attention(quick=quick, notes=notes), progress)
+            results += _heard(compare_attention(quick=quick, notes=notes), progress)
         if suite in ("memory", "all"):
-            footprints += _heard(measure_footprints(quick=quick, notes=notes), progress)
+            results += _heard(measure_footprints(quick=quick, notes=notes), progress)
         if suite in ("cuda", "all"):
-            ratios += _heard(compare_cuda(quick=quick, notes=notes), progress)
+            results += _heard(compare_cuda(quick=quick, notes=notes), progress)
+        if suite in ("analyze", "all"):
+            results += _heard(measure_analysis(quick=quick, notes=notes, model=model, text=text), progress)
         machine = this_machine()
     return Benchmarks(
-        machine=machine, quick=quick, ratios=tuple(ratios), footprints=tuple(footprints), notes=tuple(notes)
+        machine=machine,
+        quick=quick,
+        ratios=tuple(result for result in results if isinstance(result, Ratio)),
+        footprints=tuple(result for result in results if isinstance(result, Footprint)),
+        runs=tuple(result for result in results if isinstance(result, ModelRun)),
+        growth=tuple(result for result in results if isinstance(result, Growth)),
+        notes=tuple(notes),
     )
 
 
-def _heard(results: Iterator[Result], progress: Callable[[str], None]) -> Iterator[Result]:
+def _heard(results: Iterable[Result], progress: Callable[[str], None]) -> Iterator[Result]:
     for result in results:
         progress(result.what)
         yield result

@@ -12,17 +12,21 @@ def frontier(
     out: Annotated[Path | None, typer.Option(help="Folder for frontier.svg and frontier.png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Effort K g that keeps weight 0.5 and 0.9 among 16 to 1,000,000 keys, beside the least that any map can pay."""
-    from attnorm.report.frontier import frontier_table, measure_frontier
+    """Effort K g that keeps weight 0.5 and 0.9 among 16 to 1,000,000 keys, beside the least that any map can pay.
+
+    Every registered normalizer is placed, or it is said why the law does not speak about it.
+    """
+    from attnorm.report.frontier import frontier_table
+    from attnorm.theory.placement import place_on_frontier
 
     with status("measuring") as line:
-        measured = measure_frontier(progress=lambda name: line.update(f"measuring {name}"))
+        placed = place_on_frontier(progress=lambda name: line.update(f"measuring {name}"))
     if as_json:
-        show_json(measured.as_dict())
+        show_json(placed.as_dict())
     else:
-        show(frontier_table(measured))
+        show(frontier_table(placed))
     if out is not None:
         from attnorm.report.frontier_figure import save_frontier_figure
 
-        for path in save_frontier_figure(measured, out):
+        for path in save_frontier_figure(placed, out):
             typer.echo(f"wrote {path}", err=True)

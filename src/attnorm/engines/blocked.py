@@ -35,11 +35,13 @@ def blocked(
     q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
     k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
     if run.rows >= inputs.queries:
-        whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states)
+        whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
+    if inputs.dropout > 0:
+        run.seed = int(torch.randint(2**62, ()))
     learned = {name: p for name, p in run.named_parameters() if p.requires_grad}
     output: Tensor = _BlockedAttention.apply(  # type: ignore[no-untyped-call]
-        run, tuple(learned), q, k, v, inputs.hidden_states, *learned.values()
+        run, tuple(learned), q, k, v, inputs.hidden_states, inputs.bias, *learned.values()
     )
     return output.to(dtype)
 
@@ -56,18 +58,43 @@ class _Run(nn.Module):
         self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
         batch, heads = inputs.q_BHQD.shape[:2]
         self.rows = max(1, block_elements // max(1, batch * heads * inputs.keys))
+        self.seed: int | None = None  # of the dropout, where backward has to draw it again
 
     def spans(self) -> Iterator[tuple[int, int]]:
         return self.inputs.steps(self.rows)
 
-    def forward(self, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
-        """Output of the queries start..stop; q and hidden_states are those queries', k and v their reachable keys."""
+    def forward(
+        self,
+        start: int,
+        stop: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden_states: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Output of the queries start..stop; q, hidden_states and bias are those queries', k and v what they reach."""
         keys = k.shape[-2]
         with without_autocast(q.device):
-            block = Block.of(self.scores(q, k), self.inputs.visible(start, stop, keys))
+            block = Block.of(self._logits(q, k, bias), self.inputs.visible(start, stop, keys))
             given = self._given(start, stop, keys)
             rows = _Rows(block.logits, block.mask, given, hidden_states, first=self.inputs.offset + start)
-            return self.normalizer.weights(rows) @ v
+            return self._dropped(self.normalizer.weights(rows), start) @ v
+
+    def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
+        logits = self.scores(q, k)
+        if self.inputs.softcap is not None:
+            logits = self.inputs.softcap * torch.tanh(logits / self.inputs.softcap)
+        return logits if bias is None else logits + bias
+
+    def _dropped(self, weights: Tensor, start: int) -> Tensor:
+        if self.inputs.dropout == 0:
+            return weights
+        if self.seed is None:
+            return torch.nn.functional.dropout(weights, self.inputs.dropout)
+        generator = torch.Generator(weights.device).manual_seed(self.seed + start)
+        kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= self.inputs.dropout
+        return torch.where(kept, weights, 0.0) / (1 - self.inputs.dropout)
 
     def _given(self, start: int, stop: int, keys: int) -> Positions | None:
         if self.inputs.positions is None:
@@ -102,6 +129,7 @@ class _BlockedAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         hidden_states: Tensor | None,
+        bias: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         output = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -114,24 +142,31 @@ class _BlockedAttention(torch.autograd.Function):
                 k[..., :reach, :],
                 v[..., :reach, :],
                 _rows(hidden_states, start, stop),
+                _of_block(bias, start, stop, reach),
             )
         ctx.run, ctx.names = run, names
-        ctx.save_for_backward(q, k, v, hidden_states, *parameters)
+        ctx.save_for_backward(q, k, v, hidden_states, bias, *parameters)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
-        q, k, v, hidden_states, *saved = ctx.saved_tensors
+        q, k, v, hidden_states, bias, *saved = ctx.saved_tensors
         # The parameters as they were forward: torch.func may have put others in their place meanwhile.
         parameters = [p.detach().requires_grad_() for p in saved]
         totals = [torch.zeros_like(t) for t in (q, k, v)]
-        hidden_total = None if hidden_states is None else torch.zeros_like(hidden_states)
+        hidden_total, bias_total = (None if t is None else torch.zeros_like(t) for t in (hidden_states, bias))
         parameter_totals = [torch.zeros_like(p) for p in parameters]
         for start, stop in run.spans():
             reach = run.inputs.reach(stop)
-            pieces = [q[..., start:stop, :], k[..., :reach, :], v[..., :reach, :], _rows(hidden_states, start, stop)]
+            pieces = [
+                q[..., start:stop, :],
+                k[..., :reach, :],
+                v[..., :reach, :],
+                _rows(hidden_states, start, stop),
+                _of_block(bias, start, stop, reach),
+            ]
             leaves = [None if piece is None else piece.detach().requires_grad_() for piece in pieces]
             with torch.enable_grad():
                 output = functional_call(run, dict(zip(ctx.names, parameters, strict=True)), (start, stop, *leaves))
@@ -140,11 +175,17 @@ class _BlockedAttention(torch.autograd.Function):
             places = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
             if hidden_total is not None:
                 places.append(hidden_total[..., start:stop, :])
+            if bias_total is not None:
+                places.append(bias_total[..., start:stop, :reach])
             for place, piece in zip([*places, *parameter_totals], grads, strict=True):
                 if piece is not None:
                     place += piece
-        return None, None, *totals, hidden_total, *parameter_totals
+        return None, None, *totals, hidden_total, bias_total, *parameter_totals
 
 
 def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if hidden_states is None else hidden_states[..., start:stop, :]
+
+
+def _of_block(bias: Tensor | None, start: int, stop: int, reach: int) -> Tensor | None:
+    return None if bias is None else bias[..., start:stop, :reach]

@@ -33,6 +33,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call has an exact FlexAttention form."""
     if normalizer.selections or normalizer.sink is not None or inputs.queries == 0:
         return False
+    if not inputs.plain_logits or inputs.dropout > 0:
+        return False
     if min(inputs.q_BHQD.shape[-1], inputs.v_BKLD.shape[-1]) < LEAST_WIDTH:
         return False
     rules, map_ = normalizer.rules, normalizer.map
@@ -195,7 +197,8 @@ def _self_adjusted(call: _Call, map_: SelfAdjusted) -> Tensor:
 
     plain, log_sum = call.attend(None)
     adjusted, log_adjusted = call.attend(score)
-    total = _scaled_by_sum(adjusted, log_adjusted - log_sum) + (below - low) * plain
+    log_ratio = torch.where(call.n > 0, log_adjusted - log_sum, -torch.inf)  # -inf less -inf in rows that see nothing
+    total = _scaled_by_sum(adjusted, log_ratio) + (below - low) * plain
     return total / torch.where(width > 0, width, 1.0)
 
 

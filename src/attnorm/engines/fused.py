@@ -28,7 +28,7 @@ LEAST_SCALE = 1e-3
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on SDPA with the same result."""
-    if not isinstance(normalizer.map, Softmax) or normalizer.selections:
+    if not isinstance(normalizer.map, Softmax) or normalizer.selections or not inputs.plain_logits:
         return False
     others = [rule for rule in normalizer.rules if not isinstance(rule, ScaleRule)]
     if not others:
@@ -68,18 +68,22 @@ def _attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink | None) 
         q, k, v = (pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
     extra = 0 if sink is None else 1
     grouped = inputs.groups > 1
+    drop = inputs.dropout
     if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys or inputs.queries == 1):
         if inputs.causal and inputs.queries > 1:
             q = pad(q, (0, 0, extra, 0))  # a query for the sink's own row, so that the diagonal stays the diagonal
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scale, enable_gqa=grouped)
+            out = scaled_dot_product_attention(
+                q, k, v, dropout_p=drop, is_causal=True, scale=inputs.scale, enable_gqa=grouped
+            )
             return out[..., extra:, :width]
-        return scaled_dot_product_attention(q, k, v, scale=inputs.scale, enable_gqa=grouped)[..., :width]
+        out = scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=inputs.scale, enable_gqa=grouped)
+        return out[..., :width]
 
     def step(start: int, stop: int, q_step: Tensor) -> Tensor:
         mask, reach = _step_mask(inputs, start, stop, extra)
         return scaled_dot_product_attention(
             q_step, k[..., : reach + extra, :], v[..., : reach + extra, :],
-            attn_mask=mask, scale=inputs.scale, enable_gqa=grouped,
+            attn_mask=mask, dropout_p=drop, scale=inputs.scale, enable_gqa=grouped,
         )  # fmt: skip
 
     return _in_steps(inputs, q, step)[..., :width]
@@ -116,7 +120,8 @@ def _in_steps(inputs: Inputs, q: Tensor, step: Callable[[int, int, Tensor], Tens
         q_step = q[..., start:stop, :]
         if torch.is_grad_enabled() and (inputs.needs_grad or q.requires_grad):
             # Otherwise autograd would keep every step's mask.
-            outputs.append(checkpoint(step, start, stop, q_step, use_reentrant=False, preserve_rng_state=False))
+            draws = inputs.dropout > 0
+            outputs.append(checkpoint(step, start, stop, q_step, use_reentrant=False, preserve_rng_state=draws))
         else:
             outputs.append(step(start, stop, q_step))
     return torch.cat(outputs, dim=-2)

@@ -26,6 +26,9 @@ class Inputs:
     scale: float
     positions: Tensor | Positions | None = None
     hidden_states: Tensor | None = None
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    bias: Tensor | None = None  # then added to them, (B or 1, H or 1, Q, L)
+    dropout: float = 0.0  # share of the weights to drop, as in training
 
     @property
     def queries(self) -> int:
@@ -50,8 +53,13 @@ class Inputs:
         return torch.Size((*self.q_BHQD.shape[:3], self.keys))
 
     @property
+    def plain_logits(self) -> bool:
+        """Whether the logits are nothing but scaled dot products, so that a factor of a row may be folded into q."""
+        return self.softcap is None and self.bias is None
+
+    @property
     def needs_grad(self) -> bool:
-        tensors = (self.q_BHQD, self.k_BKLD, self.v_BKLD, self.hidden_states)
+        tensors = (self.q_BHQD, self.k_BKLD, self.v_BKLD, self.hidden_states, self.bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:

@@ -22,6 +22,7 @@ MOST_BETA = 1e4  # in `fit`: a row that needs more counts as one that cannot be 
 
 class EntropyRule(LogitRule):
     length = "entropy of the row"
+    swap_untrained = False  # in all layers of SmolLM2 at once it takes the perplexity from 18.5 to 48.6
 
     def __init__(self, coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> None:
         super().__init__()

@@ -28,46 +28,53 @@ def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
     """alpha-entmax over the last dimension, 1 < alpha <= 2: the threshold, then one division for an exact sum."""
     y = z - z.amax(-1, keepdim=True)  # the largest key at 0, or an offset would eat the digits of the rest
     if isinstance(alpha, float) and alpha == 2.0:
-        p = solve_threshold(y.add_(1), _sparsemax, lambda base, _: base.relu())
-    elif isinstance(alpha, float) and alpha == 1.5:
-        p = solve_threshold(y.mul_(0.5).add_(1), _entmax15, lambda base, _: base.relu().square_())
-    else:
-        p = solve_threshold(y, _entmax, _deformed_exp, torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
-    return p / p.sum(-1, keepdim=True)
+        return solve_threshold(y.add_(1), _sparsemax, _positive_part)
+    if isinstance(alpha, float) and alpha == 1.5:
+        return solve_threshold(y.mul_(0.5).add_(1), _entmax15, _squared_positive_part)
+    return solve_threshold(y, _entmax, _deformed_exp, torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
 
 
-def _sparsemax(base: Tensor, _: Tensor | None) -> Newton:
+def _sparsemax(base: Tensor, _: Tensor | None, room: Tensor | None) -> Newton:
     """p = [base]_+, and sum p - 1."""
-    p = base.relu()
-    return Newton(p.sum(-1, keepdim=True) - 1, p.sign_().sum(-1, keepdim=True))
+    p = base.relu_()
+    return Newton(p.sum(-1, keepdim=True) - 1, torch.sign(p, out=room).sum(-1, keepdim=True))
 
 
-def _entmax15(base: Tensor, _: Tensor | None) -> Newton:
+def _entmax15(base: Tensor, _: Tensor | None, room: Tensor | None) -> Newton:
     """p = [base]_+^2, and the norm of its root, minus 1."""
-    root = base.relu()
+    root = base.relu_()
     total = root.sum(-1, keepdim=True)
-    norm = root.square_().sum(-1, keepdim=True).sqrt()  # torch's norm would lose many small weights beside a large one
+    # torch's norm would lose many small weights beside a large one
+    norm = torch.square(root, out=room).sum(-1, keepdim=True).sqrt()
     return Newton(norm - 1, total / norm)
 
 
-def _entmax(x: Tensor, alpha: Tensor | None) -> Newton:
+def _entmax(x: Tensor, alpha: Tensor | None, room: Tensor | None) -> Newton:
     """p = [1 + d x]_+^(1/d) with d = alpha - 1, and (S^d - 1) / d with S = sum p: S^d is a norm of [1 + d x]_+.
 
     Through log1p and expm1, so that alpha near 1 keeps its digits.
     """
     assert alpha is not None
     d = alpha - 1
-    log_p = (d * x).clamp_(min=-1).log1p_().div_(d)
+    log_p = torch.mul(d, x, out=room).clamp_(min=-1).log1p_().div_(d)
     p = torch.exp(log_p)
     log_total = torch.log(p.sum(-1, keepdim=True))
     slope = log_p.mul_(1 - d).exp_().sum(-1, keepdim=True) * torch.exp((d - 1) * log_total)
     return Newton(torch.expm1(d * log_total) / d, slope)
 
 
-def _deformed_exp(x: Tensor, alpha: Tensor | None) -> Tensor:
+def _positive_part(base: Tensor, _: Tensor | None, room: Tensor | None) -> Tensor:
+    return base.relu_()
+
+
+def _squared_positive_part(base: Tensor, _: Tensor | None, room: Tensor | None) -> Tensor:
+    return base.relu_().square_()
+
+
+def _deformed_exp(x: Tensor, alpha: Tensor | None, room: Tensor | None) -> Tensor:
     assert alpha is not None
     d = alpha - 1
-    return (d * x).clamp_(min=-1).log1p_().div_(d).exp_()
+    return x.mul_(d).clamp_(min=-1).log1p_().div_(d).exp_()
 
 
 def one_against_equals_norm(n: int, alpha: float) -> float:

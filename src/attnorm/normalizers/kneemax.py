@@ -23,26 +23,24 @@ def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
     """Over the last dimension, with the knee k of each row (..., 1). In x = t/(2k): u = min(x, 1), p = k u (2x - u)."""
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0
     x = (z - z.amax(-1, keepdim=True)).add_(2 * reach).mul_(0.25 / knee)
-    p = solve_threshold(x, _excess, _huber, knee)
-    return p / p.sum(-1, keepdim=True)
+    return solve_threshold(x, _excess, _huber, knee)
 
 
-def _huber(x: Tensor, knee: Tensor | None) -> Tensor:
+def _huber(x: Tensor, knee: Tensor | None, room: Tensor | None) -> Tensor:
     """p up to the factor k, which the sum of the row divides out."""
-    x = x.relu()
-    u = x.clamp(max=1)
+    u = torch.clamp(x.relu_(), max=1, out=room)
     return x.mul_(2).sub_(u).mul_(u)
 
 
-def _excess(x: Tensor, knee: Tensor | None) -> Newton:
+def _excess(x: Tensor, knee: Tensor | None, room: Tensor | None) -> Newton:
     """sum p - 1 = k (sum u^2 + 2 sum (x - u)) - 1: convex in the threshold, so Newton never passes the solution."""
     assert knee is not None
-    x = x.relu()
-    beyond = x.sum(-1, keepdim=True)
-    u = x.clamp_(max=1)
+    beyond = x.relu_().sum(-1, keepdim=True)
+    u = torch.clamp(x, max=1, out=room)
     slope = u.sum(-1, keepdim=True)
     squares = u.square_().sum(-1, keepdim=True)
-    return Newton(knee * (squares + 2 * (beyond - slope)) - 1, 2 * knee * slope)
+    total = squares.add(beyond - slope, alpha=2).mul_(knee)
+    return Newton(total.sub_(1), slope.mul_(2).mul_(knee))
 
 
 class _Kneemax(torch.autograd.Function):

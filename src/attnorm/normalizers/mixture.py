@@ -16,7 +16,7 @@ class Mixture(Map):
             raise ValueError(f"share (the first normalizer's part) must lie strictly between 0 and 1, got {share}")
         self.first, self.second = first, second
         self.theta = per_head_parameter(math.log(share / (1 - share)), heads)
-        self.properties = _mixed(first.properties, second.properties)
+        self.properties = mixed(first.properties, second.properties)
 
     def forward(self, block: Block) -> Tensor:
         share = torch.sigmoid(per_head(self.theta, block.logits).to(block.logits.dtype))
@@ -27,7 +27,8 @@ class Mixture(Map):
         return None if bounds[0] is None or bounds[1] is None else max(bounds[0], bounds[1])
 
 
-def _mixed(a: Properties, b: Properties) -> Properties:
+def mixed(a: Properties, b: Properties) -> Properties:
+    """What holds whether a row is one of a, of b, or a mixture of both."""
     order: tuple[RowSum, ...] = ("one", "at most one", "free")
     return Properties(
         row_sum=max(a.row_sum, b.row_sum, key=order.index),

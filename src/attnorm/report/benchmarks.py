@@ -1,5 +1,6 @@
 """Benchmark results: the records, a terminal table and the same as Markdown for docs/benchmarks.md."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -68,25 +69,89 @@ class Footprint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelRun:
+    """One pass over a model in a process of its own, in MB (10^6 bytes) of resident memory."""
+
+    what: str
+    setting: str
+    seconds: float
+    peak_mb: float  # of the whole process
+    extra_mb: float | None = None  # of it, beyond what the process held before the pass
+    times_plain: float | None = None  # peak over that of the plain pass
+    most_times_plain: float | None = None  # promised
+    most_seconds: float | None = None  # promised
+
+    @property
+    def met(self) -> bool | None:
+        promised = [
+            value <= most
+            for value, most in ((self.times_plain, self.most_times_plain), (self.seconds, self.most_seconds))
+            if value is not None and most is not None
+        ]
+        return all(promised) if promised else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthPoint:
+    length: int
+    seconds: float
+    plain_seconds: float
+    extra_mb: float
+    plain_extra_mb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """What a pass over a model costs as the context grows, beside the plain pass; each in a process of its own."""
+
+    what: str
+    setting: str
+    points: tuple[GrowthPoint, ...]  # by length
+    target: float | None = None  # largest power of the length that memory may grow with
+
+    @property
+    def exponent(self) -> float | None:
+        """The power of the length that memory grows with, over the last step: there what is constant weighs least."""
+        if len(self.points) < 2:
+            return None
+        first, last = self.points[-2:]
+        if min(first.extra_mb, last.extra_mb) <= 0:
+            return None
+        return math.log(last.extra_mb / first.extra_mb) / math.log(last.length / first.length)
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None or self.exponent is None else self.exponent <= self.target
+
+
+Result = Ratio | Footprint | ModelRun | Growth
+
+
+@dataclass(frozen=True, kw_only=True)
 class Benchmarks:
     machine: Machine
     quick: bool = False
     ratios: tuple[Ratio, ...] = ()
     footprints: tuple[Footprint, ...] = ()
+    runs: tuple[ModelRun, ...] = ()
+    growth: tuple[Growth, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, and whether each promise is met (null where none was made)."""
         judged = {
-            kind: [{**asdict(result), "met": result.met} for result in results]
-            for kind, results in (("ratios", self.ratios), ("footprints", self.footprints))
+            kind: [{**asdict(result), "met": result.met} for result in getattr(self, kind)]
+            for kind in ("ratios", "footprints", "runs", "growth")
         }
         return {**asdict(self), **judged}
 
     @property
-    def missed(self) -> list[Ratio | Footprint]:
-        results: list[Ratio | Footprint] = [*self.ratios, *self.footprints]
-        return [result for result in results if result.met is False]
+    def results(self) -> list[Result]:
+        return [*self.ratios, *self.footprints, *self.runs, *self.growth]
+
+    @property
+    def missed(self) -> list[Result]:
+        return [result for result in self.results if result.met is False]
 
 
 Rows = list[tuple[str, ...]]
@@ -125,6 +190,7 @@ def _names(header: tuple[str, ...]) -> int:
 
 
 def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
+    header: tuple[str, ...]
     for topic, group in groupby(benchmarks.ratios, key=lambda ratio: ratio.topic):
         ratios = list(group)
         errors = any(ratio.error is not None for ratio in ratios)
@@ -133,9 +199,15 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
         yield topic, header, [_ratio_row(ratio, errors) for ratio in ratios]
     for setting, footprints in groupby(benchmarks.footprints, key=lambda footprint: footprint.setting):
         members = list(footprints)
-        columns = ("attnorm", "forward, MB", "forward + backward, MB", "seconds", "promised")
+        header = ("attnorm", "forward, MB", "forward + backward, MB", "seconds", "promised")
         title = f"Peak extra memory, {setting} (one dense map of weights: {members[0].dense_mb:,.0f} MB)"
-        yield title, columns, [_footprint_row(footprint) for footprint in members]
+        yield title, header, [_footprint_row(footprint) for footprint in members]
+    for setting, runs in groupby(benchmarks.runs, key=lambda run: run.setting):
+        header = ("pass", "seconds", "process, MB", "of it the pass, MB", "against plain", "promised")
+        yield f"Each in its own process, {setting}", header, [_run_row(run) for run in runs]
+    for growth in benchmarks.growth:
+        header = ("tokens", "plain, s", "s", "times", "plain, MB", "MB", "promised")
+        yield f"Growth of {growth.what}, beside the plain pass, {growth.setting}", header, _growth_rows(growth)
 
 
 def _ratio_row(ratio: Ratio, errors: bool) -> tuple[str, ...]:
@@ -150,6 +222,33 @@ def _footprint_row(footprint: Footprint) -> tuple[str, ...]:
     promise = "" if footprint.target_mb is None else f"{footprint.target_mb:,.0f} MB"
     cells = (footprint.what, f"{footprint.forward_mb:,.0f}", backward, f"{footprint.seconds:.1f}")
     return (*cells, _judged(footprint.met, promise))
+
+
+def _run_row(run: ModelRun) -> tuple[str, ...]:
+    promises = [
+        *([] if run.most_times_plain is None else [f"{run.most_times_plain:g}x"]),
+        *([] if run.most_seconds is None else [f"{run.most_seconds:g} s"]),
+    ]
+    extra = "" if run.extra_mb is None else f"{run.extra_mb:,.0f}"
+    times = "" if run.times_plain is None else f"{run.times_plain:.2f}x"
+    cells = (run.what, f"{run.seconds:.2f}", f"{run.peak_mb:,.0f}", extra, times)
+    return (*cells, _judged(run.met, ", ".join(promises)))
+
+
+def _growth_rows(growth: Growth) -> Rows:
+    """The promise is one on all rows and stands in the last."""
+    rows: Rows = [
+        (
+            f"{point.length:,}", f"{point.plain_seconds:.2f}", f"{point.seconds:.2f}",
+            f"{point.seconds / point.plain_seconds:.2f}x", f"{point.plain_extra_mb:,.0f}", f"{point.extra_mb:,.0f}", "",
+        )
+        for point in growth.points
+    ]  # fmt: skip
+    if rows and growth.exponent is not None:
+        grown = f"memory as L^{growth.exponent:.2f}"
+        promise = grown if growth.target is None else f"{grown}, at most L^{growth.target:g}"
+        rows[-1] = (*rows[-1][:-1], _judged(growth.met, promise))
+    return rows
 
 
 def relative(speedup: float) -> str:

@@ -55,7 +55,7 @@ def _safe(text: str) -> str:
 
 def built_in_claims() -> list[Claim]:
     """Without what other packages have registered."""
-    names = {f"{kind}-{name}" for kind in ("lipschitz", "frontier") for name in BUILT_IN}
+    names = {f"{kind}-{name}" for kind in ("lemma-1", "lipschitz", "frontier") for name in BUILT_IN}
     return [claim for claim in claims() if claim.family not in ("normalizers", "frontier") or claim.id in names]
 
 

@@ -3,6 +3,7 @@
 Normalizers that pay the same are one line with all their names; below the law lies what no map can do.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.report.dispersion_figure import INK, LETTERING, PALE
-from attnorm.report.frontier import Frontier
+from attnorm.report.frontier import MEASURED, label
 from attnorm.report.labels import spread, wrapped
+from attnorm.theory.placement import Frontier
 
 SAME = 1.01  # efforts that never differ by more than this factor are one line
 SHADES = ("#0a4a8c", "#3f7fb8", "#cf7426", "#a8551a", "#7d858f")
@@ -20,24 +22,24 @@ DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)
 SMALL = 9.5
 
 
-def save_frontier_figure(measured: Frontier, folder: Path) -> list[Path]:
+def save_frontier_figure(placed: Frontier, folder: Path) -> list[Path]:
     """Writes frontier.svg and frontier.png into the folder; the paths."""
-    if not measured.points:
+    if not placed.points:
         raise ValueError("there is nothing to draw: the law speaks about none of the normalizers")
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / "frontier.svg", folder / "frontier.png"
     with matplotlib.rc_context(LETTERING):
-        figure = frontier_figure(measured)
+        figure = frontier_figure(placed)
         figure.savefig(svg, metadata={"Date": None})
         figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
     return [svg, png]
 
 
-def merged(measured: Frontier) -> list[list[str]]:
+def merged(placed: Frontier) -> list[list[str]]:
     """Names that pay the same at every length and weight, from the least to the most effort."""
     groups: list[list[str]] = []
-    for name in measured.names:
-        twin = next((group for group in groups if _coincide(measured, group[0], name)), None)
+    for name in placed.names:
+        twin = next((group for group in groups if _coincide(placed, group[0], name)), None)
         if twin is None:
             groups.append([name])
         else:
@@ -45,41 +47,45 @@ def merged(measured: Frontier) -> list[list[str]]:
     return [sorted(group, key=lambda name: (name != "softmax", name)) for group in groups]
 
 
-def _coincide(measured: Frontier, one: str, other: str) -> bool:
+def _coincide(placed: Frontier, one: str, other: str) -> bool:
     pairs = [
         pair
-        for weight in measured.weights
-        for pair in zip(measured.efforts(one, weight), measured.efforts(other, weight), strict=True)
+        for weight in placed.weights
+        for pair in zip(placed.efforts(one, weight), placed.efforts(other, weight), strict=True)
     ]
     return all(1 / SAME < a / b < SAME for a, b in pairs)
 
 
-def frontier_figure(measured: Frontier) -> Figure:
+def frontier_figure(placed: Frontier) -> Figure:
     figure = Figure(figsize=(12.8, 6.4), facecolor="white")
-    groups = merged(measured)
-    top = 1.08 * max(max(measured.efforts(name, weight)) for name in measured.names for weight in measured.weights)
-    count = len(measured.weights)
+    groups = merged(placed)
+    top = 1.08 * max(point.effort for point in placed.points)
+    count = len(placed.weights)
     wide = 0.635 / count
-    for place, weight in enumerate(measured.weights):
+    for place, weight in enumerate(placed.weights):
         axes = figure.add_axes((0.06 + place * (wide + 0.05), 0.145, wide, 0.645))
-        _draw_axes(axes, measured, weight, top, labelled=place == 0)
+        _draw_axes(axes, placed, weight, top, labelled=place == 0)
         for position, group in enumerate(groups):
-            _draw_line(axes, measured, group, weight, position)
+            _draw_line(axes, placed, group, weight, position)
         if place == count - 1:
-            _label_ends(axes, measured, groups, weight)
+            _label_ends(axes, placed, groups, weight)
     left = 0.018
     title = "What does it cost to keep attention on one key?"
     figure.text(left, 0.925, title, fontsize=18, fontweight="bold", color=INK)
     subtitle = "Lead g in the logits, times the largest gain K of the map: the effort that leaves the key a weight w."
     figure.text(left, 0.872, subtitle, fontsize=11.5, color=INK)
     note = "A temperature does not change K g. Lipschitz constants K as declared; settings not named are the defaults."
-    figure.text(left, 0.025, note, fontsize=8, color=PALE)
-    figure.text(0.985, 0.025, "attnorm frontier", fontsize=8, color=PALE, ha="right")
+    if placed.measured:
+        note += f" {MEASURED} K measured from below."
+    if placed.absent:
+        note += f"\nThe law does not speak about {', '.join(placed.absent)}."
+    figure.text(left, 0.012, note, fontsize=8, color=PALE, linespacing=1.5)
+    figure.text(0.985, 0.037, "attnorm frontier", fontsize=8, color=PALE, ha="right")
     return figure
 
 
-def _draw_axes(axes: Axes, measured: Frontier, weight: float, top: float, *, labelled: bool) -> None:
-    lengths = measured.lengths
+def _draw_axes(axes: Axes, placed: Frontier, weight: float, top: float, *, labelled: bool) -> None:
+    lengths = placed.lengths
     axes.set_xscale("log")
     axes.set_xlim(lengths[0], lengths[-1])
     axes.set_ylim(0, top)
@@ -96,17 +102,17 @@ def _draw_axes(axes: Axes, measured: Frontier, weight: float, top: float, *, lab
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(PALE)
-    least = measured.least(weight)
+    least = placed.least(weight)
     axes.fill_between(lengths, least, 0, color="#eceef1", linewidth=0)
     middle = (lengths[0] * lengths[-1]) ** 0.5
     axes.text(middle, least[-1] / 2, "no map can", fontsize=SMALL, color="#5f6872", ha="center", va="center")
 
 
-def _draw_line(axes: Axes, measured: Frontier, group: list[str], weight: float, position: int) -> None:
+def _draw_line(axes: Axes, placed: Frontier, group: list[str], weight: float, position: int) -> None:
     softmax = "softmax" in group
     axes.plot(
-        measured.lengths,
-        measured.efforts(group[0], weight),
+        placed.lengths,
+        placed.efforts(group[0], weight),
         color=_colour(group, position),
         linewidth=3.0 if softmax else 2.2,
         linestyle="solid" if softmax else DASHES[position % len(DASHES)],
@@ -118,12 +124,15 @@ def _colour(group: list[str], position: int) -> str:
     return INK if "softmax" in group else SHADES[position % len(SHADES)]
 
 
-def _label_ends(axes: Axes, measured: Frontier, groups: list[list[str]], weight: float) -> None:
+def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: float) -> None:
     """Names right of the last panel, from the top down, each tied to the end of its line by a hair."""
     top = axes.get_ylim()[1]
     order = list(enumerate(groups))[::-1]
-    ends = [measured.efforts(group[0], weight)[-1] / top for _, group in order]
-    texts = [wrapped(group, 26) for _, group in order]
+    ends = [_last(placed.efforts(group[0], weight)) / top for _, group in order]
+    texts = [
+        [*wrapped([label(name, placed) for name in group], 26), *_length_reached(group[0], placed)]
+        for _, group in order
+    ]
     line = 0.05  # of the panel's height
     places = spread(ends, [line * (len(text) + 0.4) for text in texts])
     for (position, group), end, place, text in zip(order, ends, places, texts, strict=True):
@@ -132,8 +141,18 @@ def _label_ends(axes: Axes, measured: Frontier, groups: list[list[str]], weight:
             [1.005, 1.03, 1.07, 1.085], [end, end, place, place],
             transform=axes.transAxes, color=colour, linewidth=0.7, clip_on=False,
         )  # fmt: skip
-        label = "\n".join([*text[:-1], f"{text[-1]}  {end * top:.2f}"])
+        shown = "\n".join([*text[:-1], f"{text[-1]}  {end * top:.2f}"])
         axes.text(
-            1.1, place, label, transform=axes.transAxes, fontsize=SMALL, color=colour, va="center", linespacing=1.3,
+            1.1, place, shown, transform=axes.transAxes, fontsize=SMALL, color=colour, va="center", linespacing=1.3,
             fontweight="bold" if "softmax" in group else "normal",
         )  # fmt: skip
+
+
+def _length_reached(name: str, placed: Frontier) -> list[str]:
+    """A line of the label, for a map whose line ends early."""
+    longest = max(point.n for point in placed.points if point.name == name)
+    return [f"at {longest:,} keys"] if longest < placed.lengths[-1] else []
+
+
+def _last(efforts: list[float]) -> float:
+    return next(effort for effort in reversed(efforts) if not math.isnan(effort))

@@ -17,7 +17,8 @@ COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "a
 CAPTION = (
     "ratio: quantity / upper bound or lower bound / quantity, above 1 where the claim fails. tried: rows, an ascent "
     "counts as the row it ends at. tightness: 5, 50 and 95 % of the ratio over random rows. smallest counterexample: "
-    "keys n, top N, width d, temperature T; make it again with attnorm verify --replay CLAIM:SEED:ROUND:ROW."
+    "keys n, top N, width d, temperature T; make it again with attnorm verify --replay CLAIM:SEED:ROUND:ROW. "
+    "A bound that rows are known to reach must be reached, or it has become looser: NOT ATTAINED."
 )
 
 
@@ -117,6 +118,7 @@ def findings_as_dict(findings: Sequence[Finding], seed: int) -> dict[str, Any]:
                 "violations": finding.violations,
                 "worst_ratio": _finite(finding.worst_ratio),
                 "says_nothing_share": finding.says_nothing_share,
+                "reached": [_finite(value) for value in finding.reached],
                 "tightness": [_finite(value) for value in finding.tightness] if finding.tightness else None,
                 "counterexample_found": _counterexample(finding.counterexample),
             }

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnorm.theory.selection import at_least_float32, visible_keys
+from attnorm.theory.temperature import positive_temperature
 
 Number = Tensor | float
 
@@ -190,7 +191,7 @@ def effective_gap_from_logits(
     n = visible.sum(-1, dtype=logits.dtype)
     winner = torch.where(visible, logits, -torch.inf).argmax(-1, keepdim=True)
     others = visible.scatter(-1, winner, False) & (n > 1).unsqueeze(-1)
-    temperature = _positive_temperature(temperature, logits)
+    temperature = positive_temperature(temperature, logits)
     z = logits / (temperature.unsqueeze(-1) if temperature.dim() else temperature)  # one T for each row
     top = z.gather(-1, winner).squeeze(-1)
     # Rows without others are NaN below; a finite stand-in keeps their gradient 0 instead of NaN.
@@ -249,18 +250,11 @@ def _floats(*values: Number) -> list[Tensor]:
     return [torch.as_tensor(v, dtype=dtype, device=device) for v in values]
 
 
-def _positive_temperature(temperature: Number, like: Tensor) -> Tensor:
-    value = torch.as_tensor(temperature, dtype=like.dtype, device=like.device)
-    if not bool((value > 0).all()):
-        raise ValueError(f"temperature must be positive, got {_extreme(value, 'min')}")
-    return value
-
-
 def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
     d, T = _floats(spread, temperature)
     if bool((d < 0).any()):
         raise ValueError(f"the spread, largest minus smallest logit, cannot be negative; got {_extreme(d, 'min')}")
-    return d / _positive_temperature(T, d)
+    return d / positive_temperature(T, d)
 
 
 def _applicable(n: Number, like: Tensor) -> Tensor:

@@ -14,7 +14,10 @@ from scipy import stats
 from torch import Tensor
 
 from attnorm.theory.dispersion import Bounds, least_squares_line
-from attnorm.theory.selection import SelectedRows, safe_sqrt, scaled_distances, select, sum_where
+from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
+
+# Distances between selected keys and others that are computed at a time.
+MOST_PAIRS = 2**20
 
 
 def d_tilde(rows: SelectedRows) -> Tensor:
@@ -54,20 +57,31 @@ def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
             f"the printed Theorem 1 needs weights >= 0 that sum to 1; here a row sums to {float(total.flatten()[0])}. "
             "theorem1_fixed_tight needs neither"
         )
-    largest_chosen = _largest(safe_sqrt(rows.vectors.square().sum(-1)).unsqueeze(-2), rows.chosen)
+    largest_chosen = _largest(safe_sqrt(rows.squares).unsqueeze(-2), rows.chosen)
     second = largest_chosen * (A * (rows.n - rows.top_n) - (1 - A))
     return rows.per_row((1 - A) * _largest_gap(rows) + second, proper)
 
 
 def _largest_gap(rows: SelectedRows) -> Tensor:
-    """d1, one selected key after the other, so that memory stays at one number per row and key."""
-    ones = torch.ones_like(rows.weights)
+    """d1: for every selected key the farthest key outside, a few rows at a time, then the farthest of all."""
+    seen = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
+    centre = (seen * rows.vectors).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp(min=1)
+    x = rows.vectors - centre  # nearer to 0 the inner products lose fewer digits
+    *batch, queries, keys = rows.weights.shape
+    x = x.expand(*batch, *x.shape[-2:])
+    squares = x.square().sum(-1)
     largest = torch.zeros_like(rows.mass)
-    vectors = rows.vectors.expand(*rows.weights.shape[:-2], *rows.vectors.shape[-2:])
-    for rank in range(rows.top_n):
-        key = rows.indices[..., rank, None].expand(*rows.mass.shape, vectors.shape[-1])
-        distances = scaled_distances(ones, vectors, vectors.gather(-2, key))
-        largest = torch.maximum(largest, _largest(distances, rows.outside))
+    at_once = max(1, MOST_PAIRS // max(1, math.prod(batch) * rows.top_n * keys))
+    for start in range(0, queries, at_once):
+        some = slice(start, start + at_once)
+        chosen = rows.indices[..., some, :].flatten(-2)
+        points = x.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, x.shape[-1]))
+        # ||x_i - x_j||^2 - ||x_j||^2 = ||x_i||^2 - 2 x_i.x_j
+        others = torch.where(rows.outside[..., some, :], squares.unsqueeze(-2), -torch.inf)
+        pairs = (points @ x.mT).mul_(-2).unflatten(-2, (-1, rows.top_n))
+        farthest = pairs.add_(others.unsqueeze(-2)).amax(-1)
+        own = squares.gather(-1, chosen).unflatten(-1, (-1, rows.top_n))
+        largest[..., some] = safe_sqrt((farthest + own).clamp(min=0).amax(-1))
     return largest
 
 
@@ -80,7 +94,7 @@ def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
     usable = A != 0
     safe = torch.where(usable, A, 1.0).unsqueeze(-1)
     centre = rows.context / safe
-    spread = rows.weights.abs() * scaled_distances(torch.ones_like(rows.weights), rows.vectors, centre)
+    spread = rows.weights.abs() * rows.distances_to(centre, torch.ones_like(rows.weights))
     shift = (safe - rows.weights).abs() * _norm(centre).unsqueeze(-1)
     return rows.per_row(sum_where(spread + shift, rows.outside), usable)
 

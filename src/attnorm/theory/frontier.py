@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from scipy.optimize import brentq
+from torch import Tensor
 
 from attnorm.theory.entmax_worst_case import entmax_worst_norm
 from attnorm.theory.linearization import RowMap, power_iteration_norm
@@ -143,23 +144,27 @@ def two_level_weight(row_map: RowMap, gap: float, n: int, dtype: torch.dtype = t
         return float(row_map(logits)[0, 0])
 
 
-def gap_to_keep(row_map: RowMap, weight: float, n: int, dtype: torch.dtype = torch.float64) -> float:
-    """The smallest gap at which the map gives the leading one of n keys at least `weight`, by root finding on g."""
+def gap_to_keep(
+    row_map: RowMap, weight: float, n: int, dtype: torch.dtype = torch.float64, *, near: float = 1.0
+) -> float:
+    """The smallest gap at which the map gives the leading one of n keys at least `weight`; infinite if none does.
+
+    By root finding on g, which is the shorter the closer `near` lies to the answer.
+    """
     _check(n, weight)
     if two_level_weight(row_map, 0.0, n, dtype) >= weight:
         return 0.0
-    high = 1.0
+    low, high = 0.0, near
     while two_level_weight(row_map, high, n, dtype) < weight:
-        high *= 2
+        low, high = high, 2 * high
         if high > 2.0**20:
             return math.inf
     if weight == 1:  # a plateau: no sign change to follow, so halve instead
-        low = 0.0
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if two_level_weight(row_map, middle, n, dtype) >= 1 - 1e-15 else (middle, high)
         return high
-    return float(brentq(lambda gap: two_level_weight(row_map, gap, n, dtype) - weight, 0.0, high, xtol=1e-12))
+    return float(brentq(lambda gap: two_level_weight(row_map, gap, n, dtype) - weight, low, high, xtol=1e-12))
 
 
 def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points: int = 25, rounds: int = 3) -> float:
@@ -170,20 +175,20 @@ def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points:
     """
     _check_keys(n)
 
-    def norm(leaders: int, gap: float) -> float:
-        logits = torch.zeros(1, n, dtype=torch.float64)
-        logits[0, :leaders] = gap
-        return float(power_iteration_norm(row_map, logits, tolerance=1e-6, generator=torch.Generator().manual_seed(0)))
+    def norms(leaders: int, gaps: Tensor) -> Tensor:
+        logits = torch.where(torch.arange(n) < leaders, gaps[:, None], 0.0)
+        return power_iteration_norm(row_map, logits, tolerance=1e-6, generator=torch.Generator().manual_seed(0))
 
     best = 0.0
     for leaders in (1, 2):
-        gaps = [0.0, *torch.logspace(-4, math.log10(widest), points - 1, dtype=torch.float64).tolist()]
+        grid = torch.logspace(-4, math.log10(widest), points - 1, dtype=torch.float64)
+        gaps = torch.cat([torch.zeros(1, dtype=torch.float64), grid])
         for _ in range(rounds):
-            norms = [norm(leaders, gap) for gap in gaps]
-            top = norms.index(max(norms))
-            best = max(best, norms[top])
+            found = norms(leaders, gaps)
+            top = int(found.argmax())
+            best = max(best, float(found[top]))
             low, high = gaps[max(0, top - 1)], gaps[min(len(gaps) - 1, top + 1)]
-            gaps = torch.linspace(low, high, 7, dtype=torch.float64).tolist()
+            gaps = low + (high - low) * torch.linspace(0, 1, 7, dtype=torch.float64)
     return best
 
 

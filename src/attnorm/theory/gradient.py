@@ -16,6 +16,7 @@ from torch import Tensor
 from attnorm.theory.linearization import RowMap, random_directions
 from attnorm.theory.secular import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32, visible_keys
+from attnorm.theory.temperature import positive_temperature
 
 Number = Tensor | float
 
@@ -30,7 +31,7 @@ def threshold_jacobian_norm(
     u = _hidden(slopes, mask)
     if u.numel() and bool(u.amin() < 0):
         raise ValueError(f"slopes must not be negative, found {u.min().item():.3g}; a threshold map is increasing")
-    return rank_one_eigenvalue(u) / _positive_temperature(temperature)
+    return rank_one_eigenvalue(u) / positive_temperature(temperature)
 
 
 def entmax_slopes(
@@ -72,7 +73,7 @@ def entmax_norm_bracket(
 ) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
     """u_(2) <= T ||J|| <= min(u_(1), max_j 2 u_j (1 - u_j / sum u)): cheap, from the sum and two largest slopes."""
     u = entmax_slopes(weights, alpha, mask)
-    temperature = _positive_temperature(temperature)
+    temperature = positive_temperature(temperature)
     largest, where = u.max(-1, keepdim=True)
     second = u.scatter(-1, where, 0.0).amax(-1)
     return second / temperature, torch.minimum(largest.squeeze(-1), _gershgorin(u)) / temperature
@@ -113,19 +114,19 @@ def lemma2_corrected(
 
 def corollary3_printed(temperature: Number) -> Tensor:
     """min{1/(4T), sqrt 2} as printed; **false** on both branches: two equal logits give 1/(2T)."""
-    return (1 / (4 * _positive_temperature(temperature))).clamp(max=math.sqrt(2))
+    return (1 / (4 * positive_temperature(temperature))).clamp(max=math.sqrt(2))
 
 
 def corollary3_corrected(temperature: Number) -> Tensor:
     """||J|| <= 1/(2T) for softmax, attained by two equal logits."""
-    return 1 / (2 * _positive_temperature(temperature))
+    return 1 / (2 * positive_temperature(temperature))
 
 
 def corollary3_local(
     weights: Float[Tensor, "*rows L"], temperature: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*rows"]:
     """||J|| <= max_j 2 a_j (1 - a_j) / T for softmax: at most 1/(2T), and far less on flat or decided rows."""
-    return _gershgorin(_distributions(weights, mask)) / _positive_temperature(temperature)
+    return _gershgorin(_distributions(weights, mask)) / positive_temperature(temperature)
 
 
 def finite_difference_gain(
@@ -145,7 +146,7 @@ def finite_difference_gain(
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}")
-    scale = 1 / _positive_temperature(temperature)
+    scale = 1 / positive_temperature(temperature)
     scale = scale.unsqueeze(-1) if scale.dim() else scale
     if directions is None:
         directions = random_directions(logits, samples, mask, generator)
@@ -156,11 +157,6 @@ def finite_difference_gain(
     moved = torch.stack([row_map((logits + epsilon * d) * scale) for d in directions / norms])
     change: Tensor = torch.linalg.vector_norm(moved - base, dim=-1)
     return change / epsilon
-
-
-def finite_difference_printed(epsilon: float, temperature: Number = 1.0) -> Tensor:
-    """The curve drawn in Fig. 4 as a bound on g(T, eps): min{1/(4T), sqrt 2}, whatever eps; **false**."""
-    return corollary3_printed(temperature)
 
 
 def finite_difference_corrected(epsilon: float, temperature: Number = 1.0) -> Tensor:
@@ -183,7 +179,7 @@ def swap_example(a: float, epsilon: float, temperature: float = 1.0, keys: int =
     """The toy of section 2.3 with `keys` - 2 further logits at 0."""
     if keys < 2:
         raise ValueError(f"the example needs at least two keys, got {keys}")
-    T = float(_positive_temperature(temperature))
+    T = float(positive_temperature(temperature))
     before, after = torch.zeros(2, keys, dtype=torch.float64)
     before[-2:] = torch.tensor([a, a + epsilon], dtype=torch.float64)
     after[-2:] = torch.tensor([a + 2 * epsilon, a], dtype=torch.float64)
@@ -209,14 +205,6 @@ def _gershgorin(u: Tensor) -> Tensor:
     return 2 * torch.maximum(largest * (rest / total), others * (1 - others / total)).amax(-1)
 
 
-def _positive_temperature(temperature: Number) -> Tensor:
-    if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(temperature, dtype=torch.float64)
-    if not bool((temperature > 0).all()):
-        raise ValueError(f"temperature must be positive, got {float(temperature.min()):g}")
-    return temperature
-
-
 def _hidden(rows: Tensor, mask: Tensor | None) -> Tensor:
     """The rows in at least float32, 0 at hidden keys."""
     rows = at_least_float32(rows)
@@ -230,7 +218,7 @@ def _distributions(weights: Tensor, mask: Tensor | None) -> Tensor:
     weights = _hidden(weights, mask)
     with torch.no_grad():
         total = weights.sum(-1)
-        wrong = total[((total - 1).abs() > slack) & (total != 0)]
+        wrong = total[~((total - 1).abs() <= slack) & (total != 0)]  # NaN is wrong too
         if wrong.numel():
             raise ValueError(
                 f"weights must sum to 1 in every row (or be all 0), found {wrong[0].item():.6g}; "

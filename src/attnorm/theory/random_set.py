@@ -15,19 +15,19 @@ from torch import Tensor
 
 from attnorm.theory.dispersion import Bounds
 from attnorm.theory.distance import d_tilde
-from attnorm.theory.selection import SelectedRows, safe_sqrt, scaled_distances, select, sum_where
+from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
 
 
 def theorem1_random_printed(rows: SelectedRows) -> Tensor:
     """(n-N)/n sum_i ||(a_i + N/(n-1)) x_i - x_bar||: the printed main term of E, a misprint (see the doc)."""
     share = _others_share(rows)
-    return _mean_over_sets(rows, scaled_distances(rows.weights + share, rows.vectors, rows.output))
+    return _mean_over_sets(rows, rows.distances_to(rows.output, rows.weights + share))
 
 
 def theorem1_random_epsilon(rows: SelectedRows) -> Tensor:
     """The printed bound on eps. It is a true bound on E minus the *corrected* main term; infinite where mu_i = 0."""
     share = _others_share(rows)
-    mean = scaled_distances((1 + share) * rows.weights, rows.vectors, share * rows.output)
+    mean = rows.distances_to(share * rows.output, (1 + share) * rows.weights)
     squares = rows.norms.square()
     others = squares.sum(-1, keepdim=True) - squares
     return _mean_over_sets(rows, 0.5 * share * torch.where(others > 0, others / mean, 0.0))
@@ -49,7 +49,7 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     light = rows.visible & ~heavy
     size = light.sum(-1, keepdim=True).to(rows.weights.dtype)
     light_sum = torch.where(light, rows.weights, 0.0) @ rows.vectors
-    apart = scaled_distances(rows.weights, rows.vectors, light_sum / size.clamp(min=1)).square()
+    apart = rows.distances_to(light_sum / size.clamp(min=1), rows.weights).square()
     total_apart = sum_where(apart, light).unsqueeze(-1)
     # The sum of squares about the mean, with key i left out where it is itself one of the light keys.
     apart = torch.where(heavy, total_apart, total_apart - size / (size - 1).clamp(min=1) * apart).clamp(min=0)
@@ -66,9 +66,9 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
         # Key i, if light, is not among those the drawn keys come from.
         pool = torch.where(heavy, size, size - 1).clamp(min=1)
         light_share, heavy_share = (drawn / p.clamp(min=1) for p in (size - 1, size))
-        mean = scaled_distances((1 + light_share) * rows.weights, rows.vectors, certain_sum + light_share * light_sum)
+        mean = rows.distances_to(certain_sum + light_share * light_sum, (1 + light_share) * rows.weights)
         if heaviest:
-            for_heavy = scaled_distances(rows.weights, rows.vectors, certain_sum + heavy_share * light_sum)
+            for_heavy = rows.distances_to(certain_sum + heavy_share * light_sum, rows.weights)
             mean = torch.where(heavy, for_heavy, mean)
         variance = drawn * (pool - drawn).clamp(min=0) / (pool * (pool - 1).clamp(min=1)) * apart
         lower = lower + chance * mean

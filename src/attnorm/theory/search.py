@@ -8,8 +8,7 @@ that help. How many rounds fit into the budget depends on the machine; what a ro
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from attnorm.theory.catalogue import Case, Claim, claims
 from attnorm.theory.catalogue.cases import draw_case
+from attnorm.theory.threads import one_thread
 
 ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
 FIRST_ROUNDS = 9  # every strategy three times, whatever the budget
@@ -57,6 +57,7 @@ class Finding:
     rounds: int = 0
     violations: int = 0
     worst_ratio: float = -math.inf
+    reached: tuple[float, ...] = ()  # the worst ratio to each bound
     says_nothing_share: float | None = None
     tightness: tuple[float, float, float] | None = None  # 5 %, 50 %, 95 % of the ratio over random rows
     counterexample: Counterexample | None = None
@@ -75,6 +76,8 @@ class Finding:
             return "VIOLATED"
         if claim.status == "vacuous":
             return "says nothing" if (self.says_nothing_share or 0) >= VACUOUS_SHARE else "NOT VACUOUS"
+        if any(least is not None and found < least for least, found in zip(claim.attained, self.reached, strict=False)):
+            return "NOT ATTAINED"
         return "survived"
 
     @property
@@ -151,22 +154,12 @@ def replay(claim: Claim, seed: int, round_number: int) -> tuple[Case, Tensor]:
     if round_number < 0:
         raise ValueError(f"rounds count from 0, got {round_number}")
     with one_thread():
-        return _Search(claim, seed).case_of(round_number)
+        case, ratios = _Search(claim, seed).case_of(round_number)
+    return case, ratios.amax(-1)
 
 
 def table_stands(findings: Sequence[Finding]) -> bool:
     return all(finding.stands for finding in findings)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The tensors are small: a second thread costs more than it brings, and sums stay in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Search:
@@ -176,11 +169,12 @@ class _Search:
         self.claim, self.seed = claim, seed
         self.rounds = self.tried = self.violations = self.random_rows = self.silent_rows = 0
         self.seconds = 0.0
-        self.worst = -math.inf
+        self.reached: Tensor | None = None
         self.random_ratios: list[Tensor] = []
         self.smallest: Counterexample | None = None
 
     def case_of(self, round_number: int) -> tuple[Case, Tensor]:
+        """What the round tries, and its ratios (rows, bounds)."""
         cycle, step = divmod(round_number, len(STRATEGIES))
         strategy = STRATEGIES[step]
         # Ascents start from structured and from random rows in turn.
@@ -191,15 +185,22 @@ class _Search:
         if strategy == "ascent":
             case = _ascend(self._ratio, case) if self.claim.differentiable else _climb(self._ratio, case, seed)
         with torch.no_grad():
-            return case, self._ratio(case)
+            return case, self._by_bound(case)
+
+    def _by_bound(self, case: Case) -> Tensor:
+        assert self.claim.ratio is not None
+        ratio = self.claim.ratio(case)
+        return ratio if ratio.dim() == 2 else ratio.unsqueeze(-1)
 
     def _ratio(self, case: Case) -> Tensor:
-        assert self.claim.ratio is not None
-        return self.claim.ratio(case)
+        return self._by_bound(case).amax(-1)
 
     def run_round(self) -> None:
         began = time.monotonic()
-        case, ratios = self.case_of(self.rounds)
+        case, by_bound = self.case_of(self.rounds)
+        reached = torch.nan_to_num(by_bound, nan=-torch.inf, posinf=torch.inf).amax(0)
+        self.reached = reached if self.reached is None else torch.maximum(self.reached, reached)
+        ratios = by_bound.amax(-1)
         applies = ~torch.isnan(ratios)
         self.tried += int(applies.sum())
         if STRATEGIES[self.rounds % len(STRATEGIES)] == "random":
@@ -208,8 +209,6 @@ class _Search:
                 silent = self.claim.says_nothing(case)[applies]
                 self.silent_rows += int(silent.nansum())
                 self.random_rows += int((~silent.isnan()).sum())
-        if bool(applies.any()):
-            self.worst = max(self.worst, float(ratios[applies].max()))
         broken = applies & (ratios > 1 + ROUNDING)
         self.violations += int(broken.sum())
         if bool(broken.any()):
@@ -234,12 +233,14 @@ class _Search:
             self.smallest = found
 
     def finding(self) -> Finding:
+        reached = () if self.reached is None else tuple(self.reached.tolist())
         return Finding(
             claim=self.claim,
             tried=self.tried,
             rounds=self.rounds,
             violations=self.violations,
-            worst_ratio=self.worst,
+            worst_ratio=max(reached, default=-math.inf),
+            reached=reached,
             says_nothing_share=self.silent_rows / self.random_rows if self.random_rows else None,
             tightness=_quantiles(self.random_ratios),
             counterexample=self.smallest,

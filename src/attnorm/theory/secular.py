@@ -15,54 +15,85 @@ from torch import Tensor
 # Largest relative error after 0, 1, 2, 3, 4 passes over 200,000 adversarial rows: 8e-2, 1e-3, 3e-7, 2e-14, 7e-16.
 PASSES_FLOAT32 = 3
 PASSES_FLOAT64 = 4
+# Each pass squares the relative error, times less than 10: after a step as small as this no other is needed.
+ENOUGH_FLOAT32 = 3e-4
+ENOUGH_FLOAT64 = 2e-8
 # The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
 MOST_PASSES = 100
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
 BLOCK = 1 << 18
 
 
-def rank_one_eigenvalue(u: Float[Tensor, "*rows L"]) -> Float[Tensor, "*rows"]:
+def rank_one_eigenvalue(
+    u: Float[Tensor, "*rows L"], at_zero: Float[Tensor, "*rows 1"] | None = None
+) -> Float[Tensor, "*rows"]:
     """Largest eigenvalue of diag(u) - u u^T / sum u for u >= 0: the root of sum_j u_j / (u_j - x) = 0 below max u.
 
     0 for a row with fewer than two positive entries; the largest entry itself where it occurs twice. Relative error
-    a few units in the last place. Differentiable in u where the eigenvalue is simple.
+    a few units in the last place. Differentiable in u where the eigenvalue is simple. at_zero: see rank_one_root.
     """
-    value = _in_blocks(_rank_one, u.detach())
+    value = _in_blocks(_rank_one, u.detach(), *(() if at_zero is None else (at_zero.detach(),)))
     if not (torch.is_grad_enabled() and u.requires_grad):
         return value
     # The Rayleigh quotient at the eigenvector has the same value and, to first order, the same derivative.
     v = _rank_one_eigenvector(u.detach(), value.unsqueeze(-1))
-    mean = (u * v).sum(-1) / u.sum(-1).clamp(min=torch.finfo(u.dtype).tiny)
-    return (u * v.square()).sum(-1) - u.sum(-1) * mean.square()
+    total = u.sum(-1) if at_zero is None else u.sum(-1) + at_zero.squeeze(-1)
+    mean = (u * v).sum(-1) / total.clamp(min=torch.finfo(u.dtype).tiny)
+    return (u * v.square()).sum(-1) - total * mean.square()
 
 
-def _rank_one(u: Tensor) -> Tensor:
-    """u_1 / (u_1 - u_2 - d) = sum_{j >= 2} u_j / (d + u_2 - u_j), with u_1, u_2 the largest entries and x = u_2 + d.
-
-    The sum is replaced by A + B/d with its value and derivative at the current d; the quadratic that remains has one
-    positive root. A tangent in 1/d lies above the sum, so from the first pass on d falls monotonically to the root.
-    """
+def _rank_one(u: Tensor, at_zero: Tensor | None = None) -> Tensor:
     first, where = u.max(-1, keepdim=True)
     rest = u.scatter(-1, where, 0.0)
-    second = rest.amax(-1, keepdim=True)
-    gap, width = second - rest, first - second
-    total = rest.sum(-1, keepdim=True)
+    return rank_one_root(first, rest.amax(-1, keepdim=True), rest, at_zero).squeeze(-1)
+
+
+def rank_one_root(
+    first: Tensor,
+    second: Tensor,
+    rest: Tensor,
+    at_zero: Tensor | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """The eigenvalue (rows, 1) from the largest entry, the second largest, and the rows (rows, L) with 0 for the first.
+
+    With at_zero = s it is that of diag(u) - u u^T / (s + sum u): a sink takes the mass s of each row and is no row of
+    the matrix. The first three may be of higher precision than the rows.
+    `scratch`: an array like the rows to work in.
+
+        u_1 / (u_1 - u_2 - d) = s / (u_2 + d) + sum_{j >= 2} u_j / (d + u_2 - u_j),   u_1, u_2 the largest, x = u_2 + d
+
+    The right side is replaced by A + B/d with its value and derivative at the current d; the quadratic that remains has
+    one positive root. A tangent in 1/d lies above the sum, so from the first pass on d falls monotonically to the root.
+    """
+    dtype = rest.dtype
+    terms = torch.empty_like(rest) if scratch is None else scratch
+    # A d below the rounding of u_2 does not show in x; a pole must not be hit for that.
+    above_pole = second * (1 + 2 * torch.finfo(dtype).eps)
+    width = first - second
+    total = rest.sum(-1, keepdim=True).to(first.dtype)
+    total = total if at_zero is None else total + at_zero
     # Start: all but the largest entry lumped at their mean, and not below the solution for the two largest alone.
-    center = _sum_of_squares(rest) / total
+    center = _sum_of_squares(rest).to(first.dtype) / total
     d = (total * width - first * (second - center)) / (first + total)
     d = torch.maximum(d, second * (width / (first + second)))
-    terms = torch.empty_like(rest)
-    for _ in range(PASSES_FLOAT64 if u.dtype == torch.float64 else PASSES_FLOAT32):
-        torch.div(rest, torch.add(gap, d, out=terms), out=terms)
-        value = terms.sum(-1, keepdim=True)
-        # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j)
-        B = d * (d / (second + d)) * (value + _sum_of_squares(terms))
-        A = (value - B / d).clamp(min=0)
+    passes, enough = (PASSES_FLOAT64, ENOUGH_FLOAT64) if dtype == torch.float64 else (PASSES_FLOAT32, ENOUGH_FLOAT32)
+    for _ in range(passes):
+        x = second + d
+        torch.div(rest, torch.sub(torch.maximum(x, above_pole).to(dtype), rest, out=terms), out=terms)
+        value = terms.sum(-1, keepdim=True).to(first.dtype)
+        value = value if at_zero is None else value + at_zero / x
+        # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j); a sink has the pole x = 0 and no q^2
+        slope = d / x * (value + _sum_of_squares(terms).to(first.dtype))
+        A = (value - slope).clamp(min=0)
+        B = d * slope
         b = B + first - A * width
         root = (b.square() + 4 * A * B * width).sqrt()
-        d = torch.where(b >= 0, 2 * B * width / (b + root), (root - b) / (2 * A))
+        before, d = d, torch.where(b >= 0, 2 * B * width / (b + root), (root - b) / (2 * A))
+        if not bool(((d - before).abs() > enough * x).any()):  # NaN: the two largest are equal
+            break
     value = torch.where(second < first, second + d, first)
-    return torch.where(second > 0, value, 0.0).squeeze(-1)
+    return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)
 
 
 def _sum_of_squares(rows: Tensor) -> Tensor:
@@ -143,7 +174,7 @@ def _rank_two_step(
 def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """solve((rows, L), ...) -> (rows,) applied to a few rows at a time."""
     *leading, keys = tensors[0].shape
-    flat = [tensor.reshape(-1, keys) for tensor in tensors]
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     if flat[0].numel() == 0:
         return tensors[0].new_zeros(leading)
     size = max(1, BLOCK // keys)

@@ -60,14 +60,23 @@ class SelectedRows:
         return self.weights @ self.vectors
 
     @cached_property
+    def squares(self) -> Tensor:
+        """||x_i||^2."""
+        return self.vectors.square().sum(-1)
+
+    @cached_property
     def norms(self) -> Tensor:
         """||y_i||."""
-        return self.weights.abs() * safe_sqrt(self.vectors.square().sum(-1)).unsqueeze(-2)
+        return self.weights.abs() * safe_sqrt(self.squares).unsqueeze(-2)
 
     @cached_property
     def distances(self) -> Tensor:
         """||y_i - s|| for every key."""
-        return scaled_distances(self.weights, self.vectors, self.context)
+        return self.distances_to(self.context, self.weights)
+
+    def distances_to(self, points: Tensor, coefficients: Tensor) -> Tensor:
+        """||c_i x_i - p|| for one point per row."""
+        return scaled_distances(coefficients, self.vectors, points, self.squares)
 
     @cached_property
     def chosen_weights(self) -> Tensor:
@@ -81,7 +90,10 @@ class SelectedRows:
 
     def with_indices(self, indices: Int[Tensor, "*rows N"]) -> "SelectedRows":
         """The same rows with another selected set (visible keys, none twice)."""
-        return SelectedRows(self.weights, self.vectors, self.visible, indices, self.one_row_per_set)
+        rows = SelectedRows(self.weights, self.vectors, self.visible, indices, self.one_row_per_set)
+        # What does not depend on the set has been computed once for all sets.
+        rows.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_SETS if name in self.__dict__})
+        return rows
 
     def per_row(self, value: Tensor, where: Tensor | None = None) -> Tensor:
         """One number per row in the caller's layout: NaN where the row has n <= N or `where` is False."""
@@ -97,6 +109,9 @@ class SelectedRows:
         """A number per row, as the caller gave it, ready to meet this record's rows."""
         value = torch.as_tensor(given, dtype=self.weights.dtype, device=self.weights.device)
         return value.unsqueeze(-1) if self.one_row_per_set and value.dim() else value
+
+
+_OF_ALL_SETS = ("n", "squares", "norms", "output")
 
 
 def select(
@@ -158,13 +173,14 @@ def top_n_set(
     return torch.zeros_like(visible).scatter(-1, top_n_indices(weights, top_n, visible), True) & visible
 
 
-def scaled_distances(weights: Tensor, vectors: Tensor, points: Tensor) -> Tensor:
+def scaled_distances(weights: Tensor, vectors: Tensor, points: Tensor, squares: Tensor | None = None) -> Tensor:
     """||a_i x_i - p|| for weights (..., Q, L), vectors (..., L, d) and points (..., Q, d): (..., Q, L).
 
     From inner products, so that no (Q, L, d) tensor arises; pairs so close that the subtraction would lose more than
-    half of the digits are computed again from their difference.
+    half of the digits are computed again from their difference. squares: ||x_i||^2 where they are known.
     """
-    own = weights.square() * vectors.square().sum(-1).unsqueeze(-2)
+    squares = vectors.square().sum(-1) if squares is None else squares
+    own = weights.square() * squares.unsqueeze(-2)
     point = points.square().sum(-1, keepdim=True)
     squared = own - 2 * weights * (points @ vectors.mT) + point
     with torch.no_grad():

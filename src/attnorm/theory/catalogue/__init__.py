@@ -6,7 +6,7 @@ from attnorm.theory.catalogue.normalizers import normalizer_claims
 
 
 def claims() -> list[Claim]:
-    """All claims: the papers' in the order of THEORY's families, then one or two for each registered normalizer."""
+    """All claims: the papers' in the order of THEORY's families, then up to three for each registered normalizer."""
     families = (dispersion, distance, geometry, gradient, coverage, kneemax)
     return [claim for family in families for claim in family.CLAIMS] + list(normalizer_claims())
 

@@ -1,7 +1,8 @@
 """A claim: a statement of a paper, printed or corrected, with what is needed to search for a counterexample.
 
 Every claim is measured on the same kind of case - rows of logits over keys that carry vectors - by one number per row,
-its ratio: quantity over upper bound, or lower bound over quantity. The claim is violated where the ratio exceeds 1.
+its ratio: quantity over upper bound, or lower bound over quantity; two numbers where there are both bounds. The claim
+is violated where a ratio exceeds 1, and its bounds are as tight as can be where each ratio comes to 1 on some row.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from attnorm.theory.selection import SelectedRows, select
+
+# Of `attained`: rows of the search lie on the bound, or an ascent comes near it. Either notices 10 % more.
+EXACTLY, NEARLY = 1 - 1e-6, 0.95
 
 Status = Literal["holds", "vacuous", "false"]
 Form = Literal["printed", "corrected", "added"]
@@ -71,9 +75,14 @@ class Case:
             matrices=self.matrices[which],
         )
 
+    def padded(self, ratios: Tensor) -> Tensor:
+        """Ratios of the first rows only, as ratios of all: the others are not applicable."""
+        missing = ratios.new_full((len(self.dial) - len(ratios), *ratios.shape[1:]), torch.nan)
+        return torch.cat([ratios, missing])
+
     def picked(self, ratios: list[Tensor]) -> Tensor:
-        """Row by row one of the ratios (each (rows,))."""
-        return torch.stack(ratios, -1).gather(-1, (self.pick % len(ratios))[:, None])[:, 0]
+        """Row by row one of the ratios (each (rows,), or (rows, 2) for two bounds)."""
+        return torch.stack(ratios)[self.pick % len(ratios), torch.arange(len(self.pick))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,8 @@ class Claim:
     proof: str  # a heading of a chapter: docs/theory/chapter.md#heading
     counterexample: str = ""
     correction: str = ""  # the id of the claim to use instead, or what to do
-    ratio: Callable[[Case], Tensor] | None = None  # None: an argument, not a number; see `proof`
+    ratio: Callable[[Case], Tensor] | None = None  # (rows,) or (rows, bounds); None: an argument, see `proof`
+    attained: tuple[float | None, ...] = ()  # for each bound the ratio that a search must reach, or it became looser
     says_nothing: Callable[[Case], Tensor] | None = None  # 1 for rows where the bound is trivially true, NaN: not asked
     sizes: Sizes = Sizes()
     differentiable: bool = True
@@ -120,7 +130,8 @@ def at_least(quantity: Tensor, bound: Tensor, rounding: float = 0.0) -> Tensor:
 
 
 def between(quantity: Tensor, lower: Tensor, upper: Tensor, rounding: float = 0.0) -> Tensor:
-    return torch.maximum(at_most(quantity, upper, rounding), at_least(quantity, lower, rounding))
+    """Both ratios, (..., 2): to the lower bound, to the upper."""
+    return torch.stack([at_least(quantity, lower, rounding), at_most(quantity, upper, rounding)], -1)
 
 
 def equals(quantity: Tensor, expected: Tensor, tolerance: Tensor | float) -> Tensor:

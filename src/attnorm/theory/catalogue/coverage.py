@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import coverage
-from attnorm.theory.catalogue.claim import Case, Claim, at_least, between
+from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, at_least, between
 
 HEADS = 4
 
@@ -19,7 +19,7 @@ def _coverage(case: Case) -> coverage.Coverage:
 
 
 def _per_row(ratio: Tensor) -> Tensor:
-    return ratio.repeat_interleave(HEADS)
+    return ratio.repeat_interleave(HEADS, 0)
 
 
 def _independence(case: Case) -> Tensor:
@@ -54,5 +54,6 @@ CLAIMS = [
         domain="any heads",
         status="holds",
         ratio=_union,
+        attained=(EXACTLY, EXACTLY),
     ),
 ]

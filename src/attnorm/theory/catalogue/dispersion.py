@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import dispersion, spread
-from attnorm.theory.catalogue.claim import Case, Claim, at_least, at_most
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, at_least, at_most
 
 ROUNDING = 1e-12  # of an entropy in nats
 
@@ -25,13 +25,13 @@ def _lemma1(case: Case) -> Tensor:
         values = FUNCTIONS[name].value(case.scaled.clamp(-50, 50))
         weights = values / values.sum(-1, keepdim=True)
         ratios.append(
-            _weights_between(weights, dispersion.lemma1_bounds(*dispersion.observed_range(values), float(case.keys)))
+            weights_between(weights, dispersion.lemma1_bounds(*dispersion.observed_range(values), float(case.keys)))
         )
     return case.picked(ratios)
 
 
-def _weights_between(weights: Tensor, bounds: dispersion.Bounds) -> Tensor:
-    return torch.maximum(at_most(weights.amax(-1), bounds.upper), at_least(weights.amin(-1), bounds.lower))
+def weights_between(weights: Tensor, bounds: dispersion.Bounds) -> Tensor:
+    return torch.stack([at_least(weights.amin(-1), bounds.lower), at_most(weights.amax(-1), bounds.upper)], -1)
 
 
 def _corollary1(case: Case) -> Tensor:
@@ -39,15 +39,15 @@ def _corollary1(case: Case) -> Tensor:
     weights = torch.softmax((keys @ query[..., None])[..., 0] / case.temperature, dim=-1)
     largest = torch.linalg.vector_norm(keys, dim=-1).amax(-1)
     size = torch.linalg.vector_norm(query, dim=-1)
-    return _weights_between(weights, dispersion.corollary1_bounds(size, largest, float(case.keys), case.temperature))
+    return weights_between(weights, dispersion.corollary1_bounds(size, largest, float(case.keys), case.temperature))
 
 
 def _lemma21(case: Case) -> Tensor:
-    return _weights_between(case.weights, dispersion.lemma21_bounds(case.spread, float(case.keys), case.temperature))
+    return weights_between(case.weights, dispersion.lemma21_bounds(case.spread, float(case.keys), case.temperature))
 
 
 def _lemma21_sharp(case: Case) -> Tensor:
-    return _weights_between(
+    return weights_between(
         case.weights, dispersion.sharp_weight_bounds(case.spread, float(case.keys), case.temperature)
     )
 
@@ -76,7 +76,7 @@ def _uniform_limit(case: Case) -> Tensor:
 
 def _effective_gap(case: Case) -> Tensor:
     gap = dispersion.effective_gap_from_logits(case.logits, temperature=case.temperature)
-    return torch.maximum(at_most(gap, case.spread / case.temperature, ROUNDING), -gap / ROUNDING)
+    return torch.stack([-gap / ROUNDING, at_most(gap, case.spread / case.temperature, ROUNDING)], -1)
 
 
 def _proposition31(case: Case, bound: Callable[..., Tensor]) -> Tensor:
@@ -97,6 +97,7 @@ CLAIMS = [
         domain="F > 0 and free of L, bounded logits; not sparsemax, entmax, top-k, ssmax, unnormalised maps",
         status="holds",
         ratio=_lemma1,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="corollary-1",
@@ -108,6 +109,7 @@ CLAIMS = [
         status="holds",
         correction="lemma-2.1-sharp",
         ratio=_corollary1,
+        attained=(NEARLY, NEARLY),
     ),
     claim(
         id="lemma-2.1",
@@ -119,6 +121,7 @@ CLAIMS = [
         status="holds",
         correction="lemma-2.1-sharp",
         ratio=_lemma21,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="lemma-2.1-sharp",
@@ -129,6 +132,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=_lemma21_sharp,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="entropy-floor",
@@ -139,6 +143,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=_entropy_floor,
+        attained=(EXACTLY,),
     ),
     claim(
         id="entropy-deficit",
@@ -149,6 +154,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=_entropy_deficit,
+        attained=(NEARLY,),
     ),
     claim(
         id="horizon",
@@ -159,6 +165,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=_horizon,
+        attained=(0.97,),
     ),
     claim(
         id="theorem-2.2",
@@ -179,6 +186,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=_effective_gap,
+        attained=(None, EXACTLY),
     ),
     claim(
         id="dispersed-is-uniform",
@@ -202,6 +210,7 @@ CLAIMS = [
         status="holds",
         correction="proposition-3.1-tight",
         ratio=lambda case: _proposition31(case, spread.proposition31_bound),
+        attained=(NEARLY,),
     ),
     claim(
         id="proposition-3.1-tight",
@@ -212,5 +221,6 @@ CLAIMS = [
         domain="as Proposition 3.1, heads that do not rotate q and k",
         status="holds",
         ratio=lambda case: _proposition31(case, spread.proposition31_tight),
+        attained=(NEARLY,),
     ),
 ]

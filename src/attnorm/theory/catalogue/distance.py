@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import distance, random_set
-from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_most, between
+from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_most, between
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/distance.md"
@@ -111,6 +111,7 @@ CLAIMS = [
         ratio=lambda case: at_most(
             distance.d_tilde(case.selected), distance.theorem1_fixed_printed(case.selected), ROUNDING
         ),
+        attained=(EXACTLY,),
     ),
     claim(
         id="theorem-1-fixed-tight",
@@ -121,6 +122,7 @@ CLAIMS = [
         domain="any set and any weights with A != 0",
         status="holds",
         ratio=lambda case: _tight(case.selected),
+        attained=(EXACTLY,),
     ),
     claim(
         id="theorem-1-fixed-signed",
@@ -131,6 +133,7 @@ CLAIMS = [
         domain="any weights with A != 0",
         status="holds",
         ratio=lambda case: _tight(_signed(case)),
+        attained=(EXACTLY,),
     ),
     claim(
         id="theorem-1-any-set",
@@ -155,6 +158,7 @@ CLAIMS = [
         domain="any set I (tested: the N lightest keys)",
         status="holds",
         ratio=lambda case: _tight(_any_set(case)),
+        attained=(EXACTLY,),
     ),
     claim(
         id="relative-distance",
@@ -165,6 +169,7 @@ CLAIMS = [
         domain="s != 0",
         status="holds",
         ratio=_relative,
+        attained=(EXACTLY, EXACTLY),
     ),
     on_random_sets(
         id="theorem-1-random",
@@ -185,6 +190,7 @@ CLAIMS = [
         statement="(L-N)/L sum ||mu_i|| <= E <= (L-N)/L sum sqrt(||mu_i||^2 + V_i)",
         status="holds",
         ratio=lambda case: _random_corrected(case, 0),
+        attained=(EXACTLY, EXACTLY),
     ),
     on_random_sets(
         id="theorem-1-random-conditioned",
@@ -194,6 +200,7 @@ CLAIMS = [
         statement="the same bounds within each case of which of the two heaviest keys are selected",
         status="holds",
         ratio=lambda case: _random_corrected(case, 2),
+        attained=(EXACTLY, EXACTLY),
     ),
     on_random_sets(
         id="theorem-1-random-epsilon",
@@ -249,6 +256,7 @@ CLAIMS = [
         statement="c (1 - N/n) Y <= E <= (N+1)(1 - N/n) Y, Y = sum ||y_i||",
         status="holds",
         ratio=_corollary2_corrected,
+        attained=(None, EXACTLY),
     ),
     claim(
         id="must-collapse",
@@ -264,7 +272,7 @@ CLAIMS = [
     ),
     claim(
         id="critical-n-sub-linear",
-        proof=DOC,
+        proof=f"{DOC}#critical-n",
         source="Mudarisov et al., section 3.1",
         form="printed",
         statement="0.06 L grows sub-linearly",

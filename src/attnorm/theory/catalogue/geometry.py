@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry
-from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_least, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/geometry.md"
@@ -65,7 +65,7 @@ def _upper_printed_below(case: Case) -> Tensor:
     radius = geometry.xi(rows, 1.0, 0.0).amin(-1) * (0.6 + 0.35 * few.dial / (1 + few.dial))
     law = geometry.theorem2_exact(rows, radius, 1.0, tolerance=1e-7)
     certain = torch.as_tensor(law.probability - law.error)
-    return _padded(at_most(certain, geometry.theorem2_printed(rows, radius, 1.0, 0.0).upper), case)
+    return case.padded(at_most(certain, geometry.theorem2_printed(rows, radius, 1.0, 0.0).upper))
 
 
 def _xi(case: Case) -> Tensor:
@@ -87,7 +87,8 @@ def _exact_law(case: Case) -> Tensor:
     bounds = geometry.theorem2_bounds(rows, radius, 1.0)
     law = geometry.theorem2_exact(rows, radius, 1.0, tolerance=1e-4)
     exact, error = (torch.as_tensor(values) for values in (law.probability, law.error))
-    return _padded(torch.maximum(at_most(exact - error, bounds.upper), at_least(exact + error, bounds.lower)), case)
+    sides = [at_least(exact + error, bounds.lower), at_most(exact - error, bounds.upper)]
+    return case.padded(torch.stack(sides, -1))
 
 
 def _permuted(case: Case) -> Tensor:
@@ -114,7 +115,7 @@ def _dealt(case: Case, draws: Literal["permuted", "independent"], ways: list[lis
         True,
     )
     share = geometry.separability(dealt, radius.expand(len(ways), -1)).mean(0)
-    return _padded(between(share, bounds.lower, bounds.upper, ROUNDING), case)
+    return case.padded(between(share, bounds.lower, bounds.upper, ROUNDING))
 
 
 def _isotropic_moments(case: Case) -> Tensor:
@@ -123,7 +124,7 @@ def _isotropic_moments(case: Case) -> Tensor:
     rows, _ = _sphere(few)
     axes = torch.cat([torch.eye(case.width, dtype=torch.float64), -torch.eye(case.width, dtype=torch.float64)])
     ways = torch.tensor(list(itertools.product(range(2 * case.width), repeat=case.top_n)))
-    return _padded(_same_moments(rows, axes[ways].unsqueeze(1), geometry.isotropic_moments(rows, 1.0)), case)
+    return case.padded(_same_moments(rows, axes[ways].unsqueeze(1), geometry.isotropic_moments(rows, 1.0)))
 
 
 def _row_moments(case: Case, *, repeats: bool) -> Tensor:
@@ -136,7 +137,7 @@ def _row_moments(case: Case, *, repeats: bool) -> Tensor:
     each = anisotropy.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
     power_sums = tuple(geometry.without_each(rows.chosen_weights**p)[0] for p in range(1, 5))
     formula = anisotropy.independent_norm_moments if repeats else anisotropy.permuted_norm_moments
-    return _padded(_same_moments(rows, dealt, formula(power_sums, each)), case)
+    return case.padded(_same_moments(rows, dealt, formula(power_sums, each)))
 
 
 def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Tensor]) -> Tensor:
@@ -154,10 +155,6 @@ def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Ten
 
 def _more_than_80_percent(case: Case) -> Tensor:
     return geometry.separability(case.selected) / 0.85
-
-
-def _padded(ratio: Tensor, case: Case) -> Tensor:
-    return torch.nn.functional.pad(ratio, (0, case.dial.shape[0] - ratio.shape[0]), value=torch.nan)
 
 
 CLAIMS = [
@@ -209,6 +206,7 @@ CLAIMS = [
         domain="vectors on a sphere, at least delta apart",
         status="holds",
         ratio=_xi,
+        attained=(EXACTLY,),
     ),
     on_sphere(
         id="theorem-2-corrected",
@@ -219,6 +217,7 @@ CLAIMS = [
         status="holds",
         sizes=Sizes(most_keys=6, least_width=2),
         ratio=_exact_law,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="theorem-2-moments",
@@ -263,6 +262,7 @@ CLAIMS = [
         status="holds",
         sizes=Sizes(most_keys=4),
         ratio=_permuted,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="theorem-2-anisotropic-independent",
@@ -274,6 +274,7 @@ CLAIMS = [
         status="holds",
         sizes=Sizes(most_keys=4, most_top_n=3),
         ratio=_independent,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="at-most-80-percent",

@@ -10,10 +10,11 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import entmax_worst_case, gradient
-from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_most, between, equals
 
 DOC = "docs/theory/gradient.md"
 EXACT, KERNEL = f"{DOC}#3-the-exact-norm-of-a-threshold-map-in-ol", f"{DOC}#4-the-exact-norm-of-fsum-f-in-ol"
+LEMMA2 = f"{DOC}#1-lemma-2"
 WORST = f"{DOC}#5-worst-case-of-alpha-entmax-over-all-rows-of-n-keys"
 
 claim = partial(Claim, family="gradient")
@@ -129,7 +130,7 @@ def _entmax(case: Case, bound: Callable[[int, float], float]) -> Tensor:
 CLAIMS = [
     claim(
         id="lemma-2",
-        proof=DOC,
+        proof=LEMMA2,
         source="Mudarisov et al., Lemma 2",
         form="printed",
         statement="||J|| <= min{ ||F'|| (1/(L F_min) + ||F||/(L^2 F_min^2)), sqrt 2 }",
@@ -142,7 +143,7 @@ CLAIMS = [
     ),
     claim(
         id="lemma-2-corrected",
-        proof=DOC,
+        proof=LEMMA2,
         source="Lemma 2, corrected",
         form="corrected",
         statement="||J|| <= max|F'| sqrt(L) ||a|| / sum F, an equality where |F'| is constant",
@@ -150,6 +151,7 @@ CLAIMS = [
         status="holds",
         ratio=lambda case: _lemma2(case, gradient.lemma2_corrected),
         differentiable=False,
+        attained=(EXACTLY,),
     ),
     claim(
         id="corollary-3",
@@ -172,6 +174,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=lambda case: at_most(_softmax_norm(case), gradient.corollary3_corrected(case.temperature)),
+        attained=(NEARLY,),
     ),
     claim(
         id="corollary-3-local",
@@ -182,6 +185,7 @@ CLAIMS = [
         domain="softmax",
         status="holds",
         ratio=lambda case: at_most(_softmax_norm(case), gradient.corollary3_local(case.weights, case.temperature)),
+        attained=(EXACTLY,),
     ),
     claim(
         id="jacobian-norm-exact",
@@ -214,6 +218,7 @@ CLAIMS = [
         domain="entmax family; searched on softmax, entmax15 and sparsemax",
         status="holds",
         ratio=_bracket,
+        attained=(EXACTLY, EXACTLY),
     ),
     claim(
         id="figure-4",
@@ -225,7 +230,7 @@ CLAIMS = [
         status="false",
         counterexample="two equal logits, a small step between them: 1/(2T)",
         correction="figure-4-corrected",
-        ratio=lambda case: _gain(case, gradient.finite_difference_printed),
+        ratio=lambda case: _gain(case, lambda epsilon, T: gradient.corollary3_printed(T)),
         differentiable=False,
     ),
     claim(
@@ -238,6 +243,7 @@ CLAIMS = [
         status="holds",
         ratio=lambda case: _gain(case, gradient.finite_difference_corrected),
         differentiable=False,
+        attained=(NEARLY,),
     ),
     claim(
         id="toy-2.3",
@@ -285,5 +291,6 @@ CLAIMS = [
         domain="1 <= alpha <= 2",
         status="holds",
         ratio=lambda case: _entmax(case, entmax_worst_case.entmax_worst_norm),
+        attained=(NEARLY,),
     ),
 ]

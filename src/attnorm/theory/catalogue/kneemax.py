@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnorm.normalizers.kneemax import kneemax
 from attnorm.theory import frontier
-from attnorm.theory.catalogue.claim import Case, Claim, Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_least, at_most, between, equals
 from attnorm.theory.catalogue.jacobian import jacobian_norm
 
 DOC = "docs/theory/kneemax.md"
@@ -84,6 +84,7 @@ CLAIMS = [
         proof=KEPT,
         statement="a key that leads n-1 equal ones by g keeps min(1, g/2T) up to 1/n, for every n",
         ratio=_kept,
+        attained=(NEARLY,),
     ),
     claim(
         id="kneemax-weight-exact",
@@ -98,6 +99,7 @@ CLAIMS = [
         statement="among unequal keys a leader by g keeps at least w_n(g)",
         ratio=_kept_among_any,
         differentiable=False,
+        attained=(EXACTLY,),
     ),
     claim(
         id="kneemax-near-frontier",
@@ -113,6 +115,7 @@ CLAIMS = [
         ratio=_norm,
         differentiable=False,
         sizes=Sizes(most_keys=16),
+        attained=(None, EXACTLY),
     ),
     claim(
         id="kneemax-zeros-certain",
@@ -120,6 +123,7 @@ CLAIMS = [
         statement="a key 2T(1 + 1/n) below the largest logit has weight exactly 0",
         ratio=_certain_zero,
         differentiable=False,
+        attained=(NEARLY,),
     ),
     claim(
         id="kneemax-zeros-none",
@@ -127,5 +131,6 @@ CLAIMS = [
         statement="no key has weight 0 while the spread is below 2T(1/n + 1/(n-1))",
         ratio=_no_zero,
         differentiable=False,
+        attained=(0.92,),
     ),
 ]

@@ -1,5 +1,6 @@
 """Claims that every normalizer makes about itself, built from its declarations: new ones are searched like the papers'.
 
+- where Lemma 1 covers it, its weights obey the lemma's constants for the function F that it declares;
 - its Lipschitz constant, where it declares one, is never exceeded;
 - where it is also shift invariant, permutation equivariant and sums to one, it obeys the frontier
   w <= 1/n + K g (n-1)/n: the weight w of a key whose logit is g above otherwise equal ones.
@@ -10,10 +11,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, entries, get
-from attnorm.theory.catalogue.claim import Case, Claim, at_most
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_most
+from attnorm.theory.catalogue.dispersion import weights_between
 from attnorm.theory.catalogue.jacobian import jacobian_norm
+from attnorm.theory.dispersion import Bounds
+from attnorm.theory.lemma1 import lemma1_constants_of, not_covered
+from attnorm.theory.placement import outside_the_law
+
+FEW_ROWS = 4
+MOST_LOGIT = 50.0  # e^50 is still an ordinary number
 
 
 def with_lipschitz() -> Iterator[Normalizer]:
@@ -24,22 +32,50 @@ def with_lipschitz() -> Iterator[Normalizer]:
             yield normalizer.double()
 
 
-def on_frontier(normalizer: Normalizer | Mechanism) -> bool:
-    """Whether the law of docs/theory/frontier.md speaks about it."""
-    promised = normalizer.properties
-    return promised.row_sum == "one" and promised.shift_invariant and promised.permutation_equivariant
+def covered_by_lemma1() -> Iterator[Normalizer]:
+    for name in available():
+        normalizer = get(name)
+        if isinstance(normalizer, Normalizer) and not_covered(normalizer) is None:
+            yield normalizer.double()
 
 
 def normalizer_claims() -> Iterator[Claim]:
+    yield from map(_lemma1_claim, covered_by_lemma1())
     declared = list(with_lipschitz())
     yield from map(_lipschitz_claim, declared)
-    yield from map(_frontier_claim, filter(on_frontier, declared))
+    yield from (_frontier_claim(normalizer) for normalizer in declared if outside_the_law(normalizer) is None)
 
 
 def _constant(normalizer: Normalizer, keys: int) -> Tensor:
     constant = normalizer.lipschitz(keys)
     assert constant is not None
     return torch.tensor(constant, dtype=torch.float64)
+
+
+def _lemma1_claim(normalizer: Normalizer) -> Claim:
+    def ratio(case: Case) -> Tensor:
+        """A few rows: the range of F on each row's interval is searched for, not taken from the row."""
+        logits = case.logits[:FEW_ROWS].clamp(-MOST_LOGIT, MOST_LOGIT)
+        ends = zip(logits.amin(-1).tolist(), logits.amax(-1).tolist(), strict=True)
+        lower, upper = zip(*(lemma1_constants_of(normalizer, low, high) for low, high in ends), strict=True)
+        bounds = Bounds(torch.stack(lower) / case.keys, torch.stack(upper) / case.keys)
+        return case.padded(weights_between(normalizer(logits), bounds))
+
+    name = normalizer.name
+    return Claim(
+        id=f"lemma-1-{name}",
+        family="normalizers",
+        source=f"declared by {name}",
+        form="added",
+        statement=f"C1/n <= a_i <= C2/n with the C1 and C2 of {name}'s own F on the interval of the logits",
+        domain=f"{name}, bounded logits",
+        status="holds",
+        proof="docs/theory/dispersion.md#lemma-1",
+        ratio=ratio,
+        attained=(EXACTLY, EXACTLY),
+        differentiable=False,
+        sizes=Sizes(most_keys=16),
+    )
 
 
 def _lipschitz_claim(normalizer: Normalizer) -> Claim:
@@ -59,6 +95,7 @@ def _lipschitz_claim(normalizer: Normalizer) -> Claim:
         status="holds",
         proof="" if not built_in else entry.url if entry.url.startswith("docs/") else f"docs/normalizers.md#{name}",
         ratio=ratio,
+        attained=(NEARLY,) if built_in else (),  # others may declare a constant that they only know to be enough
         differentiable=False,
     )
 

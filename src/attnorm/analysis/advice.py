@@ -1,0 +1,243 @@
+"""What to try, each with the numbers that speak for it.
+
+Where other normalizers were measured on the same logits, advice says what they would do; where not, it gives the
+command that measures them. A what-if is about the logits as they are: a model that trains with another normalizer
+learns other logits.
+"""
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from attnorm.analysis.head_rows import Row, keys, number
+from attnorm.analysis.thresholds import DISPERSED
+from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
+from attnorm.normalizers.registry import get
+
+TO_MEASURE = "model,ssmax,entmax15"  # one length-aware, one sparse
+MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
+
+
+def advise(chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any]) -> list[Advice]:
+    """`chosen`: the judged heads as the model runs, one row each. `tables`: rows of all heads and normalizers."""
+    others = _by_normalizer(tables["heads"], chosen)
+    given = (
+        _broken(chosen),
+        _normalizer(chosen, others, manifest),
+        _top_k(chosen, tables["top_n"], manifest),
+        _more_heads(chosen, tables["coverage"], manifest),
+        _temperature(chosen, tables["sensitivity"], manifest),
+        _sinks(chosen, others),
+        _frozen(chosen),
+    )
+    return [one for one in given if one is not None] or [_nothing(chosen)]
+
+
+def _broken(chosen: Rows) -> Advice | None:
+    broken = with_verdict(chosen, ("broken",))
+    if not broken:
+        return None
+    return Advice(
+        title="Repair the checkpoint first",
+        text="Logits or weights that are not finite spoil every later layer, so other numbers of those layers are "
+        "about the rows that escaped. Look for NaN in the weights, or take float32 instead of half precision.",
+        heads=len(broken),
+    )
+
+
+def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any]) -> Advice | None:
+    dispersed = with_verdict(chosen, DISPERSED)
+    if not dispersed:
+        return None
+    forced = len(with_verdict(dispersed, ("dispersed-forced",)))
+    if forced:
+        text = (
+            f"{forced} of {_count(len(dispersed), 'dispersed head')} cannot select with softmax at this length: logits "
+            "must be scaled up with the length, or small weights cut off."
+        )
+    else:
+        text = (
+            f"The logits of {_count(len(dispersed), 'dispersed head')} would allow sharper weights: a length-aware or "
+            "sparse normalizer takes what is there."
+        )
+    what_if: list[WhatIf] = []
+    for name, rows in others.items():
+        both = pairs(dispersed, rows)
+        if name == "model" or not both or not _sharpens(name):
+            continue
+        still = len(with_verdict([other for _, other in both], DISPERSED))
+        what_if.append(WhatIf(change=name, quantity="dispersed heads", before=len(both), after=still, heads=len(both)))
+        before, after = len(with_verdict(chosen, ("frozen",))), len(with_verdict(rows, ("frozen",)))
+        if before or after:
+            what_if.append(WhatIf(change=name, quantity="frozen heads", before=before, after=after, heads=len(chosen)))
+        what_if += medians(name, "entropy / log n", "entropy_ratio", both)
+        what_if += medians(name, "Jacobian norm", "jacobian_norm", both)
+    return Advice(
+        title="A length-aware or sparse normalizer",
+        text=text,
+        heads=len(dispersed),
+        what_if=tuple(what_if),
+        command=None if what_if else command(manifest, normalizers=TO_MEASURE),
+    )
+
+
+def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    concerned = with_verdict(chosen, (*DISPERSED, "saturated"))
+    if not concerned:
+        return None
+    title = "Keep top-k sub-linear in the length"
+    measured = _of_heads(top_n, concerned)
+    sizes = sorted({row["top_n"] for row in measured if row["top_n"] > 1 and number(row, "mass") is not None})
+    if len(sizes) < 2:
+        return Advice(
+            title=title,
+            text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
+            "loses was not measured.",
+            heads=len(concerned),
+            command=command(manifest, **{"top-n": "5,20,100"}),
+        )
+    small, large = sizes[-2:]
+    both = pairs([row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large])
+    change = f"top {large} instead of top {small}"
+    what_if = medians(change, "weight of the row", "mass", both)
+    what_if += medians(change, "keys told apart", "separability", both)
+    before, after = what_if[0].before, what_if[0].after
+    text = (
+        f"The {small} heaviest of {max(row['n_high'] for row in chosen):,} keys hold {before:.0%} of the weight of "
+        f"{_count(len(concerned), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly than the "
+        "length, and end where the weight does."
+    )
+    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
+
+
+def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    concerned = with_verdict(chosen, ("saturated", "dispersed-forced"))
+    if not concerned:
+        return None
+    title = "More heads rather than broader ones"
+    layers = {_layer_of(row) for row in concerned}
+    names = ("per_head", "union", "independent")
+    at = [row for row in coverage if _layer_of(row) in layers and all(number(row, name) is not None for name in names)]
+    if not at:
+        return Advice(
+            title=title,
+            text="Several narrow selections reach more keys than a broad one; how far the heads of a layer overlap was "
+            "not measured.",
+            heads=len(concerned),
+            command=command(manifest, metrics="all"),
+        )
+    N = min((row["top_n"] for row in at), key=lambda size: abs(size - 20))
+    one, together, independent = (median(row[name] for row in at if row["top_n"] == N) for name in names)
+    overlap = (
+        "They overlap, so that more heads help only if they learn to look elsewhere."
+        if together < 0.8 * independent
+        else "They overlap little: each further head reaches further keys."
+    )
+    return Advice(
+        title=title,
+        text=f"In these layers the top {N} keys of one head are {one:.1%} of the context, of all heads together "
+        f"{together:.1%}; heads that choose independently would reach {independent:.1%}. {overlap}",
+        heads=len(concerned),
+        what_if=(
+            WhatIf(
+                change="all heads of the layer",
+                quantity=f"covered by top {N}",
+                before=one,
+                after=together,
+                heads=len(concerned),
+            ),
+        ),
+    )
+
+
+def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    concerned = with_verdict(chosen, (*DISPERSED, "sensitive", "saturated"))
+    if not concerned:
+        return None
+    title = "No lower temperature"
+    measured = [row for row in _of_heads(sensitivity, concerned) if number(row, "jacobian_norm") is not None]
+    lower = max((row["temperature"] for row in measured if row["temperature"] < 1), default=None)
+    now = [row for row in measured if row["temperature"] == 1]
+    then = [row for row in measured if row["temperature"] == lower]
+    what_if = medians(f"T = {lower:g}", "Jacobian norm", "jacobian_norm", pairs(now, then)) if lower else []
+    if not what_if:
+        return Advice(
+            title=title,
+            text="It sharpens every row alike, raises the worst case of the Jacobian norm as 1/T, and moves the "
+            "ceiling without lifting it.",
+            heads=len(concerned),
+            command=command(manifest, metrics="all"),
+        )
+    what_if += medians(what_if[0].change, "its bound", "bound", pairs(now, then))
+    text = (
+        f"Dividing the logits by {lower:g} takes the Jacobian norm of {_count(len(concerned), 'head')} from "
+        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T, and the ceiling is moved, "
+        "not lifted."
+    )
+    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
+
+
+def _sinks(chosen: Rows, others: Mapping[str, Rows]) -> Advice | None:
+    parked = with_verdict(chosen, ("sink-dominated",))
+    if len(parked) < MANY_PARKED * len(chosen) or not parked:
+        return None
+    what_if: list[WhatIf] = []
+    for name, rows in others.items():
+        if name != "model":
+            what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
+    return Advice(
+        title="A way to attend to nothing",
+        text=f"{len(parked)} of {len(chosen)} heads rest on the first key, as softmax rows must sum to 1. A learned "
+        "sink, softpick or sigmoid weights let a head rest without it; keep the first token in any cache that is cut.",
+        heads=len(parked),
+        what_if=tuple(what_if),
+    )
+
+
+def _frozen(chosen: Rows) -> Advice | None:
+    frozen = with_verdict(chosen, ("frozen",))
+    if not frozen:
+        return None
+    return Advice(
+        title="Loosen frozen heads before fine-tuning",
+        text="A head that gives one key everything may work well, but hardly any gradient reaches its logits: a higher "
+        "temperature there, or smaller norms of queries and keys, lets it learn again.",
+        heads=len(frozen),
+    )
+
+
+def _nothing(chosen: Rows) -> Advice:
+    horizons = [value for row in chosen if (value := number(row, "horizon")) is not None]
+    room = f" Half of the heads have a horizon of {keys(median(horizons))} keys or more." if horizons else ""
+    return Advice(title="Nothing needs changing", text=f"No head is dispersed or saturated here.{room}", heads=0)
+
+
+def _sharpens(name: str) -> bool:
+    """Length-aware or with exact zeros, as the normalizer declares; one that is not registered is taken to be."""
+    try:
+        properties = get(name).properties
+    except (ValueError, TypeError):
+        return True
+    return bool(properties.length) or properties.exact_zeros
+
+
+def _by_normalizer(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:
+    wanted = {head_of(row) for row in chosen}
+    found: dict[str, list[Row]] = {}
+    for row in heads:
+        if head_of(row) in wanted:
+            found.setdefault(row["normalizer"], []).append(row)
+    return found
+
+
+def _of_heads(rows: Rows, heads: Rows) -> list[Row]:
+    wanted = {(*head_of(row), row["normalizer"]) for row in heads}
+    return [row for row in rows if (*head_of(row), row["normalizer"]) in wanted]
+
+
+def _layer_of(row: Row) -> tuple[Any, ...]:
+    return row["text"], row["length"], row["normalizer"], row["kind"], row["layer"]
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,111 @@
+"""analyze(): run a model over texts, watch its attention, and say what every head does."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from attnorm.analysis import store
+from attnorm.analysis.default_text import default_text
+from attnorm.analysis.parts import Job, Progress, measured_parts
+from attnorm.analysis.plan import plan
+from attnorm.analysis.result import Analysis, refuse_another_run
+from attnorm.analysis.run_manifest import completed, new_manifest
+from attnorm.analysis.settings import Rows, named_normalizers, settings_of
+from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.verdicts import Thresholds
+from attnorm.models.inputs import texts_from
+from attnorm.models.load import BUNDLED, load
+from attnorm.models.observe import check_observable
+from attnorm.normalizers.contract import Normalizer
+
+__all__ = ["Progress", "analyze"]
+
+
+def analyze(
+    model: Any = None,
+    inputs: Any = None,
+    tokenizer: Any = None,
+    *,
+    lengths: Sequence[int] | int | None = None,
+    top_n: Sequence[int] | int = (1, 5, 10, 20, 100),
+    rows: Rows = "all",
+    normalizers: str | Normalizer | Iterable[str | Normalizer] = ("model",),
+    vectors: str = "values",
+    vector_rows: int = 64,
+    metrics: str | Iterable[str] = "all",
+    temperatures: Sequence[float] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0),
+    seed: int = 0,
+    dtype: Any = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    out: str | Path | None = None,
+    resume: bool = True,
+    progress: Callable[[Progress], None] | None = None,
+    thresholds: Thresholds | None = None,
+) -> Analysis:
+    """Measure every attention head of a model; the model's own output stays as it is, and no L x L array is made.
+
+    model: a hub name, a folder, a loaded transformers model, or None for the small one that comes with attnorm.
+    inputs: a text, texts, a dict name -> text, token ids, or a dict of model inputs; None for a text of Python's own.
+    lengths: tokens from the start of each text; None for as many as the text has and the model was made for.
+    rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
+    numbers (distances, separability, sensitivity, coverage). vectors: what they compare, "values" or layer "inputs".
+    normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
+    metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
+    out: a folder for the result; an interrupted run that is started again with it goes on where it stopped.
+
+    >>> attnorm.analyze("gpt2", text, lengths=(256, 1024), normalizers=("model", "entmax15"), out="runs/gpt2")
+    """
+    named = named_normalizers(normalizers)
+    settings = settings_of(
+        normalizers=named,
+        top_n=top_n,
+        rows=rows,
+        vectors=vectors,
+        vector_rows=vector_rows,
+        metrics=metrics,
+        temperatures=temperatures,
+        seed=seed,
+    )
+    chosen = BUNDLED if model is None else model
+    loaded = load(
+        chosen, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
+    check_observable(loaded.model)
+    texts = [default_text(bundled=chosen == BUNDLED)] if inputs is None else texts_from(inputs)
+    planned = plan(loaded, texts, lengths)
+    source = str(chosen) if isinstance(chosen, str | Path) else None
+    manifest = new_manifest(loaded, texts, planned, settings, source)
+    folder = None if out is None else Path(out)
+    judged_by = Thresholds() if thresholds is None else thresholds
+    if folder is not None:
+        refuse_another_run(folder, manifest)
+        if resume and _is_finished(folder):
+            return _saved(Analysis.load(folder).judged(judged_by), folder)
+        with store.explained_when_full(folder):
+            store.write_json(folder / store.MANIFEST, manifest)
+    job = Job(loaded, named, settings)
+    done = measured_parts(job, planned, manifest, folder, resume, progress or _silent)
+    analysis = Analysis.of(_together(done), completed(manifest, done), judged_by)
+    return analysis if folder is None else _saved(analysis, folder)
+
+
+def _together(parts: Sequence[store.Part]) -> dict[str, pa.Table]:
+    return {name: pa.concat_tables([part.tables[name] for part in parts]).combine_chunks() for name in SCHEMAS}
+
+
+def _is_finished(folder: Path) -> bool:
+    path = folder / store.MANIFEST
+    return path.is_file() and bool(store.read_json(path).get("finished"))
+
+
+def _saved(analysis: Analysis, folder: Path) -> Analysis:
+    analysis.save(folder)
+    return analysis
+
+
+def _silent(progress: Progress) -> None:
+    pass

@@ -1,0 +1,196 @@
+"""Watches the attention calls of one forward pass and turns each into rows of the tables, one layer at a time.
+
+Only one layer's numbers per row are ever in memory: they are summarised per head on the spot.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from attnorm.analysis.columns import Columns, table_of
+from attnorm.analysis.sampled import sampled_columns
+from attnorm.analysis.sequences import Sequences, sequences
+from attnorm.analysis.settings import Settings
+from attnorm.analysis.tables import QUANTILES, SCHEMAS
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.rows import RowStatistics, measure_rows
+from attnorm.metrics.sampling import length_bins
+from attnorm.metrics.summary import Summary, summarise, summarise_all
+from attnorm.normalizers.contract import Normalizer
+from attnorm.theory.dispersion import effective_gap_slope
+
+SHORTEST_IN_SLOPE = 16  # keys; among fewer the gap is not yet on its line
+FEWEST_BINS = 3  # a line through two points has no error
+
+SUMMARISED_AT_ONCE = 2**21  # numbers
+
+_SHARES = tuple(q / 100 for q in QUANTILES)
+_QUARTILES = {"q25": QUANTILES.index(25), "q50": QUANTILES.index(50), "q75": QUANTILES.index(75)}
+
+
+class Collector:
+    """Give it to `observe`; ask it for `tables` when the pass is over."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        normalizers: Mapping[str, Normalizer | None],
+        tokens: Mapping[str, Tensor],
+        after_layer: Callable[[int], None],
+    ) -> None:
+        """tokens: by kind of attention, which queries are no padding (sequences.query_masks)."""
+        self.settings = settings
+        self.normalizers = normalizers
+        self.tokens = tokens
+        self.after_layer = after_layer
+        self.longest = 0  # visible keys of any row
+        self._calls = 0
+        self._columns: dict[str, list[Columns]] = {name: [] for name in SCHEMAS}
+
+    def __call__(self, call: AttentionCall) -> None:
+        together = list(sequences(call, self.tokens.get(call.kind), self.settings.rows))
+        choices = list(self.normalizers.values())
+        measured = [measure_rows(one.call, choices, one.rows, self.settings.top_n) for one in together]
+        longest = max((int(stats.n.max()) for found in measured for stats in found.values()), default=0)
+        if longest:
+            bins = length_bins(longest)
+            first = next(iter(self.normalizers))
+            long = [_longest_rows(one, found[first], bins[0]) for one, found in zip(together, measured, strict=True)]
+            sampled = sampled_columns(long, self.normalizers, self.settings)
+            for name in self.normalizers:
+                rows = _pooled([found[name] for found in measured])
+                self._add(call, name, _row_columns(rows, bins, self.settings.top_n, call), sampled[name])
+        self.longest = max(self.longest, longest)
+        self._calls += 1
+        self.after_layer(self._calls)
+
+    def tables(self, text: str, length: int) -> dict[str, pa.Table]:
+        fixed = {"text": text, "length": length}
+        return {name: table_of(schema, self._columns[name], fixed) for name, schema in SCHEMAS.items()}
+
+    def _add(
+        self, call: AttentionCall, normalizer: str, rows: Mapping[str, Columns], sampled: Mapping[str, Columns]
+    ) -> None:
+        key = {"normalizer": normalizer, "kind": call.kind, "layer": call.layer}
+        for table in dict.fromkeys([*rows, *sampled]):
+            self._columns[table].append({**key, **rows.get(table, {}), **sampled.get(table, {})})
+
+
+def _pooled(parts: list[RowStatistics]) -> RowStatistics:
+    """The rows of all sequences as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    return RowStatistics(
+        n=torch.cat([part.n for part in parts], 2),
+        values={name: torch.cat([part.values[name] for part in parts], 2) for name in parts[0].values},
+        top_mass=torch.cat([part.top_mass for part in parts], 2),
+        broken=torch.cat([part.broken for part in parts], 2),
+    )
+
+
+def _longest_rows(one: Sequences, found: RowStatistics, longest_bin: tuple[int, int]) -> Sequences:
+    inside = (found.n >= longest_bin[0]).flatten(0, 1).any(0).cpu()
+    return Sequences(one.call, one.rows[inside])
+
+
+def _row_columns(
+    rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...], call: AttentionCall
+) -> dict[str, Columns]:
+    """What one normalizer's rows give to `heads`, `by_length` and `top_n`."""
+    heads = rows.n.shape[1]
+    summaries = _summaries(rows, bins)
+    n = summarise(rows.n, rows.n, bins, rows.broken, quantiles=())
+    return {
+        "heads": {
+            "head": np.arange(heads),
+            "kv_head": np.arange(heads) // (heads // call.key_BGKD.shape[1]),
+            "rows": n.rows[:, 0],
+            "broken_rows": rows.broken.sum((0, 2)).cpu().numpy(),
+            "n_low": bins[0][0],
+            "n_high": bins[0][1],
+            **_of_longest(summaries),
+            **_slopes(summaries, n.mean),
+            "forced_share": _forced_share(rows, bins[0]),
+        },
+        "by_length": _by_length(summaries, n, bins),
+        "top_n": _masses(rows, bins[0], top_n, n.rows[:, 0]),
+    }
+
+
+def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Summary]:
+    """Of every metric: several at a time, which is faster, but not all of a long layer, which are gigabytes."""
+    at_once = max(1, SUMMARISED_AT_ONCE // max(1, rows.n.numel()))
+    found: dict[str, Summary] = {}
+    for start in range(0, len(PER_ROW), at_once):
+        values = {name: rows.values[name] for name in PER_ROW[start : start + at_once]}
+        found |= summarise_all(values, rows.n, bins, rows.broken, quantiles=_SHARES)
+    return found
+
+
+def _of_longest(summaries: Mapping[str, Summary]) -> Columns:
+    columns: Columns = {}
+    for name, summary in summaries.items():
+        columns[name] = summary.mean[:, 0]
+        columns |= {f"{name}_q{q:02d}": summary.quantiles[:, 0, place] for place, q in enumerate(QUANTILES)}
+    return columns
+
+
+def _by_length(summaries: Mapping[str, Summary], n: Summary, bins: list[tuple[int, int]]) -> Columns:
+    """One row per head and bin that has rows, from the shortest on."""
+    heads = len(n.rows)
+    low, high = np.array(bins).T
+    columns: Columns = {
+        "head": np.repeat(np.arange(heads), len(bins)),
+        "n_low": np.tile(low, heads),
+        "n_high": np.tile(high, heads),
+        "rows": n.rows.ravel(),
+        "n": n.mean.ravel(),
+    }
+    for name, summary in summaries.items():
+        columns[name] = summary.mean.ravel()
+        columns |= {f"{name}_{q}": summary.quantiles[:, :, place].ravel() for q, place in _QUARTILES.items()}
+    order = np.lexsort((columns["n_low"], columns["head"]))
+    order = order[columns["rows"][order] > 0]
+    return {name: column[order] for name, column in columns.items()}
+
+
+def _slopes(summaries: Mapping[str, Summary], n: np.ndarray) -> Columns:
+    """Of the bins' median gaps on log n: medians, since one row with a single positive weight has an infinite gap."""
+    columns: Columns = {}
+    usable = n >= SHORTEST_IN_SLOPE
+    for suffix in ("", "_without_sink"):
+        gap = summaries[f"effective_gap{suffix}"].quantiles[:, :, _QUARTILES["q50"]]
+        gap = np.where(usable & np.isfinite(gap), gap, np.nan)
+        fit = effective_gap_slope(torch.from_numpy(gap), torch.from_numpy(np.where(usable, n, 1.0)))
+        enough = fit.points >= FEWEST_BINS
+        columns[f"gap_slope{suffix}"] = torch.where(enough, fit.slope, torch.nan).numpy()
+        if not suffix:
+            columns["gap_slope_error"] = torch.where(enough, fit.slope_standard_error, torch.nan).numpy()
+    return columns
+
+
+def _forced_share(rows: RowStatistics, longest_bin: tuple[int, int]) -> np.ndarray:
+    horizon = rows.values["horizon"]
+    beyond = torch.where(horizon.isnan(), torch.nan, (rows.n > horizon).double())
+    return summarise(beyond, rows.n, [longest_bin], rows.broken, quantiles=()).mean[:, 0]
+
+
+def _masses(rows: RowStatistics, longest_bin: tuple[int, int], top_n: tuple[int, ...], count: np.ndarray) -> Columns:
+    heads = rows.n.shape[1]
+    mass = np.stack(
+        [
+            summarise(rows.top_mass[..., place], rows.n, [longest_bin], rows.broken, quantiles=()).mean[:, 0]
+            for place in range(len(top_n))
+        ],
+        axis=1,
+    )
+    return {
+        "head": np.repeat(np.arange(heads), len(top_n)),
+        "top_n": np.tile(top_n, heads),
+        "rows": np.repeat(count, len(top_n)),
+        "mass": mass.ravel(),
+    }

@@ -1,0 +1,162 @@
+"""Several analyses side by side: how many heads of each verdict, the middle of each metric, and which heads changed.
+
+Heads are matched by (kind, layer, head) with those of the first side where both have the same ones - a model before and
+after training, one model under two normalizers or at two lengths. Models of different shape are compared by their
+distributions over heads only.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from attnorm.analysis.head_rows import Row, head_rows, number
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.thresholds import VERDICTS
+from attnorm.analysis.verdicts import representative
+
+METRICS = (
+    "entropy_ratio", "effective_keys", "max_weight", "gap_slope", "sink_mass", "entropy_ratio_without_sink",
+    "horizon", "jacobian_norm",
+)  # fmt: skip
+MOVED_BY = ("entropy_ratio", "max_weight", "sink_mass")  # on one scale, 0 to 1: a head moved by the largest change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    label: str
+    normalizer: str
+    headline: str
+    longest: int  # keys of the longest rows
+    heads: int
+    counts: dict[str, int]
+    quartiles: dict[str, tuple[float, float, float] | None]  # over heads; None: not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One head on the first side and on another."""
+
+    label: str  # the other side
+    kind: str
+    layer: int
+    head: int
+    verdicts: tuple[str | None, str | None]
+    numbers: dict[str, tuple[float, float]]
+    size: float  # the largest change among MOVED_BY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    sides: list[Side]
+    matched: list[str]  # labels of the sides whose heads are those of the first
+    changes: list[Change]  # the largest first
+    changed_verdicts: dict[str, int]  # per matched side
+    notes: list[str]  # what makes the sides less than comparable
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(analyses: Mapping[str, Analysis]) -> Comparison:
+    """Analyses by label, the first being what the others are compared with.
+
+    A single analysis with several normalizers is compared with itself: a side for each of them.
+    """
+    if not analyses:
+        raise ValueError("nothing to compare; give at least one analysis")
+    chosen = _chosen(analyses)
+    if len(chosen) < 2:
+        (label,) = analyses
+        raise ValueError(
+            f"only one thing to compare: {label} was measured with one normalizer; give a second folder or model, or "
+            "measure it again with --normalizers model,ssmax,entmax15"
+        )
+    rows = {label: representative(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()}
+    sides = [_side(label, *chosen[label], rows[label]) for label in chosen]
+    first, *others = (_by_head(rows[label]) for label in chosen)
+    labels = list(chosen)[1:]
+    matched = {label: heads for label, heads in zip(labels, others, strict=True) if heads.keys() == first.keys()}
+    changes = [_change(label, key, first[key], heads[key]) for label, heads in matched.items() for key in heads]
+    different = Counter(change.label for change in changes if change.verdicts[0] != change.verdicts[1])
+    return Comparison(
+        sides=sides,
+        matched=list(matched),
+        changes=sorted(changes, key=lambda change: -change.size),
+        changed_verdicts={label: different[label] for label in matched},
+        notes=_notes({label: run for label, (run, _) in chosen.items()}, sides, matched),
+    )
+
+
+def _chosen(analyses: Mapping[str, Analysis]) -> dict[str, tuple[Analysis, str | None]]:
+    if len(analyses) > 1:
+        return {label: (run, None) for label, run in analyses.items()}
+    ((_, run),) = analyses.items()
+    return {name: (run, name) for name in dict.fromkeys(run.heads["normalizer"].to_pylist())}
+
+
+def _side(label: str, run: Analysis, normalizer: str | None, heads: Sequence[Row]) -> Side:
+    counts = Counter(row["verdict"] for row in heads)
+    return Side(
+        label=label,
+        normalizer=heads[0]["normalizer"] if heads else (normalizer or "model"),
+        headline=run.verdict.headline,
+        longest=max((row["n_high"] or 0 for row in heads), default=0),
+        heads=len(heads),
+        counts={name: counts.get(name, 0) for name in VERDICTS},
+        quartiles={name: _quartiles([number(row, name) for row in heads]) for name in METRICS},
+    )
+
+
+def _quartiles(values: Sequence[float | None]) -> tuple[float, float, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    low, middle, high = np.quantile(known, (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
+
+
+def _by_head(rows: Sequence[Row]) -> dict[tuple[str, int, int], Row]:
+    return {(row["kind"], row["layer"], row["head"]): row for row in rows}
+
+
+def _change(label: str, key: tuple[str, int, int], before: Row, after: Row) -> Change:
+    numbers = {
+        name: (a, b)
+        for name in METRICS
+        if (a := number(before, name)) is not None and (b := number(after, name)) is not None
+    }
+    size = max((abs(numbers[name][1] - numbers[name][0]) for name in MOVED_BY if name in numbers), default=0.0)
+    kind, layer, head = key
+    return Change(
+        label=label,
+        kind=kind,
+        layer=layer,
+        head=head,
+        verdicts=(before["verdict"], after["verdict"]),
+        numbers=numbers,
+        size=size if math.isfinite(size) else 0.0,
+    )
+
+
+def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping[str, Any]) -> list[str]:
+    first, *others = runs
+    notes = [
+        f"{label} has other layers or heads than {first}: compared by distribution, not head by head"
+        for label in others
+        if label not in matched
+    ]
+    if len({side.longest for side in sides}) > 1:
+        lengths = ", ".join(f"{side.label} {side.longest:,}" for side in sides)
+        notes.append(f"the longest rows differ ({lengths} keys), and entropy, keys and gap depend on the length")
+    texts = {label: frozenset(text["sha256"] for text in run.manifest["texts"]) for label, run in runs.items()}
+    if len(set(texts.values())) > 1:
+        notes.append("the texts differ, so that differences between heads may be differences between texts")
+    for name in ("dtype", "device"):
+        found = {label: str(run.manifest["model"].get(name)) for label, run in runs.items()}
+        if len(set(found.values())) > 1:
+            notes += [f"the {name} differs: {', '.join(f'{label} {value}' for label, value in found.items())}"]
+    return notes

@@ -1,0 +1,106 @@
+"""The verdict on each head, with the numbers that led to it in one sentence."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from attnorm.analysis.head_rows import Row, head_rows, number
+from attnorm.analysis.rules import OPEN, RULES, Case, selects
+from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS
+from attnorm.analysis.thresholds import VERDICTS, Thresholds
+
+_HEAD = tuple(name for name, _ in HEAD_KEY)
+_OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: str | None  # None: nothing to judge by
+    flags: tuple[str, ...]  # every verdict that holds, in order
+    evidence: str
+
+
+def judge(
+    heads: pa.Table,
+    by_length: pa.Table,
+    top_n: pa.Table,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
+    *,
+    model_runs: str | None = "softmax",
+) -> pa.Table:
+    """`heads` with the columns verdict, flags and evidence.
+
+    model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax, and only
+    softmax is bound by the ceiling of its spread. None where it is not known.
+    """
+    slopes = _slopes_over_lengths(by_length)
+    separability = _separability(top_n, thresholds.saturation_top_n)
+    judged = [
+        judge_head(
+            Case(
+                row=row,
+                separability=separability.get(_key(row, _HEAD)),
+                thresholds=thresholds,
+                runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
+                slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
+            )
+        )
+        for row in head_rows(heads)
+    ]
+    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in heads.column_names])
+    for name, kind in VERDICT_COLUMNS:
+        plain = plain.append_column(name, pa.array([getattr(one, name) for one in judged], type=kind))
+    return plain
+
+
+def judge_head(case: Case) -> Judgement:
+    broken = case.row.get("broken_rows") or 0
+    if broken:
+        rows = f"{broken:,} measured row{'s' * (broken != 1)}"
+        return Judgement("broken", ("broken",), f"{rows} had logits or weights that are not finite; none is averaged.")
+    if case.number("entropy_ratio") is None:
+        return Judgement(None, (), "Not judged: no row with at least two visible keys.")
+    findings = [finding for rule in RULES for finding in rule(case)]
+    found = {name: words for name, words in findings if name != OPEN}
+    flags = tuple(name for name in VERDICTS if name in found and name != "healthy")
+    verdict = flags[0] if flags else "healthy"
+    unknown = "; ".join(words for name, words in findings if name == OPEN)
+    evidence = found.get(verdict) or selects(case)
+    return Judgement(verdict, flags, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}.")
+
+
+def _key(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
+
+
+def _separability(top_n: pa.Table, wanted: int) -> dict[tuple[Any, ...], Row]:
+    """Per head the row of the N nearest to the wanted one at which separability was measured."""
+    chosen: dict[tuple[Any, ...], Row] = {}
+    for row in top_n.select(
+        [*_HEAD, "top_n", "separability", "separability_null", "separability_null_high"]
+    ).to_pylist():
+        if row["top_n"] == 1 or number(row, "separability") is None:  # a single key is always told apart
+            continue
+        best = chosen.get(_key(row, _HEAD))
+        if best is None or abs(row["top_n"] - wanted) < abs(best["top_n"] - wanted):
+            chosen[_key(row, _HEAD)] = row
+    return chosen
+
+
+def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
+    """The slope of the gap over runs of several lengths: the only one that a bidirectional model has."""
+    points: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in by_length.select([*_OVER_LENGTHS, "n", "effective_gap"]).to_pylist():
+        n, gap = row["n"], row["effective_gap"]
+        if n is not None and gap is not None and math.isfinite(n) and math.isfinite(gap):
+            points.setdefault(_key(row, _OVER_LENGTHS), []).append((math.log(n), gap))
+    slopes = {}
+    for key, pairs in points.items():
+        x, y = np.array(pairs).T
+        if np.ptp(x) > math.log(1.4):  # less than half an octave says nothing about growth
+            slopes[key] = float(np.polyfit(x, y, 1)[0])
+    return slopes

@@ -1,0 +1,134 @@
+"""What was measured, on what, and how: enough to repeat a run, to name its parts, and to tell two runs apart.
+
+A manifest is plain JSON:
+
+    schema      version of the tables          finished   false while parts are still missing
+    model       name, revision, class, fingerprint, layers, heads, dtype, device, ... (models.load.describe);
+                source: what it was loaded by, null for an object
+                runs: the normalizer behind the rows named "model", null where layers differ
+    texts       [{name, sha256, size}]         parts      [{text, length, key, tokens, seconds}]
+    settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
+                epsilons, seed                 thresholds those of the verdicts
+    versions    python, attnorm, torch, ...    created    UTC, ISO 8601
+    notes       sentences a reader must know   merged     manifests of the runs, where several were put together
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCHEMA = 1
+
+_PACKAGES = ("attnorm", "torch", "transformers", "numpy", "pyarrow")
+_WORDS = {"name": "model", "fingerprint": "weights"}
+
+
+@cache  # reading the metadata of five packages takes a tenth of a second
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a source tree that was never installed
+            found[package] = "unknown"
+    return found
+
+
+def versions() -> dict[str, str]:
+    return dict(_versions())
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:
+    """sha256 of a text, of token ids or of a model's inputs."""
+    digest = hashlib.sha256()
+    if isinstance(content, str):
+        digest.update(content.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+    tensors = {"": content} if isinstance(content, Tensor) else content
+    for name, value in sorted(tensors.items()):
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def part_key(model: Mapping[str, Any], text: Mapping[str, Any], length: int | None, settings: Mapping[str, Any]) -> str:
+    """The name of a part: everything that decides its tables, and nothing that does not."""
+    decisive = {
+        "schema": SCHEMA,
+        "model": {**model, "device": _device_type(model)},
+        "text": [text["name"], text["sha256"]],
+        "length": length,
+        "settings": {name: value for name, value in settings.items() if name != "lengths"},
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def differences(there: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """What two manifests disagree on, one "name: there, here" each; empty if they describe the same run."""
+    ours, theirs = _identity(asked), _identity(there)
+    return [
+        f"{name}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One manifest for tables put together: what all agree on as it is, lists joined, the originals under `merged`."""
+    first = manifests[0]
+    settings = {name: _joined([m["settings"].get(name) for m in manifests]) for name in first["settings"]}
+    return {
+        **first,
+        "created": now(),
+        "finished": all(m["finished"] for m in manifests),
+        "texts": _joined([m["texts"] for m in manifests]),
+        "parts": _joined([m["parts"] for m in manifests]),
+        "settings": settings,
+        "notes": _joined([m["notes"] for m in manifests]),
+        "merged": [original for m in manifests for original in m.get("merged", [m])],
+    }
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, dict) for value in values):
+        return {name: entry for value in values for name, entry in value.items()}
+    if not all(isinstance(value, list) for value in values):
+        return values[0] if all(value == values[0] for value in values) else None  # None: see the originals
+    union: list[Any] = []
+    for value in values:
+        union += [entry for entry in value if entry not in union]
+    return sorted(union) if all(isinstance(entry, int | float) for entry in union) else union
+
+
+def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    model, settings = manifest.get("model", {}), manifest.get("settings", {})
+    return {
+        "schema": manifest.get("schema"),
+        **{_WORDS.get(name, name): value for name, value in model.items() if name != "source"},
+        "device": _device_type(model),  # two GPUs of one machine are the same to a run
+        "texts": [[text["name"], text["sha256"][:12]] for text in manifest.get("texts", [])],
+        **settings,
+        "runs": [_identity(original) for original in manifest.get("merged", [])],
+    }
+
+
+def _device_type(model: Mapping[str, Any]) -> str:
+    return str(model.get("device", "")).partition(":")[0]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,101 @@
+"""Measures the parts of a run one after the other; each is on the disk before the next one starts."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attnorm.analysis import store
+from attnorm.analysis.collect import Collector
+from attnorm.analysis.manifest import versions
+from attnorm.analysis.plan import PartPlan, Plan
+from attnorm.analysis.sequences import query_masks
+from attnorm.analysis.settings import Settings
+from attnorm.models.inputs import run
+from attnorm.models.load import LoadedModel
+from attnorm.models.observe import observe
+from attnorm.normalizers.contract import Normalizer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; handed to `progress` before each part, after each layer and after each part."""
+
+    parts_done: int
+    parts_total: int
+    tokens_done: int  # of finished parts
+    tokens_total: int
+    text: str
+    length: int | None
+    layers_done: int
+    layers_total: int
+    resumed: bool = False  # the part was found finished on the disk
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all parts."""
+
+    loaded: LoadedModel
+    normalizers: Mapping[str, Normalizer | None]
+    settings: Settings
+
+
+def measured_parts(
+    job: Job,
+    planned: Plan,
+    manifest: Mapping[str, Any],
+    folder: Path | None,
+    resume: bool,
+    progress: Callable[[Progress], None],
+) -> list[store.Part]:
+    """All parts of the plan, each from the disk if it is there, else measured and written."""
+    state = Progress(
+        parts_done=0,
+        parts_total=len(planned.parts),
+        tokens_done=0,
+        tokens_total=sum(part.tokens for part in planned.parts),
+        text=planned.parts[0].text.name,
+        length=planned.parts[0].length,
+        layers_done=0,
+        layers_total=int(manifest["model"]["layers"]),
+    )
+    done: list[store.Part] = []
+    for part, entry in zip(planned.parts, manifest["parts"], strict=True):
+        state = replace(state, text=part.text.name, length=part.length, layers_done=0, resumed=False)
+        progress(state)
+        found = store.read_part(folder, entry["key"]) if folder is not None and resume else None
+        if found is None:
+            found = _measure(job, part, entry["key"], state, progress)
+            if folder is not None:
+                with store.explained_when_full(folder):
+                    store.write_part(folder, found, replace=not resume)
+            state = replace(state, layers_done=state.layers_total)
+        else:
+            state = replace(state, resumed=True)
+        done.append(found)
+        state = replace(state, parts_done=len(done), tokens_done=state.tokens_done + part.tokens)
+        progress(state)
+    return done
+
+
+def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Callable[[Progress], None]) -> store.Part:
+    started = time.perf_counter()
+
+    def after_layer(layers: int) -> None:
+        progress(replace(state, layers_done=layers, layers_total=max(layers, state.layers_total)))
+
+    tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
+    collector = Collector(job.settings, job.normalizers, tokens, after_layer)
+    with observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
+        run(job.loaded, part.model_inputs)
+    length = collector.longest if part.length is None else part.length
+    about = {
+        "text": part.text.name,
+        "length": length,
+        "tokens": part.tokens,
+        "seconds": round(time.perf_counter() - started, 3),
+        "versions": versions(),
+    }
+    return store.Part(key, about, collector.tables(part.text.name, length))

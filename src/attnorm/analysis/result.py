@@ -1,0 +1,228 @@
+"""What an analysis gives: tables about every head, the manifest, and a verdict in words."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from attnorm.analysis import manifest as manifests
+from attnorm.analysis import store
+from attnorm.analysis.merge import merged_table
+from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS
+from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one text, length and normalizer: its row of numbers and its curves."""
+
+    numbers: dict[str, Any]  # the row of `heads`
+    by_length: pa.Table
+    top_n: pa.Table
+    sensitivity: pa.Table
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Analysis:
+    """One row per (text, length, normalizer, attention kind, layer, head) in `heads`; the curves in the other tables.
+
+    >>> analysis = attnorm.analyze("bundled")
+    >>> print(analysis.summary())
+    >>> analysis.to_pandas().sort_values("entropy_ratio")
+    """
+
+    heads: pa.Table
+    by_length: pa.Table
+    top_n: pa.Table
+    sensitivity: pa.Table
+    coverage: pa.Table
+    manifest: dict[str, Any]
+
+    @classmethod
+    def of(cls, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any], thresholds: Thresholds) -> "Analysis":
+        """Measured tables, judged."""
+        plain = tables["heads"].select(SCHEMAS["heads"].names)
+        runs = manifest["model"]["runs"]
+        heads = judge(plain, tables["by_length"], tables["top_n"], thresholds, model_runs=runs)
+        return cls(**{**tables, "heads": heads}, manifest={**manifest, "thresholds": thresholds.as_dict()})
+
+    @classmethod
+    def merged(cls, analyses: Sequence["Analysis"]) -> "Analysis":
+        """Several runs on the same model as one: other texts, lengths or normalizers. Verdicts are made again."""
+        runs = list(analyses)
+        if not runs:
+            raise ValueError("nothing to merge: the list of analyses is empty")
+        models = {run.manifest["model"]["fingerprint"]: run.manifest["model"]["name"] for run in runs}
+        if len(models) > 1:
+            raise ValueError(
+                f"these runs measured different models ({', '.join(map(repr, models.values()))}), whose heads cannot "
+                "share one table; put them side by side with `attnorm compare`"
+            )
+        tables = {
+            name: merged_table(name, [run.tables[name].select(schema.names) for run in runs])
+            for name, schema in SCHEMAS.items()
+        }
+        return Analysis.of(tables, manifests.merged([run.manifest for run in runs]), runs[0].thresholds)
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        return {name: getattr(self, name) for name in SCHEMAS}
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return Thresholds(**self.manifest["thresholds"])
+
+    @cached_property
+    def verdict(self) -> ModelVerdict:
+        return model_verdict(self.tables, self.manifest, self.thresholds)
+
+    def judged(self, thresholds: Thresholds) -> "Analysis":
+        """The same numbers under other thresholds; nothing is measured again."""
+        return Analysis.of(self.tables, self.manifest, thresholds)
+
+    def head(
+        self,
+        layer: int,
+        head: int,
+        *,
+        kind: str | None = None,
+        text: str | None = None,
+        length: int | None = None,
+        normalizer: str | None = None,
+    ) -> Head:
+        """One head; what is left open is the first that was measured, and the longest length."""
+        wanted: dict[str, Any] = {"layer": layer, "head": head}
+        given = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
+        wanted |= {name: value for name, value in given.items() if value is not None}
+        rows = _where(self.heads, wanted)
+        if not rows.num_rows:
+            asked = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
+            known = "; ".join(f"{name} {_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY)
+            raise KeyError(f"no head with {asked} was measured; there are: {known}")
+        first = rows.slice(0, 1).to_pylist()[0]
+        rest = _where(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
+        numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
+        key = {name: numbers[name] for name, _ in HEAD_KEY}
+        return Head(numbers, *(_where(table, key) for table in (self.by_length, self.top_n, self.sensitivity)))
+
+    def summary(self) -> str:
+        """The verdict and what it rests on, in a few lines of plain text."""
+        from attnorm.analysis.words import summary
+
+        return summary(self)
+
+    def to_pandas(self, table: str = "heads") -> Any:
+        """One of the tables as a pandas DataFrame."""
+        chosen = self._table(table)
+        _needs("pandas", "to_pandas")
+        return chosen.to_pandas()
+
+    def to_polars(self, table: str = "heads") -> Any:
+        """One of the tables as a polars DataFrame."""
+        chosen = self._table(table)
+        return _needs("polars", "to_polars").from_arrow(chosen)
+
+    def to_parquet(self, path: str | Path, table: str = "heads") -> Path:
+        """One of the tables as a Parquet file, written whole or not at all."""
+        store.write_table(Path(path), self._table(table))
+        return Path(path)
+
+    def save(self, folder: str | Path) -> Path:
+        """All tables and the manifest, for Analysis.load. A folder that holds another run is left as it is."""
+        folder = Path(folder)
+        refuse_another_run(folder, self.manifest)
+        with store.explained_when_full(folder):
+            for name, table in self.tables.items():
+                store.write_table(folder / f"{name}.parquet", table)
+            store.write_json(folder / store.MANIFEST, self.manifest)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Analysis":
+        folder = Path(folder)
+        if not (folder / store.MANIFEST).is_file():
+            raise FileNotFoundError(f"{folder} holds no analysis: there is no {store.MANIFEST} in it")
+        manifest = store.read_json(folder / store.MANIFEST)
+        if manifest.get("schema") != manifests.SCHEMA:
+            raise ValueError(
+                f"{folder} has tables of version {manifest.get('schema')!r}, this attnorm reads {manifests.SCHEMA}; "
+                "measure again, or load it with the version that wrote it"
+            )
+        if not manifest.get("finished"):
+            raise ValueError(
+                f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
+                "parts); start the same analysis again with this folder, it goes on where it stopped"
+            )
+        tables = {name: store.read_table(folder / f"{name}.parquet") for name in SCHEMAS}
+        for name, schema in SCHEMAS.items():
+            expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
+            missing = set(expected.names) - set(tables[name].column_names)
+            if missing:
+                raise ValueError(f"{folder / name}.parquet lacks the columns {', '.join(sorted(missing))}")
+        return cls(**tables, manifest=manifest)
+
+    def save_html(self, path: str | Path) -> Path:
+        """The report: one HTML file that needs nothing else."""
+        # The report is a room above this one; only by name, so that no import points upwards.
+        page = importlib.import_module("attnorm.report.html.page")
+        saved: Path = page.save(self, Path(path))
+        return saved
+
+    def __repr__(self) -> str:
+        model = self.manifest["model"]["name"]
+        return f"<Analysis of {model}: {self.heads.num_rows} heads x texts x lengths x normalizers; see .summary()>"
+
+    def _repr_html_(self) -> str:
+        from attnorm.analysis.words import notebook
+
+        return notebook(self)
+
+    def _table(self, name: str) -> pa.Table:
+        if name not in SCHEMAS:
+            raise ValueError(f"unknown table {name!r}; expected one of {', '.join(map(repr, SCHEMAS))}")
+        return getattr(self, name)
+
+
+def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises if the folder holds anything but this very run, naming what differs; touches nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; the output of an analysis is a folder")
+    if not (folder / store.MANIFEST).exists():
+        taken = [f"{name}.parquet" for name in SCHEMAS if (folder / f"{name}.parquet").exists()]
+        if taken:
+            raise FileExistsError(f"{folder} holds {', '.join(taken)} of something else; choose another folder")
+        return
+    different = manifests.differences(store.read_json(folder / store.MANIFEST), manifest)
+    if different:
+        raise FileExistsError(
+            f"{folder} holds another run ({'; '.join(different)}); choose another folder. "
+            "Runs on one model can be put together afterwards: Analysis.merged([...])"
+        )
+
+
+def _where(table: pa.Table, values: Mapping[str, Any]) -> pa.Table:
+    import pyarrow.compute as pc
+
+    for name, value in values.items():
+        if value is not None:
+            table = table.filter(pc.equal(table[name], value))
+    return table
+
+
+def _some(values: list[Any]) -> str:
+    shown = ", ".join(repr(value) for value in values[:12])
+    return shown if len(values) <= 12 else f"{shown}, ..."
+
+
+def _needs(package: str, method: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"Analysis.{method}() needs {package}, which is not installed: pip install 'attnorm[frames]'; "
+            "without it the tables are there as pyarrow, e.g. analysis.heads, and as files, analysis.to_parquet(path)"
+        ) from error

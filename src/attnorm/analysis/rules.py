@@ -1,0 +1,175 @@
+"""When a verdict holds. Each rule reads one head and yields the verdicts that do, with the numbers that say so.
+
+A rule that lacks a number yields OPEN and what it could not decide: nothing is guessed from what was not measured.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attnorm.analysis.head_rows import Row, keys, number
+from attnorm.analysis.thresholds import Thresholds
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import get
+from attnorm.theory.dispersion import entropy_floor
+
+OPEN = "open"
+
+Findings = Iterator[tuple[str, str]]  # a verdict or OPEN, and the words for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One head, and what is needed to judge it."""
+
+    row: Row  # of the heads table
+    separability: Row | None  # its row of the top-N table, at the N by which saturation is judged
+    thresholds: Thresholds
+    runs: str | None  # the normalizer's name; None: not known
+    slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
+
+    @property
+    def n(self) -> int:
+        keys_of_longest_row: int = self.row["n_high"]
+        return keys_of_longest_row
+
+    def number(self, name: str) -> float | None:
+        return number(self.row, name)
+
+
+def sink_dominated(case: Case) -> Findings:
+    mass = case.number("sink_mass")
+    if mass is None:
+        yield OPEN, "sink-dominated (no sink mass)"
+    elif mass >= case.thresholds.sink_dominated:
+        rest = case.number("effective_keys_without_sink")
+        shared = "" if rest is None else f"; the rest is shared by {keys(rest)} others"
+        yield "sink-dominated", f"{mass:.0%} of the weight lies on the first of {case.n:,} keys{shared}"
+
+
+def frozen(case: Case) -> Findings:
+    largest, norm = case.number("max_weight"), case.number("jacobian_norm")
+    if largest is None or largest < case.thresholds.frozen_weight:
+        return
+    if norm is None:
+        yield OPEN, "frozen (no Jacobian norm)"
+    elif norm <= case.thresholds.frozen_norm * (worst_norm(case.runs, case.n) or 0.5):
+        words = f"The largest weight is {largest:.4f} and the Jacobian norm {norm:.2g}"
+        yield "frozen", f"{words}: no gradient reaches the logits"
+
+
+def sensitive(case: Case) -> Findings:
+    thresholds, worst = case.thresholds, worst_norm(case.runs, case.n)
+    norm = case.row.get(f"jacobian_norm_q{thresholds.sensitive_quantile:02d}")
+    if norm is None or not math.isfinite(norm):
+        yield OPEN, "sensitive (no Jacobian norm)"
+    elif worst is None:
+        yield OPEN, f"sensitive (no worst case known for {case.runs or 'what the model runs'})"
+    elif norm >= thresholds.sensitive_norm * worst:
+        share = 100 - thresholds.sensitive_quantile
+        yield "sensitive", f"The Jacobian norm is {norm:.3g} or more, of at most {worst:.3g}, on {share}% of the rows"
+
+
+def dispersed(case: Case) -> Findings:
+    thresholds, suffix = case.thresholds, judged_keys(case.row, case.thresholds)
+    ratio, slope = case.number(f"entropy_ratio{suffix}"), _slope(case, suffix)
+    error = None if suffix else case.number("gap_slope_error")
+    if ratio is None or ratio < thresholds.dispersed_entropy:
+        return
+    if slope is not None and (slope > thresholds.dispersed_slope or slope + 2 * (error or 0.0) >= 1):
+        return
+    words = _selectivity(case)
+    above_floor = _above_floor(case, suffix, ratio)
+    if above_floor is not None and above_floor <= thresholds.near_floor:
+        share = f"{max(above_floor, 0):.0%}"
+        yield "healthy", f"{words}, but only {share} of the way from its floor to log n: as sharp as its logits allow"
+        return
+    if slope is None:
+        yield OPEN, "the rate (one length only, so that entropy alone decides)"
+    horizon = judged_horizon(case.row, thresholds)
+    if horizon is None:
+        yield OPEN, "forced or by choice (no spread)"
+        yield "dispersed-by-choice", words
+    elif case.runs != "softmax":
+        whom = case.runs or "what the model runs"
+        yield "dispersed-by-choice", f"{words}; the ceiling of softmax does not hold for {whom}"
+    elif case.n > horizon:
+        yield "dispersed-forced", f"{words}; its horizon is {keys(horizon)} keys, so its logits allow nothing else"
+    else:
+        yield "dispersed-by-choice", f"{words}, although its horizon is {keys(horizon)} keys"
+
+
+def saturated(case: Case) -> Findings:
+    found = {} if case.separability is None else case.separability
+    measured, chance = number(found, "separability"), number(found, "separability_null_high")
+    typical = number(found, "separability_null")
+    if measured is None or chance is None:
+        yield OPEN, "saturated (no separability)"
+    elif measured <= chance and measured < case.thresholds.separable:
+        around = "" if typical is None else f"{typical:.0%}, "
+        words = f"{measured:.0%} of its top {found['top_n']} keys are told apart"
+        yield "saturated", f"{words}, no more than with permuted values ({around}up to {chance:.0%})"
+
+
+RULES = (sink_dominated, frozen, sensitive, dispersed, saturated)
+
+
+def selects(case: Case) -> str:
+    """The words for a head to which no rule applies."""
+    largest = case.number(f"max_weight{judged_keys(case.row, case.thresholds)}")
+    return _selectivity(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
+
+
+def judged_keys(row: Row, thresholds: Thresholds) -> str:
+    """The suffix of the columns about the keys that count: all, or those beside a sink that holds a part that matters.
+
+    Entropy, slope and horizon are taken from the same keys, so that a sink can neither make a smear look sharp nor
+    lend its extreme logit to the spread that content has to work with.
+    """
+    mass = number(row, "sink_mass")
+    hides = mass is not None and mass >= thresholds.sink_matters
+    return "_without_sink" if hides and number(row, "entropy_ratio_without_sink") is not None else ""
+
+
+def judged_horizon(row: Row, thresholds: Thresholds) -> float | None:
+    """1 + e^spread of the keys that count, finite also where it is beyond all numbers."""
+    suffix = judged_keys(row, thresholds)
+    known = None if suffix else number(row, "horizon")
+    spread = number(row, f"logit_spread{suffix}")
+    return known if spread is None else 1 + math.exp(min(spread, 700.0))
+
+
+@lru_cache(maxsize=4096)
+def worst_norm(runs: str | None, n: int) -> float | None:
+    """The largest Jacobian norm that this normalizer can have among n keys; None where it is not known."""
+    if runs is None or n < 2:
+        return None
+    try:
+        normalizer = get(runs)
+    except (ValueError, TypeError):  # one of the user's own, or one that its name alone does not make
+        return None
+    return normalizer.lipschitz(n) if isinstance(normalizer, Normalizer) else None
+
+
+def _selectivity(case: Case) -> str:
+    suffix = judged_keys(case.row, case.thresholds)
+    ratio, slope, mass = case.number(f"entropy_ratio{suffix}"), _slope(case, suffix), case.number("sink_mass")
+    among = f"the {case.n - 1:,} keys beside the sink (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
+    rate = "" if slope is None else f" and the gap grows by {round(slope, 2) + 0.0:.2f} per e-fold of n"
+    return f"Entropy is {ratio:.2f} of log n among {among}{rate}"
+
+
+def _slope(case: Case, suffix: str) -> float | None:
+    slope = case.number(f"gap_slope{suffix}")
+    return case.slope_over_lengths if slope is None and not suffix else slope
+
+
+def _above_floor(case: Case, suffix: str, ratio: float) -> float | None:
+    """Where the entropy lies between its floor, 0, and log n, 1."""
+    n = case.n - (1 if suffix else 0)
+    entropy, floor = ratio * math.log(n), None if suffix else case.number("entropy_floor")
+    spread = case.number(f"logit_spread{suffix}")
+    if suffix and spread is not None:
+        floor = float(entropy_floor(spread, n))
+    return None if floor is None else (entropy - floor) / max(math.log(n) - floor, 1e-12)

@@ -1,0 +1,79 @@
+"""The manifest of a run: what is known before it starts, and what its parts add to it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attnorm.analysis import store
+from attnorm.analysis.manifest import SCHEMA, now, part_key, versions
+from attnorm.analysis.plan import Plan, described
+from attnorm.analysis.settings import Settings, description
+from attnorm.metrics.vectors import NULL_ROWS
+from attnorm.models.inputs import Text
+from attnorm.models.load import LoadedModel, describe
+from attnorm.models.observe import NORMALIZER
+from attnorm.models.support import attention_sites
+
+_ABOUT = ("text", "length", "tokens", "seconds")
+
+
+def new_manifest(
+    loaded: LoadedModel, texts: Sequence[Text], planned: Plan, settings: Settings, source: str | None
+) -> dict[str, Any]:
+    """source: what to type to measure the model again, where it was loaded by name or from a folder."""
+    model = {**describe(loaded), **_what_it_runs(loaded)}
+    about = {text.name: described(text) for text in texts}
+    lengths = sorted({part.length for part in planned.parts if part.length is not None})
+    plain = {"lengths": lengths, **settings.as_dict()}
+    return {
+        "schema": SCHEMA,
+        "finished": False,
+        "created": now(),
+        "model": {**model, "source": source},
+        "texts": list(about.values()),
+        "parts": [
+            {
+                "text": part.text.name,
+                "length": part.length,
+                "key": part_key(model, about[part.text.name], part.length, plain),
+            }
+            for part in planned.parts
+        ],
+        "settings": plain,
+        "versions": versions(),
+        "notes": [*planned.notes, *_sampling_notes(settings)],
+    }
+
+
+def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
+    """What stands behind the name "model" in the tables: softmax, or what was patched in; None where layers differ."""
+    patched = {site.path: getattr(module, NORMALIZER, None) for module, site in attention_sites(loaded.model).items()}
+    names = {"softmax" if normalizer is None else normalizer.name for normalizer in patched.values()}
+    details = {path: description(normalizer) for path, normalizer in patched.items() if normalizer is not None}
+    return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}
+
+
+def _sampling_notes(settings: Settings) -> list[str]:
+    if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
+        return []
+    sampled = f"come from at most {settings.vector_rows} of the longest rows of each sequence"
+    few = f"{sampled} (separability and its null: {min(NULL_ROWS, settings.vector_rows)})"
+    return [f"distances, separability, sensitivity and coverage {few}; all other numbers from every measured row"]
+
+
+def completed(manifest: Mapping[str, Any], done: Sequence[store.Part]) -> dict[str, Any]:
+    """The manifest of a finished run."""
+    parts = [{"key": part.key, **{name: part.about[name] for name in _ABOUT}} for part in done]
+    broken = sum(_broken_heads(part) for part in done)
+    notes = list(manifest["notes"])
+    if broken:
+        heads = sum(part.tables["heads"].num_rows for part in done)
+        notes.insert(
+            0,
+            f"{broken} of {heads} measured heads have logits or weights that are not finite (see broken_rows); those "
+            "rows are left out of every number. The checkpoint, or the precision it runs in, is broken there",
+        )
+    return {**manifest, "finished": True, "parts": parts, "notes": notes}
+
+
+def _broken_heads(part: store.Part) -> int:
+    return sum(1 for rows in part.tables["heads"]["broken_rows"].to_pylist() if rows)

@@ -1,0 +1,152 @@
+"""What is measured and how: the parameters of a run, checked once, in the form that identifies its parts."""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.registry import resolve
+
+GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
+Vectors = Literal["values", "inputs"]
+Rows = int | Literal["all", "last"]
+
+EPSILONS = (1e-3, 1e-1, 10.0)  # the sizes of the papers' finite differences; columns gain_* of the sensitivity table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Plain values only: they go into the manifest and into the key of every part."""
+
+    normalizers: dict[str, str]  # name in the tables -> what it is, so that two of one name cannot be mistaken
+    top_n: tuple[int, ...]
+    rows: Rows
+    vectors: Vectors
+    vector_rows: int
+    metrics: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    epsilons: tuple[float, ...]
+    seed: int
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**plain, "normalizers": list(self.normalizers), "normalizer_details": dict(self.normalizers)}
+
+
+def settings_of(
+    *,
+    normalizers: Mapping[str, Normalizer | None],
+    top_n: Sequence[int] | int,
+    rows: Rows,
+    vectors: str,
+    vector_rows: int,
+    metrics: str | Iterable[str],
+    temperatures: Sequence[float],
+    seed: int,
+) -> Settings:
+    if rows not in ("all", "last") and not (_is_integer(rows) and int(rows) >= 1):
+        raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
+    if vectors not in get_args(Vectors):
+        raise ValueError(f"unknown vectors {vectors!r}; {_hint(vectors, get_args(Vectors))}")
+    if not _is_integer(vector_rows) or vector_rows < 1:
+        raise ValueError(f"vector_rows must be a whole number of at least 1, got {vector_rows!r}")
+    if not _is_integer(seed):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    return Settings(
+        normalizers={name: description(normalizer) for name, normalizer in normalizers.items()},
+        top_n=_whole_numbers("top_n", top_n),
+        rows=rows if isinstance(rows, str) else int(rows),
+        vectors=vectors,  # type: ignore[arg-type]  # one of them, checked above
+        vector_rows=int(vector_rows),
+        metrics=groups(metrics),
+        temperatures=_temperatures(temperatures),
+        epsilons=EPSILONS,
+        seed=int(seed),
+    )
+
+
+def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
+    """The groups to measure, in their own order: "all", one name, or several. Core and gradient come from one pass."""
+    if metrics == "all":
+        return GROUPS
+    asked = [metrics] if isinstance(metrics, str) else list(metrics)
+    for name in asked:
+        if name not in GROUPS:
+            raise ValueError(f"unknown metric group {name!r}; {_hint(name, ('all', *GROUPS))}")
+    return tuple(name for name in GROUPS if name in ("core", "gradient", *asked))
+
+
+def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
+    """Name in the tables -> normalizer, None for "model": whatever the model itself runs."""
+    asked = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
+    if not asked:
+        raise ValueError("normalizers is empty; leave it out to measure the model as it runs, ('model',)")
+    named: dict[str, Normalizer | None] = {}
+    for one in asked:
+        chosen = None if isinstance(one, str) and one == "model" else resolve(one)
+        if isinstance(chosen, Mechanism):
+            raise TypeError(
+                f"{chosen.name!r} is no function of a row of logits, so it cannot be measured on the model's logits; "
+                "patch it into the model and analyze that, with normalizers=('model',)"
+            )
+        name = "model" if chosen is None else chosen.name
+        if name in named:
+            raise ValueError(f"two normalizers are named {name!r}; give one of them another .name")
+        if chosen is not None and one != name and name == "model":
+            raise ValueError(
+                "the name 'model' stands for what the model itself runs; give the normalizer another .name"
+            )
+        named[name] = chosen
+    return named
+
+
+def description(normalizer: Normalizer | Mechanism | None) -> str:
+    """Structure and parameters in one line: equal for equal normalizers, different for different ones."""
+    if normalizer is None:
+        return "as the model runs"
+    digest = hashlib.sha256()
+    for name, tensor in sorted(normalizer.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().to("cpu", torch.float64).numpy().tobytes())
+    structure = " ".join(repr(normalizer).split())
+    plain = sorted(
+        (key, repr(value))
+        for part in normalizer.modules()
+        for key, value in vars(part).items()
+        if _is_plain(key, value)
+    )
+    digest.update(repr((structure, plain)).encode())
+    return f"{structure} {digest.hexdigest()[:16]}"
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """An option kept as an attribute (alpha, k, a window): nn.Module's repr does not show it."""
+    return not name.startswith("_") and name != "training" and isinstance(value, str | int | float | bool | tuple)
+
+
+def _whole_numbers(name: str, values: Sequence[int] | int) -> tuple[int, ...]:
+    numbers: list[Any] = [values] if isinstance(values, int) else list(values)
+    if not numbers or not all(_is_integer(value) and value >= 1 for value in numbers):
+        raise ValueError(f"{name} must be whole numbers of at least 1, e.g. (1, 5, 10), got {values!r}")
+    return tuple(sorted({int(value) for value in numbers}))
+
+
+def _temperatures(values: Sequence[float]) -> tuple[float, ...]:
+    numbers = [float(value) for value in values]
+    if not numbers or not all(0 < value < math.inf for value in numbers):
+        raise ValueError(f"temperatures must be positive numbers, e.g. (0.5, 1, 2), got {values!r}")
+    return tuple(sorted(set(numbers)))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _hint(name: Any, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(map(repr, known))}"

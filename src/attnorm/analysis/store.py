@@ -1,0 +1,146 @@
+"""The folder of a run: files that are whole or absent, and finished parts from which an interrupted run goes on.
+
+    manifest.json               what was measured and how (analysis/manifest.py)
+    heads.parquet, ...          the tables, once all parts are there
+    parts/<key>/                one finished (text, length): its tables and part.json; the key names all that decides it
+
+A part is written into a folder of another name, which is then renamed, so kill -9 loses at most the part in flight.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from attnorm.analysis.tables import SCHEMAS
+
+MANIFEST = "manifest.json"
+PARTS = "parts"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one (text, length) gave: its tables, without verdicts, and a few words about how it was made."""
+
+    key: str
+    about: dict[str, Any]
+    tables: dict[str, pa.Table]
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    _write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    _write_whole(path, _parquet(table))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a file that attnorm wrote: {error}; choose another folder") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a file that attnorm wrote: it holds no JSON object; choose another folder")
+    return content
+
+
+def read_table(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} is missing; the folder was not written completely, or not by attnorm"
+        ) from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it and run the analysis again") from error
+
+
+def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
+    """The part appears under its key all at once. One that another process has finished meanwhile stays."""
+    parts = folder / PARTS
+    target = parts / part.key
+    parts.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{part.key}-", dir=parts))
+    try:
+        for name, table in part.tables.items():
+            _write_bytes(unfinished / f"{name}.parquet", _parquet(table))
+        _write_bytes(unfinished / "part.json", json.dumps({"key": part.key, **part.about}, indent=2).encode())
+        if replace:
+            shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+    except OSError:
+        if replace or not (target / "part.json").is_file():
+            raise
+    finally:
+        for leftover in parts.glob(f".{part.key}-*"):  # this one after an error, and those of killed processes
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_part(folder: Path, key: str) -> Part | None:
+    """The finished part of that key, or None."""
+    target = folder / PARTS / key
+    if not target.is_dir():
+        return None
+    tables = {name: read_table(target / f"{name}.parquet") for name in SCHEMAS}
+    for name, schema in SCHEMAS.items():
+        if not tables[name].schema.equals(schema):
+            raise ValueError(
+                f"{target / name}.parquet has other columns than this version of attnorm writes; delete {target}"
+            )
+    return Part(key, read_json(target / "part.json"), tables)
+
+
+def finished_parts(folder: Path) -> int:
+    return sum(1 for path in (folder / PARTS).glob("*") if path.is_dir() and not path.name.startswith("."))
+
+
+@contextlib.contextmanager
+def explained_when_full(folder: Path) -> Iterator[None]:
+    """A full disk is reported with the folder and what of the run is safe in it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        kept = finished_parts(folder)
+        parts = "1 finished part is" if kept == 1 else f"{kept} finished parts are"
+        raise OSError(
+            error.errno,
+            f"the disk is full: nothing more can be written to {folder}. {parts} kept there; "
+            "free some space and run the same analysis again, it goes on from there",
+        ) from error
+
+
+def _parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        _write_bytes(unfinished, content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # a rename may reach the disk before the content does

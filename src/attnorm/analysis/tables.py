@@ -1,0 +1,100 @@
+"""The tables of an analysis and their columns: what is saved, exported, shown and merged."""
+
+import pyarrow as pa
+
+from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
+
+QUANTILES = (5, 25, 50, 75, 95)
+
+# Verdicts are derived from the other columns when the tables of all parts are put together (analysis/verdicts.py).
+VERDICT_COLUMNS = [("verdict", pa.string()), ("flags", pa.list_(pa.string())), ("evidence", pa.string())]
+
+_KEY = [
+    ("text", pa.string()),
+    ("length", pa.int64()),
+    ("normalizer", pa.string()),
+    ("kind", pa.string()),
+    ("layer", pa.int64()),
+]
+HEAD_KEY = [*_KEY, ("head", pa.int64())]
+
+
+def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
+    return [(name, pa.float64()) for name in names]
+
+
+def with_quantiles(metric: str) -> list[str]:
+    """The mean under the metric's own name, and its quantiles over the rows: entropy_nats, entropy_nats_q05, ..."""
+    return [metric, *(f"{metric}_q{q:02d}" for q in QUANTILES)]
+
+
+# One row per head. Per-row metrics are summarised over the longest rows only, those with n_low <= n <= n_high visible
+# keys: rows of different n are never averaged into one number. All lengths are in `by_length`.
+HEADS = pa.schema(
+    [
+        *HEAD_KEY,
+        ("kv_head", pa.int64()),
+        ("rows", pa.int64()),  # measured in [n_low, n_high]
+        ("broken_rows", pa.int64()),  # of all measured rows: logits or weights not finite; left out of every number
+        ("n_low", pa.int64()),
+        ("n_high", pa.int64()),
+        *_numbers(*(column for name in PER_ROW for column in with_quantiles(name))),
+        *_numbers(*PER_HEAD, "gap_slope_error"),
+    ]
+)
+
+# One row per head and bin of visible keys n: the curves against length, out of one pass.
+BY_LENGTH = pa.schema(
+    [
+        *HEAD_KEY,
+        ("n_low", pa.int64()),
+        ("n_high", pa.int64()),
+        ("rows", pa.int64()),
+        *_numbers("n", *(column for name in PER_ROW for column in (name, f"{name}_q25", f"{name}_q50", f"{name}_q75"))),
+    ]
+)
+
+# One row per head and N: the N heaviest keys. Means over the longest rows: `mass` over all of them, the rest over the
+# sampled ones, which `rows` counts where they were measured. See docs/theory/distance.md and geometry.md.
+TOP_N_NUMBERS = (
+    "mass",
+    "d_tilde",
+    "relative_distance",  # d_tilde / ((n - N) ||s||)
+    "fixed_printed",
+    "fixed_tight",
+    "random_printed",
+    "random_lower",
+    "random_upper",
+    "separability",  # Ns / N
+    "separability_null",  # mean over permuted values
+    "separability_null_low",  # 5 % and 95 % of the permutations' means
+    "separability_null_high",
+    "separability_sphere",  # vectors scaled to norm 1
+    "separability_sphere_null",
+    "separability_lower",  # moment bounds, heuristic at the data's own radius
+    "separability_upper",
+)
+TOP_N = pa.schema([*HEAD_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers(*TOP_N_NUMBERS)])
+
+# One row per head and temperature on top of the model's own: how far weights move when logits do.
+SENSITIVITY = pa.schema(
+    [
+        *HEAD_KEY,
+        ("temperature", pa.float64()),
+        ("rows", pa.int64()),
+        *_numbers("jacobian_norm", "jacobian_norm_max", "bound", "gain_0.001", "gain_0.1", "gain_10"),
+    ]
+)
+
+# One row per layer and N: what the heads cover together, measured and as independence would have it.
+COVERAGE = pa.schema(
+    [*_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers("per_head", "union", "independent")]
+)
+
+SCHEMAS = {
+    "heads": HEADS,
+    "by_length": BY_LENGTH,
+    "top_n": TOP_N,
+    "sensitivity": SENSITIVITY,
+    "coverage": COVERAGE,
+}

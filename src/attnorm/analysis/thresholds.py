@@ -1,0 +1,75 @@
+"""The verdicts, their order, and every number that decides between them, each with its reason."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from attnorm.analysis.tables import QUANTILES
+
+# The first that holds is the head's verdict; the others that hold are its flags. A head frozen onto its first key is
+# parked there, which is the more useful word; a head that disperses has no selection left to be judged further.
+MEANING: dict[str, str] = {
+    "broken": "logits or weights that are not finite",
+    "sink-dominated": "most of the weight on the first key: the head is parked",
+    "frozen": "one key takes everything and no gradient reaches the logits",
+    "dispersed-forced": "smeared over the context, and its logits allow nothing else at this length",
+    "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
+    "saturated": "selects, but its top keys are told apart no better than with permuted values",
+    "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
+    "healthy": "selects, and none of the above",
+}
+VERDICTS: tuple[str, ...] = tuple(MEANING)
+DISPERSED = ("dispersed-forced", "dispersed-by-choice")
+SELECTING = ("healthy", "sensitive", "frozen")  # saturated heads concentrate their weight too, but on a blur
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """A head is judged by its median row among its longest rows, unless said otherwise.
+
+    dispersed_entropy   entropy / log n from which attention counts as smeared. 0.7 is more than n^0.7 keys sharing the
+                        weight, 128 of 1,024: no reader of so many values at once can be said to select.
+    dispersed_slope     slope of the effective gap on log n up to which growth is not compensated. 1 keeps the largest
+                        weight at every length, 0 is what theory predicts; at 0.75 its odds halve when n grows 16-fold.
+                        The slope must lie below 1 by two standard errors as well.
+    near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
+                        as its spread allows, hence never dispersed.
+    sink_dominated      mass on the first key from which the head is parked: most of it.
+    sink_matters        mass on the first key from which dispersion is judged among the other keys (entropy, slope and
+                        horizon alike): above it a sink can make a smear look sharp, below it one key of many changes
+                        nothing.
+    frozen_weight       largest weight from which one key takes everything ...
+    frozen_norm         ... and Jacobian norm, as a share of the worst case, below which gradients have vanished. A
+                        softmax row with largest weight 0.99 has at most 0.04 of its worst case 1/2.
+    sensitive_norm      Jacobian norm, as a share of the normalizer's worst case, that counts as near it. Softmax
+                        reaches 0.9 of it only with two keys that share the row at about 1 : 2 or closer ...
+    sensitive_quantile  ... on at least this quantile's share of the rows: 75 is a quarter of them.
+    saturation_top_n    the N at which separability is compared with its null, or the nearest one measured; the papers
+                        see it level off between 16 and 20.
+    separable           separability from which a head is not saturated even if permuted values do as well: in wide
+                        spaces everything is told apart.
+    """
+
+    dispersed_entropy: float = 0.7
+    dispersed_slope: float = 0.75
+    near_floor: float = 0.1
+    sink_dominated: float = 0.5
+    sink_matters: float = 0.1
+    frozen_weight: float = 0.99
+    frozen_norm: float = 0.04
+    sensitive_norm: float = 0.9
+    sensitive_quantile: int = 75
+    saturation_top_n: int = 20
+    separable: float = 0.95
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is float and not 0 <= value <= 1:
+                raise ValueError(f"threshold {field.name} is a share, expected between 0 and 1, got {value!r}")
+        if self.sensitive_quantile not in QUANTILES:
+            raise ValueError(f"sensitive_quantile must be one of {QUANTILES}, got {self.sensitive_quantile!r}")
+        if self.saturation_top_n < 1:
+            raise ValueError(f"saturation_top_n must be at least 1, got {self.saturation_top_n!r}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,66 @@
+"""An analysis in a few lines: plain text, and the small table that a notebook shows."""
+
+from html import escape
+from typing import Any
+
+import pyarrow.compute as pc
+
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.verdicts import VERDICTS
+
+_WORST = 8
+_SHOWN = ("layer", "head", "verdict", "evidence")
+
+
+def summary(analysis: Analysis) -> str:
+    verdict = analysis.verdict
+    lines = [verdict.headline, "", *_about(analysis), "", _counts(analysis)]
+    lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
+    lines += ["", "What to try:", *(f"- {advice.text}" for advice in verdict.advice)] if verdict.advice else []
+    lines += ["", *(f"Note: {note}" for note in analysis.manifest["notes"])] if analysis.manifest["notes"] else []
+    return "\n".join(lines)
+
+
+def notebook(analysis: Analysis) -> str:
+    """HTML without scripts or styles of its own; every name and word in it is escaped."""
+    verdict = analysis.verdict
+    head = "".join(f"<th>{escape(name)}</th>" for name in _SHOWN)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(row[name]))}</td>" for name in _SHOWN) + "</tr>" for row in _worst(analysis)
+    )
+    about = "<br>".join(escape(line) for line in [*_about(analysis), _counts(analysis), *analysis.manifest["notes"]])
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    return f"<div><p><b>{escape(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
+
+
+def _about(analysis: Analysis) -> list[str]:
+    model, settings = analysis.manifest["model"], analysis.manifest["settings"]
+    revision = f" at {model['revision'][:12]}" if model.get("revision") else ""
+    lengths = sorted(set(analysis.heads["length"].to_pylist()))
+    texts = [text["name"] for text in analysis.manifest["texts"]]
+    measured = f"{_listed(texts)}; {_listed(lengths)} tokens; {_listed(settings['normalizers'])}"
+    return [
+        f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",
+        f"Measured: {measured}; rows: {settings['rows']}",
+    ]
+
+
+def _counts(analysis: Analysis) -> str:
+    return "Heads: " + ", ".join(f"{number} {name}" for name, number in analysis.verdict.counts.items() if number)
+
+
+def _worst(analysis: Analysis) -> list[dict[str, Any]]:
+    """Heads that are not healthy, of the longest length and the first normalizer and text."""
+    heads = analysis.heads
+    if not heads.num_rows:
+        return []
+    heads = heads.filter(pc.equal(heads["length"], pc.max(heads["length"])))
+    for name in ("normalizer", "text"):
+        heads = heads.filter(pc.equal(heads[name], heads[name][0]))
+    rows = [row for row in heads.select(_SHOWN).to_pylist() if row["verdict"] not in ("healthy", None)]
+    return sorted(rows, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
+
+
+def _listed(values: list[Any], limit: int = 6) -> str:
+    shown = ", ".join(str(value) for value in values[:limit])
+    return shown if len(values) <= limit else f"{shown} and {len(values) - limit} more"

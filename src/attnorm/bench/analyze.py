@@ -1,0 +1,140 @@
+"""analyze() against a plain forward pass with torch SDPA and against `output_attentions=True`: time, memory, growth."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from attnorm.bench.fresh import told_by
+from attnorm.bench.memory import MEGABYTE
+from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_fresh_process, pass_of, random_model, tokens
+from attnorm.bench.timing import in_turn
+from attnorm.report.benchmarks import Growth, GrowthPoint, ModelRun, Ratio
+
+CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups over the plain pass, the same, over eager
+MEMORY = 1.5  # promised: at most so many times the plain pass
+EXPONENT = 1.1  # promised: memory grows at most like this power of the length; 2 is the attention matrix
+WHOLE_SECONDS = 60.0  # promised: SmolLM2 at the first of its lengths
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+MODEL_LENGTHS = (1024, 8192)
+FOLDER = "ATTNORM_SMOLLM2"
+
+WORDS: dict[Way, str] = {
+    "plain": "plain forward pass, torch SDPA",
+    "core": "analyze, core and gradient, all rows",
+    "full": "analyze, everything, rows=64",
+    "eager": "output_attentions=True and the core numbers",
+}
+
+
+def measure_analysis(
+    *, quick: bool = False, notes: list[str], model: Path | None = None, text: Path | None = None
+) -> Iterator[Ratio | ModelRun | Growth]:
+    """model: a folder of SmolLM2, else what $ATTNORM_SMOLLM2 names; text: what it reads, else analyze()'s own."""
+    shape = Shape(64, layers=2, heads=2) if quick else Shape(4096)
+    yield from _against_plain(shape, quick)
+    yield from _in_own_processes(shape, quick, notes)
+    named = model or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
+    if named is None:
+        notes.append(f"no pretrained model was measured: name a folder of SmolLM2 by --model or ${FOLDER}")
+        return
+    for length in (16,) if quick else MODEL_LENGTHS:
+        try:
+            yield _whole_run(named, text, length, None if quick or length > MODEL_LENGTHS[0] else WHOLE_SECONDS)
+        except RuntimeError as error:
+            notes.append(f"{named.name} at {length:,} tokens was not measured: {error}")
+
+
+def _against_plain(shape: Shape, quick: bool) -> Iterator[Ratio]:
+    model, ids = random_model(shape), tokens(shape.length)
+    ways: list[tuple[Way, float]] = [("core", CORE), ("full", FULL)]
+    for way, target in ways:
+        timed = in_turn(pass_of(way, model, ids), pass_of("plain", model, ids), rounds=1 if quick else 5)
+        yield Ratio(
+            topic=_topic(shape), what=WORDS[way], against=WORDS["plain"], target=None if quick else target,
+            **asdict(timed),
+        )  # fmt: skip
+
+
+def _topic(shape: Shape) -> str:
+    return f"Measuring a model, GPT-2 with random weights, {shape}, L = {shape.length:,}"
+
+
+def _in_own_processes(shape: Shape, quick: bool, notes: list[str]) -> Iterator[Ratio | ModelRun | Growth]:
+    """All ways at the one length, then the plain pass and the core at every length."""
+    measure: Callable[[Way, Shape], Cost] = partial(cost, least_seconds=0) if quick else cost_in_fresh_process
+    known: dict[tuple[Way, int], Cost] = {}
+    for length, ways in _schedule(shape, quick):
+        for way in ways:
+            try:
+                known[way, length] = measure(way, replace(shape, length=length))
+            except (RuntimeError, OSError) as error:
+                notes.append(f"{WORDS[way]}, at {length:,} tokens was not measured: {error}")
+        if length == shape.length:
+            here = {way: known[way, length] for way in ways if (way, length) in known}
+            yield from _runs(here, shape, quick)
+    points = [
+        GrowthPoint(
+            length=length, seconds=core.seconds, plain_seconds=plain.seconds, extra_mb=core.extra_mb,
+            plain_extra_mb=plain.extra_mb,
+        )
+        for length in sorted({length for _, length in known})
+        if (core := known.get(("core", length))) and (plain := known.get(("plain", length)))
+    ]  # fmt: skip
+    if len(points) > 1:
+        target = None if quick else EXPONENT
+        yield Growth(what=WORDS["core"], setting=str(shape), points=tuple(points), target=target)
+
+
+def _schedule(shape: Shape, quick: bool) -> Iterator[tuple[int, tuple[Way, ...]]]:
+    yield shape.length, ("plain", "core", "full", "eager")
+    for length in (2 * shape.length,) if quick else LENGTHS:
+        if length != shape.length:
+            yield length, ("plain", "core")
+
+
+def _runs(costs: dict[Way, Cost], shape: Shape, quick: bool) -> Iterator[Ratio | ModelRun]:
+    plain, core, eager = costs.get("plain"), costs.get("core"), costs.get("eager")
+    if core and eager:
+        # Eager runs once, in its own process: again and in turn would take minutes and change nothing.
+        yield Ratio(
+            topic=_topic(shape), what=WORDS["core"], against=WORDS["eager"], ours_ms=1e3 * core.seconds,
+            theirs_ms=1e3 * eager.seconds, speedup=eager.seconds / core.seconds, target=None if quick else EAGER,
+        )  # fmt: skip
+    for way, measured in costs.items():
+        yield ModelRun(
+            setting=f"{shape}, L = {shape.length:,}", what=WORDS[way],
+            times_plain=measured.peak_mb / plain.peak_mb if plain else None,
+            most_times_plain=None if quick or way not in ("core", "full") else MEMORY, **asdict(measured),
+        )  # fmt: skip
+
+
+def _whole_run(folder: Path, text: Path | None, length: int, target: float | None) -> ModelRun:
+    """From the start of Python to the tables, the loading of the model included."""
+    arguments = f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
+    start = time.perf_counter()
+    told = told_by(f"from attnorm.bench.analyze import report; report({arguments})")
+    return ModelRun(
+        setting=f"{folder.name}, everything, rows=last, from the start of Python to the tables",
+        what=f"{length:,} tokens, {told['heads']} heads", seconds=time.perf_counter() - start,
+        peak_mb=told["peak_mb"], most_seconds=target,
+    )  # fmt: skip
+
+
+def report(folder: str, text: str | None, length: int, threads: int) -> None:
+    """What the process of a whole run does."""
+    import resource
+
+    from attnorm.analysis.analyze import analyze
+
+    torch.set_num_threads(threads)
+    inputs = None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
+    heads = analyze(folder, inputs, lengths=length, rows="last").heads.num_rows
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
+    sys.stdout.write(json.dumps({"heads": heads, "peak_mb": peak}))

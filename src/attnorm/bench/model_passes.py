@@ -1,0 +1,144 @@
+"""Four ways to run the same random model over the same tokens, and what each costs in a process of its own.
+
+plain: the forward pass with torch SDPA, nothing measured. core: analyze() of every row, all numbers of the weights and
+the gradient. full: analyze() with distances and separability too, on 64 rows. eager: what one does without attnorm,
+`output_attentions=True` and the core numbers computed from the weights.
+
+Nothing heavy is imported before it is needed: the process of the plain pass must not hold what only the others use.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnorm.bench.fresh import told_by
+from attnorm.bench.memory import MEGABYTE, peak_above, resident
+from attnorm.bench.timing import Call
+
+Way = Literal["plain", "core", "full", "eager"]
+
+HEAD_WIDTH = 64
+VOCABULARY = 1024
+LOGIT_DEVIATION = 2.0  # fresh weights give logits near 0, rows that no trained model has
+TOP_N = (1, 5, 10, 20, 100)
+SECONDS = 5.0  # a pass is repeated until it took this long together
+WARM_UP = 32  # tokens: libraries load and thread pools start outside the measurement
+
+
+@dataclass(frozen=True)
+class Shape:
+    length: int
+    layers: int = 8
+    heads: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers x {self.heads} heads, width {HEAD_WIDTH}, float32"
+
+
+@dataclass(frozen=True)
+class Cost:
+    seconds: float
+    peak_mb: float  # of the whole process during the pass
+    extra_mb: float  # of it, beyond what the process held before
+
+
+def random_model(shape: Shape) -> Any:
+    """A GPT-2 in evaluation mode; its weights depend on nothing but the shape."""
+    from attnorm.training.architectures import build_model
+    from attnorm.training.settings import Settings
+
+    width = shape.heads * HEAD_WIDTH
+    settings = Settings(layers=shape.layers, heads=shape.heads, width=width, context=shape.length, vocab=VOCABULARY)
+    model = build_model(settings, VOCABULARY, 0).eval()
+    with torch.no_grad():
+        for layer in model.transformer.h:
+            queries_and_keys = layer.attn.c_attn.weight[:, : 2 * width]
+            queries_and_keys *= math.sqrt(LOGIT_DEVIATION / width) / queries_and_keys.std()
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
+    if way == "plain":
+        from attnorm.models.inputs import run
+        from attnorm.models.loaded import LoadedModel
+
+        return partial(run, LoadedModel(model, None, way), {"input_ids": ids[None]})
+    if way == "eager":
+        return partial(statistics_by_layer, model, ids)
+
+    from attnorm.analysis.analyze import analyze
+
+    if way == "core":
+        return partial(analyze, model, ids, top_n=TOP_N, metrics=("core", "gradient"))
+    return partial(analyze, model, ids, top_n=TOP_N, rows=64)
+
+
+@torch.no_grad()
+def statistics_by_layer(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
+    """The core numbers of each row from the weights that the model returns; leaves the model eager."""
+    model.set_attn_implementation("eager")
+    found = model.base_model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    return [statistics_of(weights) for weights in found.attentions]
+
+
+def statistics_of(weights: Tensor) -> dict[str, Tensor]:
+    """From causal weights (B, H, L, L), the numbers (B, H, L), and top_mass (B, H, L, N)."""
+    from attnorm.theory.secular import rank_one_eigenvalue
+
+    length = weights.shape[-1]
+    ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+    largest = weights.amax(-1)
+    smallest = weights.masked_fill(ahead, torch.inf).amin(-1)
+    heaviest = weights.topk(min(max(TOP_N), length), dim=-1).values.cumsum(-1)
+    return {
+        "entropy_nats": torch.special.entr(weights).sum(-1),
+        "effective_keys": 1 / weights.square().sum(-1),
+        "max_weight": largest,
+        "logit_spread": torch.log(largest) - torch.log(smallest),
+        "sink_mass": weights[..., 0],
+        "jacobian_norm": rank_one_eigenvalue(weights),
+        "top_mass": heaviest[..., [min(N, length) - 1 for N in TOP_N]],
+    }
+
+
+def cost(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
+    """Of one pass, here and now. Linux only."""
+    model, ids = random_model(shape), tokens(shape.length)
+    pass_of(way, model, ids[:WARM_UP])()
+    call = pass_of(way, model, ids)
+    seconds: list[float] = []
+    extra = peak_above(partial(_timed, call, seconds))
+    peak = resident("VmHWM")
+    while sum(seconds) < least_seconds and len(seconds) < 5:
+        _timed(call, seconds)
+    return Cost(median(seconds), peak / MEGABYTE, extra / MEGABYTE)
+
+
+def _timed(call: Callable[[], object], seconds: list[float]) -> None:
+    start = time.perf_counter()
+    call()
+    seconds.append(time.perf_counter() - start)
+
+
+def cost_in_fresh_process(way: Way, shape: Shape) -> Cost:
+    arguments = f"{way!r}, {shape!r}, {torch.get_num_threads()}"
+    return Cost(**told_by(f"from attnorm.bench.model_passes import Shape, report; report({arguments})"))
+
+
+def report(way: Way, shape: Shape, threads: int) -> None:
+    """What the fresh process runs: measures, and prints JSON."""
+    torch.set_num_threads(threads)
+    sys.stdout.write(json.dumps(asdict(cost(way, shape))))

@@ -1,0 +1,134 @@
+"""attnorm analyze: which heads of a model still select, which do not, and what to try."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attnorm.cli.measuring import (
+    Device,
+    Dtype,
+    Lengths,
+    Metrics,
+    Rows,
+    Seed,
+    Texts,
+    Threads,
+    Trust,
+    failures,
+    measure,
+    names_of,
+    numbers_of,
+    rows_of,
+    texts_of,
+    use_threads,
+)
+from attnorm.cli.output import Json, show, show_json, usage_errors
+
+if TYPE_CHECKING:
+    from attnorm.analysis.result import Analysis
+
+REPORT = "report.html"
+
+
+def analyze(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub name or folder; default: the small model in this package.")
+    ] = "bundled",
+    text: Texts = None,
+    lengths: Lengths = None,
+    normalizers: Annotated[
+        str, typer.Option(metavar="NAME,NAME,...", help="model is what it runs; others: what if, on the same logits.")
+    ] = "model",
+    rows: Rows = "all",
+    metrics: Metrics = "all",
+    top_n: Annotated[str, typer.Option(metavar="N,N,...", help="Sizes of the top-N sets.")] = "1,5,10,20,100",
+    vectors: Annotated[str, typer.Option(metavar="values|inputs", help="Vectors x_i that distances are about.")] = (
+        "values"
+    ),
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    trust_remote_code: Trust = False,
+    seed: Seed = 0,
+    threads: Threads = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for tables, report and finished parts; resumes there.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Use parts that are finished in --out.")] = True,
+    html: Annotated[
+        bool | None, typer.Option("--html/--no-html", help="Write the report; default: yes, with --json only to --out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure every attention head of a model on a text and judge it; without arguments offline, on a bundled model.
+
+    The summary goes to stdout, progress to stderr, the report to DIR/report.html or attnorm-MODEL.html here.
+    Exit code 0: measured; 1: heads with logits or weights that are not finite, or the disk or memory gave out;
+    2: wrong usage or input; 130: interrupted - run the same command again and finished parts in --out are kept.
+    """
+    use_threads(threads)
+    with usage_errors():
+        options = {
+            "inputs": texts_of(text),
+            "lengths": numbers_of("--lengths", lengths),
+            "normalizers": _normalizers(normalizers),
+            "rows": rows_of(rows),
+            "metrics": names_of(metrics),
+            "top_n": numbers_of("--top-n", top_n),
+        }
+    analysis = measure(
+        model,
+        out=out,
+        resume=resume,
+        vectors=vectors,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
+        **options,
+    )
+    report = None
+    if html or (html is None and (out is not None or not as_json)):
+        with failures():
+            report = analysis.save_html(_report_path(analysis, out))
+    show_analysis(analysis, as_json, out, report)
+    if analysis.verdict.counts["broken"]:
+        raise typer.Exit(1)
+
+
+def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, report: Path | None) -> None:
+    """The summary, or JSON, on stdout; where files are, on stderr."""
+    if as_json:
+        from attnorm.report.analysis_json import analysis_as_dict
+
+        files = {"folder": None if folder is None else str(folder), "report": None if report is None else str(report)}
+        show_json({**analysis_as_dict(analysis), **files})
+    else:
+        from attnorm.report.terminal_heads import analysis_summary
+
+        show(analysis_summary(analysis))
+    if folder is not None:
+        typer.echo(f"tables: {folder}", err=True)
+    if report is not None:
+        typer.echo(f"report: {report}", err=True)
+
+
+def _normalizers(value: str) -> tuple[str, ...]:
+    """Checked before a model is loaded for nothing."""
+    from attnorm.analysis.settings import named_normalizers
+
+    names = tuple(name.strip() for name in value.split(",") if name.strip())
+    try:
+        named_normalizers(names)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return names
+
+
+def _report_path(analysis: "Analysis", out: Path | None) -> Path:
+    if out is not None:
+        return out / REPORT
+    return Path(f"attnorm-{re.sub(r'[^A-Za-z0-9._-]+', '-', analysis.manifest['model']['name']).strip('.-')}.html")

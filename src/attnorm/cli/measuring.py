@@ -1,0 +1,138 @@
+"""What analyze and compare share: the options of a measurement, the texts, and failures told in one sentence."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnorm.cli.output import usage_errors
+from attnorm.cli.progress import Watch, shown
+
+if TYPE_CHECKING:
+    from attnorm.analysis.result import Analysis
+
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text", metavar="FILE", help="Text to measure on; may be given several times. Default: one that is built in."
+    ),
+]
+Lengths = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Tokens from the start of each text; default: all that fit.")
+]
+Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
+Metrics = Annotated[
+    str, typer.Option(metavar="all|core|GROUPS", help="core, gradient, vectors, sensitivity, coverage; all.")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, auto; default: float32 on a CPU.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Seed = Annotated[int, typer.Option(help="Of sampled rows and permutations.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use; its own choice by default.")]
+
+
+def texts_of(files: list[Path] | None) -> dict[str, str] | None:
+    """Name -> content; None where no file is given, for one that is on every machine."""
+    if not files:
+        return None
+    texts = {}
+    for path in files:
+        try:
+            texts[str(path)] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+        except OSError as error:
+            raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
+    return texts
+
+
+def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
+    """'256,1024' -> (256, 1024)"""
+    if value is None:
+        return None
+    try:
+        return tuple(int(word) for word in value.replace("_", "").split(","))
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers separated by commas, e.g. 256,1024; got {value!r}") from None
+
+
+def rows_of(value: str) -> Any:
+    if value in ("all", "last"):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
+
+
+def names_of(value: str) -> str | tuple[str, ...]:
+    """'all' or one name as it is, several as a tuple."""
+    names = tuple(name.strip() for name in value.split(",") if name.strip())
+    return names[0] if len(names) == 1 else names
+
+
+def use_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "Analysis":
+    """analyze() with progress on stderr. Ctrl-C says what is kept, and leaves with 130."""
+    from attnorm.analysis.analyze import analyze
+
+    watch = Watch()
+    # The bar inside, so that it is gone before a message is printed.
+    with failures(lambda: _what_is_kept(watch, out)), shown(watch) as progress:
+        analysis = analyze(model, out=out, progress=progress, **options)
+    if watch.last is None:
+        typer.echo(f"{out} holds this run already, finished: nothing was measured again", err=True)
+    return analysis
+
+
+@contextmanager
+def failures(when_interrupted: Callable[[], str] = lambda: "Interrupted.") -> Iterator[None]:
+    """Wrong input leaves with 2; a disk, a network or memory that gives out with 1; Ctrl-C with 130."""
+    import torch
+
+    try:
+        with usage_errors():
+            yield
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise typer.BadParameter(_told(error)) from None
+    except KeyboardInterrupt:
+        typer.echo(when_interrupted(), err=True)
+        raise typer.Exit(130) from None
+    except (MemoryError, torch.OutOfMemoryError):
+        typer.echo(
+            "Error: out of memory. Take shorter --lengths, fewer --rows, --metrics core, or half precision with "
+            "--dtype bfloat16.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"Error: {_told(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _told(error: Exception) -> str:
+    """The message without '[Errno 28]'; a bare system error keeps the file it is about."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return str(error)
+
+
+def _what_is_kept(watch: Watch, out: Path | None) -> str:
+    state = watch.last
+    done = 0 if state is None else state.parts_done
+    if out is None:
+        return "Interrupted. Nothing is kept: with --out DIR finished parts would be, and the run could go on."
+    if state is None:
+        return "Interrupted before the first part; nothing was measured yet."
+    return (
+        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}; "
+        "run the same command again and it goes on from there."
+    )

@@ -1,0 +1,121 @@
+"""What a running analysis shows on stderr: a live line in a terminal, a line for each finished part in a log."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from attnorm.analysis.parts import Progress
+
+
+class Watch:
+    """Turns states of a run into words; keeps when it began and how much of it was found finished."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._began = now()
+        self._resumed = 0.0  # tokens that cost no time
+        self._before = 0
+        self.last: Progress | None = None
+
+    def see(self, state: "Progress") -> None:
+        if state.resumed:
+            self._resumed += state.tokens_done - self._before
+        self._before = state.tokens_done
+        self.last = state
+
+    @property
+    def share(self) -> float:
+        """Of all tokens, counting finished layers of the part in flight; a part of length n takes n tokens."""
+        return 0.0 if self.last is None else min(self._tokens() / max(self.last.tokens_total, 1), 1.0)
+
+    @property
+    def words(self) -> str:
+        state = self.last
+        if state is None:
+            return "loading the model"
+        length = "" if state.length is None else f", {state.length:,} tokens"
+        part = min(state.parts_done + 1, state.parts_total)
+        return f"part {part} of {state.parts_total}{length}, layer {state.layers_done}/{state.layers_total}"
+
+    @property
+    def pace(self) -> str:
+        """Tokens per second, time left by that pace, memory in use."""
+        memory = memory_words()
+        measured = self._tokens() - self._resumed
+        seconds = self._now() - self._began
+        if self.last is None or measured <= 0 or seconds <= 0:
+            return memory
+        left = (self.last.tokens_total - self._tokens()) * seconds / measured
+        return f"{measured / seconds:,.0f} tokens/s, {duration(left)} left, {memory}"
+
+    def _tokens(self) -> float:
+        state = self.last
+        assert state is not None
+        running = 0.0
+        if state.parts_done < state.parts_total:
+            running = (state.length or 0) * state.layers_done / max(state.layers_total, 1)
+        return state.tokens_done + running
+
+
+@contextmanager
+def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
+    """What to hand to analyze() as `progress`."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda state: _log(watch, state)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), TextColumn("{task.fields[pace]}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(watch.words, total=1.0, pace="")
+
+        def update(state: "Progress") -> None:
+            watch.see(state)
+            bar.update(task, completed=watch.share, description=watch.words, pace=watch.pace)
+
+        yield update
+
+
+def _log(watch: Watch, state: "Progress") -> None:
+    finished = watch.last is not None and state.parts_done > watch.last.parts_done
+    watch.see(state)
+    if finished:
+        length = "" if state.length is None else f" at {state.length:,} tokens"
+        how = "found finished" if state.resumed else "measured"
+        typer.echo(
+            f"part {state.parts_done} of {state.parts_total}, {state.text}{length}: {how}; {watch.pace}", err=True
+        )
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min, 2.5 h"""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def memory_words() -> str:
+    """Memory of this process and of its GPU, without another library."""
+    words = []
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        import resource
+
+        words.append(f"{int(statm.read_text().split()[1]) * resource.getpagesize() / 1e9:.1f} GB")
+    elif sys.platform != "win32":
+        import resource
+
+        kilobyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+        words.append(f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 1e9:.1f} GB")
+    torch = sys.modules.get("torch")  # not imported for this
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        words.append(f"{torch.cuda.memory_allocated() / 1e9:.1f} GB on the GPU")
+    return ", ".join(words)

@@ -1,0 +1,165 @@
+"""attnorm train: small models from text files."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from attnorm.cli.output import Json, show, show_json, usage_errors
+
+if TYPE_CHECKING:
+    from attnorm.training.lm import Progress as Stage
+
+_SAFE = "checkpoints written before are whole, and the same command continues from the last one"
+
+train = typer.Typer(name="train", help="Train small models from text files.", no_args_is_help=True)
+
+
+@train.callback()
+def _group() -> None:
+    """Train small models from text files."""  # keeps `lm` a verb of its own while it is the only one
+
+
+@train.command()
+def lm(
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on: .txt or .txt.xz.")],
+    valid: Annotated[Path, typer.Option(help="Text file held out for the validation loss.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model; one that holds this run continues it.")],
+    architecture: Annotated[str, typer.Option(help="Model family.")] = "gpt2",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
+    heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
+    width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
+    context: Annotated[int, typer.Option(help="Tokens per window, and positions of the model.")] = 1024,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary, which is learned from the text.")] = 4096,
+    steps: Annotated[int | None, typer.Option(help="Updates of the weights.", show_default="1000")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to read in all, instead of --steps.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows per step.")] = 16,
+    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="Steps until it is reached; a cosine to 0 follows.")] = 100,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW, on matrices only.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of the weights, the windows and the tokenizer's sample.")] = 0,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
+    eval_every: Annotated[int, typer.Option(help="Steps between validation losses.")] = 250,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint, or start over.")] = True,
+    max_minutes: Annotated[
+        float | None, typer.Option(help="Stop training after this long, then evaluate and write the model.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder for the encoded texts; runs may share it.", show_default="OUT/data")
+    ] = None,
+    sample: Annotated[int, typer.Option(help="Tokens that the trained model writes into sample.txt.")] = 0,
+    note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Train a small language model and write a standard Hugging Face folder with a model card.
+
+    The validation loss is reported beside unigram and bigram counts on the same tokens. Interrupted runs continue: give
+    the same command again. Exit code 130: interrupted, with a checkpoint.
+    """
+    import torch
+
+    from attnorm.training.interruption import TrainingInterrupted
+    from attnorm.training.lm import train_lm
+    from attnorm.training.settings import Settings
+
+    with usage_errors():
+        if steps is not None and tokens is not None:
+            raise ValueError("give --steps or --tokens, not both")
+        if tokens is not None:
+            steps = -(-tokens // max(1, batch * context))
+        on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+        settings = Settings(
+            architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
+            steps=1000 if steps is None else steps, batch=batch, learning_rate=lr, warmup=warmup,
+            weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
+        )  # fmt: skip
+        try:
+            with _progress() as report:
+                record = train_lm(
+                    texts, valid, out, settings, data=data, device=device, compiled=compiled, resume=resume,
+                    evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
+                    sample_tokens=sample, note=note, command=_command(), report=report,
+                )  # fmt: skip
+        except TrainingInterrupted as stopped:
+            typer.echo(str(stopped), err=True)
+            raise typer.Exit(130) from None
+        except OSError as error:
+            typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)
+            raise typer.Exit(1) from None
+    if as_json:
+        show_json(record)
+        return
+    from attnorm.training.card import rise_in_words
+
+    show(_losses(record["result"]))
+    if record["result"]["rise"]:
+        typer.echo(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}", err=True)
+    typer.echo(f"wrote {out}", err=True)
+
+
+def _losses(result: dict[str, Any]) -> Table:
+    validation = result["validation"]
+    table = Table(
+        title=f"Validation loss after {result['tokens']:,} tokens",
+        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes",
+    )
+    table.add_column("")
+    for name in ("nats per token", "perplexity", "bits per byte"):
+        table.add_column(name, justify="right")
+    for name in ("model", "bigram", "unigram"):
+        figures = validation[name]
+        table.add_row(
+            name, f"{figures['nats_per_token']:.3f}", f"{figures['perplexity']:.1f}", f"{figures['bits_per_byte']:.3f}"
+        )
+    return table
+
+
+def _command() -> str:
+    """The call as a reader may repeat it: files by their names alone, whatever folder they lay in."""
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return shlex.join(["attnorm", *words])
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Stage], None]]":
+    """A bar on stderr; where that is no terminal, a line per validation loss."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None, figures="")
+        stage = ""
+
+        def report(now: "Stage") -> None:
+            nonlocal stage
+            figures = _figures(now.metrics) if now.metrics else ""
+            bar.update(task, description=now.stage, completed=now.done, total=now.total, figures=figures)
+            if not console.is_terminal:
+                if now.stage != stage:
+                    typer.echo(now.stage, err=True)
+                elif now.metrics and "valid_loss" in now.metrics:
+                    typer.echo(f"step {now.done:,} of {now.total:,}: {figures}", err=True)
+            stage = now.stage
+
+        yield report
+
+
+def _figures(metrics: dict[str, Any]) -> str:
+    words = [f"loss {metrics['loss']:.3f}"]
+    if "valid_loss" in metrics:
+        words.append(f"validation {metrics['valid_loss']:.3f}")
+    return ", ".join([*words, f"{metrics['tokens_per_second']:,.0f} tokens/s"])

@@ -1,0 +1,32 @@
+"""One attention call of a model, as it is measured: everything that decides its logits, weights and outputs.
+
+Shape suffixes: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys, D and E widths.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from attnorm.normalizers.contract import Mechanism, Normalizer
+
+Kind = Literal["decoder", "encoder", "cross"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Queries and keys after position encoding, at the model's own head counts; nothing of size Q x K is made here."""
+
+    layer: int  # counted within its kind
+    kind: Kind  # causal self-attention, bidirectional self-attention, attention to an encoder
+    query_BHQD: Tensor
+    key_BGKD: Tensor
+    value_BGKE: Tensor
+    scale: float
+    causal: bool  # aligned as torch's SDPA aligns it: bottom-right where a cache is present
+    mask: Tensor | None = None  # boolean, True = may attend, broadcastable to (B, H, Q, K); causality included
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    sinks_H: Tensor | None = None  # one learned logit per head that takes mass and gives no output
+    bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)
+    normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs in the place of softmax
+    inputs_BKC: Tensor | None = None  # the layer input behind the keys, where it was asked for

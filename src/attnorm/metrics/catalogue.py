@@ -1,0 +1,148 @@
+"""Every number attnorm reports about a head: its name, and how a person should read it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["weights", "limits", "sink", "gradient", "rate", "vectors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    name: str
+    label: str
+    unit: str  # "" for a pure number
+    group: Group
+    meaning: str  # one sentence: what it is
+    reading: str  # one sentence: what high and low mean for a model builder
+    per_row: bool = True  # measured on every row and summarised by mean and quantiles; else one number per head
+    logarithmic: bool = False  # best drawn on a logarithmic scale
+    bounded: tuple[float, float] | None = None  # the range it cannot leave, for colour scales
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="entropy_ratio", label="Entropy / log n", unit="", group="weights", bounded=(0, 1),
+        meaning="Entropy of the row's weights over its largest possible value, log n.",
+        reading="1 is uniform attention over all n visible keys, 0 is attention to a single key.",
+    ),
+    Metric(
+        name="entropy_nats", label="Entropy", unit="nats", group="weights",
+        meaning="Shannon entropy of the row's weights, rescaled to sum to one.",
+        reading="exp of it is roughly how many keys share the attention; compare it with its floor and with log n.",
+    ),
+    Metric(
+        name="effective_keys", label="Effective keys", unit="keys", group="weights", logarithmic=True,
+        meaning="1 / sum of squared weights: how many equal weights would concentrate as much.",
+        reading="A head that selects keeps it small as the context grows; a dispersed one lets it grow with n.",
+    ),
+    Metric(
+        name="max_weight", label="Largest weight", unit="", group="weights", bounded=(0, 1),
+        meaning="The largest weight of the row.",
+        reading="Near 1 the output is one value; near 1/n nothing is selected.",
+    ),
+    Metric(
+        name="effective_gap", label="Effective gap", unit="nats", group="rate",
+        meaning="Log-odds of the largest weight against the mean of the others: logit(max weight) + log(n - 1).",
+        reading="Keeping the same largest weight takes one more for each factor e in n; a constant gap disperses.",
+    ),
+    Metric(
+        name="row_sum", label="Row sum", unit="", group="weights",
+        meaning="The sum of the row's weights.",
+        reading="1 for softmax; less where a sink or an unnormalised map lets a head attend to nothing.",
+    ),
+    Metric(
+        name="logit_spread", label="Logit spread", unit="nats", group="limits",
+        meaning="Largest minus smallest visible logit of the row, scale and softcap included.",
+        reading="It sets the ceiling: with spread d no weight among n keys can exceed 1 / (1 + (n - 1) exp(-d)).",
+    ),
+    Metric(
+        name="max_logit", label="Largest logit", unit="nats", group="limits",
+        meaning="The largest visible logit of the row.",
+        reading="Very large logits (hundreds) precede loss spikes and overflow in half precision.",
+    ),
+    Metric(
+        name="weight_ceiling", label="Weight ceiling", unit="", group="limits", bounded=(0, 1),
+        meaning="The largest weight that the row's spread allows among its n keys under softmax: 1/(1+(n-1)e^-d).",
+        reading="Well above the largest weight, the head could be sharper and is not: dispersion by choice.",
+    ),
+    Metric(
+        name="entropy_floor", label="Entropy floor", unit="nats", group="limits",
+        meaning="The smallest entropy that the row's spread allows among its n keys under softmax.",
+        reading="A head near its floor is as sharp as its logits permit - the opposite of dispersed.",
+    ),
+    Metric(
+        name="horizon", label="Horizon", unit="keys", group="limits", logarithmic=True,
+        meaning="1 + e^spread: beyond this many keys softmax can give no key more than half of the weight.",
+        reading="A horizon shorter than your context means that the ceiling binds: dispersion is forced.",
+    ),
+    Metric(
+        name="sink_mass", label="Sink mass", unit="", group="sink", bounded=(0, 1),
+        meaning="Weight on the row's first visible key, together with learned sinks where the model has them.",
+        reading="Near 1 the head is parked: it attends to nothing in particular.",
+    ),
+    Metric(
+        name="entropy_ratio_without_sink", label="Entropy / log n, no sink", unit="", group="sink", bounded=(0, 1),
+        meaning="The same ratio for the other keys alone, their weights rescaled to sum to one.",
+        reading="Shows whether what is left beside the sink is a selection or a smear.",
+    ),
+    Metric(
+        name="effective_keys_without_sink", label="Effective keys, no sink", unit="keys", group="sink",
+        logarithmic=True,
+        meaning="Effective number of keys among those other than the first.",
+        reading="As effective keys; a sink hides dispersion among the rest, this uncovers it.",
+    ),
+    Metric(
+        name="max_weight_without_sink", label="Largest weight, no sink", unit="", group="sink", bounded=(0, 1),
+        meaning="Largest weight among the other keys, rescaled to sum to one.",
+        reading="As largest weight, for the keys that carry content.",
+    ),
+    Metric(
+        name="effective_gap_without_sink", label="Effective gap, no sink", unit="nats", group="sink",
+        meaning="Effective gap among the keys other than the first.",
+        reading="As effective gap, for the keys that carry content.",
+    ),
+    Metric(
+        name="logit_spread_without_sink", label="Logit spread, no sink", unit="nats", group="sink",
+        meaning="Logit spread among the keys other than the first.",
+        reading="The sink often holds an extreme logit; this is the spread that content has to work with.",
+    ),
+    Metric(
+        name="jacobian_norm", label="Jacobian norm", unit="", group="gradient",
+        meaning="Largest singular value of d weights / d logits of the row, exact.",
+        reading="0: frozen, no gradient reaches the logits. 1/2 is the worst case of softmax: as sensitive as can be.",
+    ),
+    Metric(
+        name="gap_slope", label="Slope of the gap", unit="", group="rate", per_row=False,
+        meaning="Least-squares slope of the effective gap on log n over the row's bins of n.",
+        reading="0 disperses as theory predicts, 1 compensates fully for the growing context.",
+    ),
+    Metric(
+        name="gap_slope_without_sink", label="Slope of the gap, no sink", unit="", group="rate", per_row=False,
+        meaning="The same slope for the keys other than the first.",
+        reading="As the slope of the gap, for the keys that carry content.",
+    ),
+    Metric(
+        name="forced_share", label="Rows beyond the horizon", unit="", group="rate", per_row=False, bounded=(0, 1),
+        meaning="Share of the rows with more visible keys than their horizon.",
+        reading="Near 1: no softmax head with these logits could select here. Near 0: the ceiling does not bind.",
+    ),
+    Metric(
+        name="mean_cosine", label="Mean cosine", unit="", group="vectors", per_row=False, bounded=(-1, 1),
+        meaning="Mean cosine between different vectors x_i that the head mixes.",
+        reading="The papers assume isotropic vectors, 0; near 1 all point the same way and cannot be told apart.",
+    ),
+    Metric(
+        name="effective_rank", label="Effective rank", unit="", group="vectors", per_row=False,
+        meaning="(trace C)^2 / trace C^2 of the vectors' second moments C: dimensions they really use.",
+        reading="Near the head's width: isotropic, as assumed. Small: a few directions carry everything.",
+    ),
+    Metric(
+        name="smallest_distance", label="Smallest distance", unit="", group="vectors", per_row=False,
+        meaning="Smallest distance between two of the vectors, over their mean norm.",
+        reading="The papers' separability assumes it positive; 0 means repeated vectors.",
+    ),
+)  # fmt: skip
+
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
+PER_ROW: tuple[str, ...] = tuple(metric.name for metric in METRICS if metric.per_row)
+PER_HEAD: tuple[str, ...] = tuple(metric.name for metric in METRICS if not metric.per_row)

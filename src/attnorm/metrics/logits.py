@@ -1,0 +1,208 @@
+"""The logits of a call, a few heads and rows at a time: nothing of size Q x K is made unless the model made it.
+
+A block is as large as the cache likes, and has only the keys that its rows may see. Hidden keys hold `LOW`, which exp
+turns into 0 and which times 0 is 0. Keys are padded to a multiple of `GROUP`, so that rows can be cut into groups.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.theory.selection import at_least_float32
+
+LOW = -1e30
+GROUP = 16
+# Logits of one block for each thread: two arrays of this size fit a core's cache; a GPU needs more to be busy.
+BLOCK_ELEMENTS = 2**18
+MOST_THREADS = 8
+CUDA_BLOCK_ELEMENTS = 2**25
+
+
+class Workspace:
+    """Memory that is used again for every block: fresh memory costs more than what is computed in it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._memory = like.new_empty(0)
+
+    def array(self, *shape: int) -> Tensor:
+        """An array of that shape, which overwrites the last one."""
+        size = math.prod(shape)
+        if self._memory.numel() < size:
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(shape)
+
+
+@dataclass(frozen=True)
+class LogitBlock:
+    """Logits (h, r, w) of some heads and rows of one batch item. Keys before `common` are visible to all rows.
+
+    The next block overwrites the logits.
+    """
+
+    logits: Tensor
+    common: int
+    tail: Tensor  # boolean (1 or h, r, w - common): which of the later keys are visible
+    n: Tensor  # visible keys, (1 or h, r)
+    item: int
+    heads: slice
+    rows: slice  # of the rows that were asked for
+    queries: Tensor  # their query indices, (r,)
+    first_key: int  # what the first column stands for
+
+    @property
+    def visible(self) -> Tensor:
+        """(1 or h, r, w)."""
+        return pad(self.tail, (self.common, 0), value=True)
+
+    def hide(self, logits: Tensor) -> Tensor:
+        """LOW at the hidden keys, in place."""
+        logits[..., self.common :].masked_fill_(~self.tail, LOW)
+        return logits
+
+    @property
+    def first_visible(self) -> Tensor:
+        """Column of each row's first visible key, (1 or h, r); 0 where there is none."""
+        if self.common:
+            return torch.zeros_like(self.n, dtype=torch.long)
+        return self.tail.to(torch.uint8).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys each query of a call sees."""
+
+    mask: Tensor | None  # boolean, four dimensions
+    causal: bool
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> "Visibility":
+        queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
+        mask, causal = call.mask, call.causal
+        if mask is not None:
+            mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
+            # A mask per query says it all, and where a cache is longer than what is filled only the mask knows.
+            causal = causal and (mask.shape[-2] == 1 or queries == keys)
+        return cls(mask, causal, queries, keys)
+
+    def span(self, item: int, heads: slice, queries: Tensor) -> tuple[int, int, int, Tensor]:
+        """First key, end, how many keys from the first on are visible to all rows, and which of the others are."""
+        reach = (queries + (self.keys - self.queries + 1)).clamp(min=0) if self.causal else None
+        stop = self.keys if reach is None else max(int(reach[-1]), 1)
+        if self.mask is None:
+            common = self.keys if reach is None else int(reach[0])
+            common = min(common, stop)
+            end = _upwards(stop)
+            last = queries.new_full((1,), stop) if reach is None else reach
+            columns = torch.arange(common, end, device=queries.device)
+            return 0, end, common, (columns < last[:, None]).expand(len(queries), -1)[None]
+        seen = self.mask[item if self.mask.shape[0] > 1 else 0]
+        seen = seen[heads] if seen.shape[0] > 1 else seen
+        seen = seen[:, queries] if seen.shape[1] > 1 else seen
+        seen = seen.expand(-1, len(queries), self.keys)[..., :stop]
+        if reach is not None:
+            seen = seen & (torch.arange(stop, device=queries.device) < reach[:, None])
+        used = seen.flatten(0, 1).any(0).nonzero()
+        start, end = (int(used[0]) // GROUP * GROUP, _upwards(int(used[-1]) + 1)) if len(used) else (0, GROUP)
+        seen = seen[..., start:end]
+        return start, end, 0, pad(seen, (0, end - start - seen.shape[-1]))
+
+
+def logit_blocks(
+    call: AttentionCall, rows: Tensor, *, all_heads: bool = False, block_elements: int | None = None
+) -> Iterator[LogitBlock]:
+    """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together."""
+    batch, heads = call.query_BHQD.shape[:2]
+    groups = call.key_BGKD.shape[1]
+    per_group = heads // groups
+    query, key = (at_least_float32(t) for t in (call.query_BHQD, call.key_BGKD))
+    visibility = Visibility.of(call)
+    key = pad(key, (0, 0, 0, _upwards(visibility.keys) - visibility.keys))
+    elements = block_elements or (
+        CUDA_BLOCK_ELEMENTS if query.is_cuda else BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
+    )
+    if all_heads and not query.is_cuda:
+        elements *= 4  # few rows of many heads read the keys too often
+    reach = _reaches(visibility, rows)
+    workspace = Workspace(query)
+    for item in range(batch):
+        start = 0
+        while start < len(rows):
+            taken, together = _size(reach, start, per_group, groups, elements, all_heads)
+            part = slice(start, start + taken)
+            for group in range(0, groups, together):
+                some = slice(group, min(group + together, groups))
+                owners = slice(some.start * per_group, some.stop * per_group)
+                yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part])
+            start += taken
+
+
+def _block(
+    call: AttentionCall,
+    visibility: Visibility,
+    workspace: "Workspace",
+    query: Tensor,
+    key: Tensor,
+    item: int,
+    groups: slice,
+    heads: slice,
+    part: slice,
+    queries: Tensor,
+) -> LogitBlock:
+    start, end, common, tail = visibility.span(item, heads, queries)
+    q = query[item, heads][:, queries].mul_(call.scale).reshape(groups.stop - groups.start, -1, query.shape[-1])
+    logits = workspace.array(len(q), q.shape[1], end - start)
+    torch.bmm(q, key[item, groups, start:end].mT, out=logits)
+    logits = logits.view(heads.stop - heads.start, len(queries), end - start)
+    if call.softcap is not None:
+        logits.div_(call.softcap).tanh_().mul_(call.softcap)
+    if call.bias is not None:
+        _add_bias(logits, call.bias, item, heads, queries, start)
+    n = tail.sum(-1) + common
+    block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start)
+    block.hide(logits)
+    return block
+
+
+def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Tensor, start: int) -> None:
+    bias = bias.reshape(*([1] * (4 - bias.dim())), *bias.shape)
+    bias = bias[item if bias.shape[0] > 1 else 0]
+    bias = bias[heads] if bias.shape[0] > 1 else bias
+    bias = bias[:, queries] if bias.shape[1] > 1 else bias
+    bias = bias if bias.shape[-1] == 1 else bias[..., start : start + logits.shape[-1]]
+    width = logits.shape[-1] if bias.shape[-1] == 1 else bias.shape[-1]  # the padding stays as it is
+    logits[..., :width].add_(bias)
+
+
+def _reaches(visibility: Visibility, rows: Tensor) -> list[int]:
+    if not visibility.causal:
+        return [visibility.keys] * len(rows)
+    reaches: list[int] = (rows + (visibility.keys - visibility.queries + 1)).clamp(min=1).tolist()
+    return reaches
+
+
+def _size(reach: list[int], start: int, per_group: int, groups: int, elements: int, all_heads: bool) -> tuple[int, int]:
+    """How many rows and how many groups of heads make a block of about that many logits."""
+    heads = per_group * groups if all_heads else per_group
+    taken = 1
+    # Rows of very different reach would mostly hide keys from each other.
+    while (
+        start + taken < len(reach)
+        and heads * (taken + 1) * reach[start + taken] <= elements
+        and reach[start + taken] <= max(2 * reach[start], 128)
+    ):
+        taken += 1
+    if all_heads:
+        return taken, groups
+    together = max(1, elements // (per_group * taken * reach[start + taken - 1]))
+    return taken, min(together, groups)
+
+
+def _upwards(keys: int) -> int:
+    return math.ceil(keys / GROUP) * GROUP

@@ -1,0 +1,141 @@
+"""How a normalizer is measured on a block of logits: from the logits where it is softmax of scaled ones, else from its
+weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.logits import LogitBlock
+from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink
+from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.softmax import Softmax
+
+MODEL = "model"
+# A name, an object, or None for what the model itself runs.
+Choice = str | Normalizer | Mechanism | None
+
+
+@dataclass(frozen=True)
+class RowsBlock(Block):
+    """Some rows of an attention call, which need not follow each other."""
+
+    queries: Tensor | None = None
+    first_key: int = 0
+
+    @property
+    def positions(self) -> Positions:
+        assert self.queries is not None
+        stop = self.first_key + self.logits.shape[-1]
+        return Positions(self.queries, torch.arange(self.first_key, stop, device=self.logits.device))
+
+    def taking(self, rows: Tensor) -> "RowsBlock":
+        """The same block with some of its rows."""
+        assert self.queries is not None
+        mask, states = self.mask, self.hidden_states
+        return replace(
+            self,
+            logits=self.logits[..., rows, :],
+            mask=None if mask is None else mask[..., rows, :],
+            hidden_states=None if states is None else states[..., rows, :],
+            queries=self.queries[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A normalizer under the name that its results go by; None is softmax with the model's own sinks."""
+
+    name: str
+    normalizer: Normalizer | None
+
+    @property
+    def scaled_softmax(self) -> bool:
+        """Softmax of logits times a factor that does not depend on them, with or without a sink."""
+        normalizer = self.normalizer
+        return normalizer is None or (
+            type(normalizer.map) is Softmax
+            and not normalizer.selections
+            and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+        )
+
+    @property
+    def rescales(self) -> bool:
+        return self.normalizer is not None and bool(self.normalizer.rules)
+
+    def learned_sink(self, call: AttentionCall, heads: slice) -> Tensor | None:
+        """The logit of the sink that is no key, (h,)."""
+        if self.normalizer is None:
+            return None if call.sinks_H is None else call.sinks_H[heads]
+        if self.normalizer.sink is None:
+            return None
+        logit = self.normalizer.sink.logit
+        return logit.expand(heads.stop - heads.start) if logit.dim() == 0 else logit[heads]
+
+    def factor(self, call: AttentionCall, block: LogitBlock) -> Tensor | None:
+        """What its rules multiply the logits by, broadcastable to (h, r, 1); None if there are none."""
+        if self.normalizer is None or not self.rescales:
+            return None
+        n = block.n.to(block.logits.dtype)[None, ..., None]
+        states = query_states(call, block)
+        factor = torch.ones_like(n)
+        for rule in self.normalizer.rules:
+            assert isinstance(rule, ScaleRule)
+            factor = factor * rule.factor(n, None, states).to(n.dtype)
+        factor = factor.reshape(factor.shape[-3:])
+        return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
+
+
+def measured(call: AttentionCall, choices: Sequence[Choice]) -> list[Measured]:
+    """The normalizers asked for, on the call's device, by name."""
+    found: list[Measured] = []
+    for choice in choices:
+        own = choice is None or choice == MODEL
+        normalizer = call.normalizer if own else resolve(choice)  # type: ignore[arg-type]
+        if isinstance(normalizer, Mechanism):
+            raise TypeError(
+                f"{normalizer.name!r} is an attention mechanism: it has no rows of logits that could be measured; "
+                "measure the layers of the model that run softmax or another normalizer"
+            )
+        name = MODEL if own or normalizer is None else normalizer.name
+        if any(other.name == name for other in found):
+            raise ValueError(f"two normalizers are called {name!r}; give each a name of its own")
+        found.append(Measured(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
+    if not found:
+        raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
+    return found
+
+
+def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:
+    """The block as a normalizer reads it, (1, h, r, w)."""
+    every = block.common == block.logits.shape[-1]
+    visible = None if every else block.visible[None]
+    logits = block.logits[None]
+    logits = logits if visible is None else torch.where(visible, logits, 0.0)
+    states = query_states(call, block)
+    return RowsBlock(logits, visible, None, states, queries=block.queries + _offset(call), first_key=block.first_key)
+
+
+def query_states(call: AttentionCall, block: LogitBlock) -> Tensor | None:
+    """The layer input of the block's queries, (1, r, width), where it is known: in self-attention without a cache."""
+    if call.inputs_BKC is None or call.kind == "cross" or _offset(call):
+        return None
+    return call.inputs_BKC[block.item, block.queries][None].to(block.logits.dtype)
+
+
+def _offset(call: AttentionCall) -> int:
+    return call.key_BGKD.shape[-2] - call.query_BHQD.shape[-2]
+
+
+def as_normalizer(one: Measured, call: AttentionCall) -> Normalizer:
+    """The normalizer itself; for the model's own softmax one that has its sinks."""
+    if one.normalizer is not None:
+        return one.normalizer
+    if call.sinks_H is None:
+        return Normalizer(Softmax(), name=MODEL)
+    sink = Sink(heads=len(call.sinks_H), learned=False)
+    sink.logit = call.sinks_H.detach()
+    return Normalizer(Softmax(), sink=sink, name=MODEL)

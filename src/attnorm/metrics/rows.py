@@ -1,0 +1,174 @@
+"""The statistics of every row of a call that attnorm reports (catalogue.PER_ROW), and the masses of its heaviest keys.
+
+One walk over the logits serves all normalizers. A row without visible keys is NaN everywhere. So is a row whose visible
+logits or weights are not finite, and that one is marked as broken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.inputs import without_autocast
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.jacobian import jacobian_norm, sampled_norm
+from attnorm.metrics.logits import LogitBlock, Workspace, logit_blocks
+from attnorm.metrics.normalized import Choice, Measured, measured, rows_block
+from attnorm.metrics.sampling import spread
+from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
+from attnorm.metrics.weight_rows import weight_rows
+from attnorm.normalizers.contract import Normalizer
+from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
+from attnorm.theory.selection import at_least_float32
+
+# Where the norm of the Jacobian takes power iteration, it is taken on this many rows of each head, the last among them.
+POWER_ROWS = 8
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Numbers of each row, (B, H, R), by name."""
+
+    n: Tensor  # visible keys
+    values: dict[str, Tensor]  # every name of PER_ROW; NaN where a number is undefined
+    top_mass: Tensor  # (B, H, R, len(top_n)): share of the row's weight on its N heaviest keys
+    broken: Tensor  # boolean
+
+
+@torch.no_grad()
+def measure_rows(
+    call: AttentionCall,
+    normalizers: Sequence[Choice],
+    rows: Tensor,
+    top_n: Sequence[int],
+    *,
+    block_elements: int | None = None,
+) -> dict[str, RowStatistics]:
+    """The statistics of these queries (sorted indices) by the normalizers' names; None goes by "model".
+
+    Entropy, effective keys, largest weight and masses are those of |w| / sum |w|; without the sink: of the keys but the
+    row's first visible one, in the same way. Limits are those of softmax, from the model's logits.
+    """
+    if not top_n or min(top_n) < 1:
+        raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
+    chosen = measured(call, normalizers)
+    # Softmax of the logits as they are comes last: it overwrites them.
+    chosen.sort(key=lambda one: one.scaled_softmax and not one.rescales)
+    together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
+    query = at_least_float32(call.query_BHQD)
+    workspace = Workspace(query)
+    limits, *found = (_Arrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
+    with without_autocast(query.device):
+        for block in logit_blocks(call, rows.to(query.device), all_heads=together, block_elements=block_elements):
+            logits = block.logits.view(-1, block.logits.shape[-1])
+            apart = set_apart(logits, block)
+            limits.put(block, n=block.n, logits=torch.cat([apart.sink, apart.largest, apart.smallest], -1))
+            for one, arrays in zip(chosen, found, strict=True):
+                if one.scaled_softmax:
+                    last = one is chosen[-1]
+                    values = _scaled_softmax(one, call, block, logits, apart, top_n, workspace, last=last)
+                else:
+                    assert one.normalizer is not None
+                    values = _from_weights(one.normalizer, call, block, len(rows), top_n)
+                arrays.put(block, **values)
+    return {one.name: _finished(limits.values, arrays.values, top_n) for one, arrays in zip(chosen, found, strict=True)}
+
+
+def _mask_per_head(call: AttentionCall) -> bool:
+    return call.mask is not None and call.mask.dim() > 2 and call.mask.shape[-3] > 1
+
+
+class _Arrays:
+    """Numbers (B, H, R, c), filled in block by block."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self.values: dict[str, Tensor] = {}
+
+    def put(self, block: LogitBlock, **values: Tensor) -> None:
+        """Values of the block: (h r, c), or (1 or h, r)."""
+        shape = block.logits.shape[:-1]
+        for name, value in values.items():
+            value = value.reshape(*shape, -1) if len(value) == shape.numel() else value.expand(shape).unsqueeze(-1)
+            if name not in self.values:
+                self.values[name] = value.new_empty((*self._shape, value.shape[-1]))
+            self.values[name][block.item, block.heads, block.rows] = value
+
+
+def _scaled_softmax(
+    one: Measured,
+    call: AttentionCall,
+    block: LogitBlock,
+    logits: Tensor,
+    apart: SetApart,
+    top_n: Sequence[int],
+    workspace: Workspace,
+    *,
+    last: bool,
+) -> dict[str, Tensor]:
+    factor = one.factor(call, block)
+    sink = one.learned_sink(call, block.heads)
+    if factor is None:
+        return {"sums": row_sums(logits if last else logits.clone(), block, apart, top_n, workspace, sink)}
+    scaled = block.hide(block.logits * factor).view_as(logits)
+    sums = row_sums(scaled, block, set_apart(scaled, block), top_n, workspace, sink)
+    return {"sums": sums, "gain": factor.abs().expand(*block.logits.shape[:-1], 1).reshape(-1, 1)}
+
+
+def _from_weights(
+    normalizer: Normalizer, call: AttentionCall, block: LogitBlock, rows: int, top_n: Sequence[int]
+) -> dict[str, Tensor]:
+    view = rows_block(call, block)
+    weights = normalizer.weights(view)
+    sink = normalizer.sink is not None and normalizer.map.properties.row_sum == "one"
+    values = weight_rows(weights[0], block, top_n, rest_is_sink=sink)
+    norm = jacobian_norm(normalizer, view, weights)
+    if norm is None:
+        norm = torch.full_like(weights[..., 0], torch.nan)
+        few = _few_rows(block, rows)
+        if len(few):
+            norm[..., few] = sampled_norm(normalizer, view.taking(few)).to(norm.dtype)
+    return values | {"jacobian_norm": norm.expand(weights.shape[:-1]).reshape(-1, 1)}
+
+
+def _few_rows(block: LogitBlock, rows: int) -> Tensor:
+    """Which of the block's rows are among POWER_ROWS ones spread over all rows."""
+    few = spread(torch.arange(rows, device=block.queries.device), POWER_ROWS)
+    return few[(few >= block.rows.start) & (few < block.rows.stop)].sub(block.rows.start)
+
+
+def _finished(limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int]) -> RowStatistics:
+    n = limits["n"].squeeze(-1)
+    sink, largest, smallest = limits["logits"].unbind(-1)
+    if "sums" in found:
+        values, top_mass = softmax_statistics(found["sums"], n, top_n)
+        if "gain" in found:
+            values["jacobian_norm"] = values["jacobian_norm"] * found["gain"].squeeze(-1)
+    else:
+        values = {name: value.squeeze(-1) for name, value in found.items()}
+        top_mass = found["top_mass"]
+    max_logit = torch.maximum(sink, largest)
+    distance = max_logit - torch.minimum(sink, smallest)
+    finite = max_logit.isfinite() & distance.isfinite() & values["row_sum"].isfinite()
+    sound = (n > 0) & finite
+    distance = torch.where(sound, distance, torch.nan)
+    keys = n.to(distance.dtype).clamp(min=1)
+    entropy_rest = values.pop("entropy_nats_without_sink")
+    values |= {
+        "max_logit": max_logit,
+        "logit_spread": distance,
+        "logit_spread_without_sink": torch.where(n > 1, largest - smallest, torch.nan),
+        "entropy_ratio": torch.where(n > 1, values["entropy_nats"] / torch.log(keys), torch.nan),
+        "entropy_ratio_without_sink": torch.where(n > 2, entropy_rest / torch.log(keys - 1), torch.nan),
+        "weight_ceiling": sharp_weight_bounds(distance, keys).upper,
+        "entropy_floor": entropy_floor(distance, keys),
+        "horizon": horizon(distance.double()),  # e^spread leaves float32 at 89
+    }
+    return RowStatistics(
+        n=n,
+        values={name: torch.where(sound, values[name], torch.nan) for name in PER_ROW},
+        top_mass=torch.where(sound.unsqueeze(-1), top_mass, torch.nan),
+        broken=(n > 0) & ~finite,
+    )

@@ -1,0 +1,74 @@
+"""Which rows are measured, and the bins of visible keys n over which they are summarised.
+
+In a causal call row i is a context of length i, so one pass gives every curve against length. Bins are half an octave
+wide and anchored at the longest row, so that lengths that are powers of two apart share their bins.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rows = Literal["all", "last"] | int
+SHORTEST = 8  # keys; below it no statistic of a row says much
+
+
+def length_bins(longest: int) -> list[tuple[int, int]]:
+    """(n_low, n_high), both included, the longest first: (L/sqrt 2, L], (L/2, L/sqrt 2], ... down to 8 keys."""
+    if longest < 1:
+        raise ValueError(f"the longest row must have at least one visible key, got {longest}")
+    if longest < SHORTEST:
+        return [(1, longest)]
+    bins = []
+    half_octaves = 0
+    high = longest
+    while high >= SHORTEST:
+        half_octaves += 1
+        below = math.floor(longest / 2 ** (half_octaves / 2))
+        bins.append((max(below + 1, SHORTEST), high))
+        high = below
+    return bins
+
+
+def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None = None) -> Tensor:
+    """Query indices, sorted. A number of rows: spread over the bins of n where the call is causal, else evenly.
+
+    The last row is always among them. What does not divide evenly goes to the longest bin. keys: where there are more
+    of them than queries (a cache), row i sees i + 1 + keys - queries.
+    """
+    if queries < 1:
+        raise ValueError(f"there must be at least one query, got {queries}")
+    if rows == "all":
+        return torch.arange(queries)
+    count = 1 if rows == "last" else rows
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"rows must be 'all', 'last' or a whole number from 1 up, got {rows!r}")
+    if count >= queries:
+        return torch.arange(queries)
+    if not causal:
+        return spread(torch.arange(queries), count)
+    n = torch.arange(queries) + 1 + (queries if keys is None else keys) - queries
+    bins = [(n >= low) & (n <= high) for low, high in reversed(length_bins(max(int(n[-1]), 1)))]
+    members = [inside.nonzero().squeeze(-1) for inside in bins]
+    members = [some for some in members if len(some)]
+    chosen: list[Tensor] = []
+    left = count
+    for place, some in enumerate(members):
+        quota = min(len(some), left // (len(members) - place))
+        left -= quota
+        if quota:
+            chosen.append(spread(some, quota))
+    if left:  # more than the bins hold: rows of fewer than SHORTEST keys, or bins that are full
+        taken = torch.cat(chosen) if chosen else n[:0]
+        others = torch.arange(queries)[~torch.isin(torch.arange(queries), taken)]
+        chosen.append(spread(others, left))
+    return torch.cat(chosen).sort().values
+
+
+def spread(rows: Tensor, count: int) -> Tensor:
+    """`count` of these rows (all if there are fewer), evenly spaced, the last among them."""
+    if count >= len(rows):
+        return rows
+    places = torch.arange(1, count + 1, dtype=torch.float64) * (len(rows) / count) - 1
+    return rows[places.round().long().to(rows.device)]

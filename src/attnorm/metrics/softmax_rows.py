@@ -1,0 +1,185 @@
+"""Statistics of softmax rows straight from their logits, in about a dozen passes over a block that fits the cache.
+
+Two keys of each row are set apart before anything is summed: the first visible one (the sink) and the largest of the
+others. What is left is summed relative to that largest one (`row_sums`, block by block); then both are put back in
+closed form (`softmax_statistics`, once for all rows). So the numbers without the sink come first and those with it
+follow, and nothing is ever subtracted: they keep their digits as the largest weight or the sink's tends to 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from attnorm.metrics.heaviest import heaviest
+from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace
+from attnorm.theory.secular import rank_one_root
+
+# exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
+LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
+# Below this a sum of exponentials may have lost its digits to underflow.
+SMALLEST_SUM = 1e-30
+
+
+@dataclass(frozen=True)
+class SetApart:
+    """Each row's first visible key and the extremes of the others, all (rows, 1); LOW and inf where there are none."""
+
+    first: Tensor  # column
+    sink: Tensor  # logit of the first visible key
+    where: Tensor  # column of the largest of the others
+    largest: Tensor
+    smallest: Tensor
+
+
+def set_apart(rows: Tensor, block: LogitBlock) -> SetApart:
+    """What to set apart of the rows (h r, w)."""
+    heads, count, width = block.logits.shape
+    first = block.first_visible.expand(heads, count).reshape(-1, 1)
+    sink = rows.gather(1, first)
+    rows.scatter_(1, first, LOW)
+    tail = rows[:, block.common :]
+    smallest = torch.where(tail == LOW, torch.inf, tail).amin(-1, keepdim=True) if tail.shape[-1] else None
+    if block.common > 1 or smallest is None:
+        before = rows[:, 1 : max(block.common, 2)].amin(-1, keepdim=True)
+        smallest = before if smallest is None else torch.minimum(smallest, before)
+    groups = width // GROUP
+    largest, group = rows.view(-1, GROUP, groups).amax(1).max(-1, keepdim=True)
+    members = group + groups * torch.arange(GROUP, device=rows.device)
+    place = rows.gather(1, members).argmax(-1, keepdim=True)
+    rows.scatter_(1, first, sink)
+    return SetApart(first, sink, members.gather(1, place), largest, smallest)
+
+
+class RowSums(NamedTuple):
+    """What a row adds up to, in units of its largest key but the first visible one: e = exp(z - level).
+
+    `others` are the keys but these two. For a row of one key, which has no such largest one, the level is that key's.
+    """
+
+    level: Tensor
+    sink: Tensor  # log e of the first visible key
+    learned: Tensor  # log e of the learned sink, -inf if there is none
+    log_others: Tensor  # log sum e
+    tilt: Tensor  # sum e log e
+    squares: Tensor  # sum e^2
+    root: Tensor  # norm of the Jacobian times the sum of all e, the learned sink's included
+
+    @classmethod
+    def joined(cls, columns: Tensor) -> "RowSums":
+        return cls(*columns[..., : len(cls._fields)].unbind(-1))
+
+
+def row_sums(
+    rows: Tensor,
+    block: LogitBlock,
+    apart: SetApart,
+    top_n: Sequence[int],
+    workspace: Workspace,
+    learned_sink: Tensor | None = None,
+) -> Tensor:
+    """The fields of RowSums, then the sums of the N - 1 heaviest others for each N and of the N - 2, as columns.
+
+    The logits (h r, w) are overwritten. learned_sink (h,): one more logit of each head that takes weight.
+    """
+    heads, count, _ = block.logits.shape
+    rest = (block.n > 1).expand(heads, count).reshape(-1, 1)
+    level = torch.where(rest, apart.largest, apart.sink)
+    z = rows.scatter_(1, apart.first, LOW).scatter_(1, apart.where, LOW).sub_(level)
+    e = torch.exp(z, out=workspace.array(*z.shape))
+    others = e.sum(-1, keepdim=True)
+    log_others = torch.log(others)
+    if bool((others < SMALLEST_SUM).any()):
+        small = (others.squeeze(-1) < SMALLEST_SUM).nonzero().squeeze(-1)
+        log_others[small] = torch.logsumexp(z[small], -1, keepdim=True)
+    tilt = z.mul_(e).sum(-1, keepdim=True)
+    norm = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
+    top = heaviest(e, max(top_n), scratch=z)
+
+    sink = apart.sink - level
+    learned = None
+    if learned_sink is not None:
+        learned = learned_sink.to(z)[:, None].expand(heads, count).reshape(-1, 1) - level
+    root = _jacobian_root(e, z, apart.first, rest, top[:, :1], sink, learned)
+    sums = torch.cat([torch.zeros_like(sink), top.cumsum(-1)], -1)
+    most = sums.shape[-1] - 1
+    heavy = sums[:, [min(max(N - less, 0), most) for less in (1, 2) for N in top_n]]
+    learned = torch.full_like(sink, -torch.inf) if learned is None else learned
+    return torch.cat([level, sink, learned, log_others, tilt, norm.square(), root, heavy], -1)
+
+
+def _jacobian_root(
+    e: Tensor,
+    scratch: Tensor,
+    first: Tensor,
+    rest: Tensor,
+    next_largest: Tensor,
+    sink: Tensor,
+    learned: Tensor | None,
+) -> Tensor:
+    """The norm of diag(e) - e e^T / (sum of all) over the keys."""
+    # Two sinks may both be large and yet of different size: that takes the wider range.
+    dtype = e.dtype if learned is None else torch.float64
+    sink_e = torch.exp(sink.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
+    at_zero = None if learned is None else torch.exp(learned.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
+    largest = rest.to(dtype)
+    smaller = torch.minimum(sink_e, largest)
+    e.scatter_(1, first, smaller.to(e.dtype))
+    second = torch.maximum(smaller, next_largest)
+    root = rank_one_root(torch.maximum(sink_e, largest), second, e, at_zero, scratch)
+    return root.to(e.dtype)
+
+
+def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Statistics (...) and masses of the heaviest keys (..., len(top_n)) from the columns (..., c) of `row_sums`."""
+    sums = RowSums.joined(columns)
+    rest = n > 1
+    n = n.to(columns.dtype)
+    others = torch.exp(sums.log_others)
+    # Without the sink: m, the sink's share of the keys' weight, is not yet there.
+    total = 1 + others
+    log_total = torch.where(rest, torch.log1p(others), -torch.inf)
+    entropy_rest = torch.log1p(others) - sums.tilt / total
+    squares_rest = (1 + sums.squares) / total.square()
+    largest_rest = 1 / total
+    # With it.
+    odds = sums.sink - log_total
+    m, left = torch.sigmoid(odds), torch.sigmoid(-odds)
+    entropy = m * softplus(-odds) + left * (softplus(odds) + entropy_rest)
+    gap = torch.where(sums.sink >= 0, odds, -torch.logaddexp(sums.sink, sums.log_others)) + torch.log(n - 1)
+    # With a learned sink, which is no key.
+    log_keys = torch.logaddexp(sums.sink, log_total)
+    key_share = torch.sigmoid(log_keys - sums.learned)
+    undefined = torch.full_like(m, torch.nan)
+    values = {
+        "entropy_nats": torch.where(rest, entropy, 0.0),
+        "effective_keys": torch.where(rest, 1 / (m.square() + left.square() * squares_rest), 1.0),
+        "max_weight": torch.where(rest, torch.maximum(m, left * largest_rest), 1.0),
+        "effective_gap": torch.where(rest, gap, undefined),
+        "row_sum": key_share,
+        "sink_mass": key_share * m + torch.sigmoid(sums.learned - log_keys),
+        "entropy_nats_without_sink": torch.where(rest, entropy_rest, undefined),
+        "effective_keys_without_sink": torch.where(rest, 1 / squares_rest, undefined),
+        "max_weight_without_sink": torch.where(rest, largest_rest, undefined),
+        "effective_gap_without_sink": torch.where(n > 2, torch.log(n - 2) - sums.log_others, undefined),
+        "jacobian_norm": _jacobian_norm(sums, log_keys),
+    }
+    return values, _masses(columns[..., len(RowSums._fields) :], rest, m, left * largest_rest, top_n)
+
+
+def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
+    log_all = torch.logaddexp(log_keys, sums.learned).double()
+    return (sums.root * torch.exp(-log_all)).to(log_keys.dtype)
+
+
+def _masses(heavy: Tensor, rest: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
+    """The N heaviest are the largest with N - 1 others, or the sink with N - 1 of them, whichever is more."""
+    largest, sink = torch.where(rest, largest, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
+    fewer_by_one, fewer_by_two = heavy.chunk(2, -1)
+    without = largest * (1 + fewer_by_one)
+    several = torch.tensor([N > 1 for N in top_n], device=heavy.device)
+    including = sink + torch.where(several, largest * (1 + fewer_by_two), 0.0)
+    return torch.maximum(without, including).clamp(max=1)

@@ -1,0 +1,80 @@
+"""Per-row numbers summarised per head: mean and quantiles over the rows whose n lies in a bin, the batch pooled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Per head and bin; NaN where no row of the bin has a number."""
+
+    mean: np.ndarray  # (H, bins)
+    quantiles: np.ndarray  # (H, bins, len(quantiles))
+    rows: np.ndarray  # (H, bins): rows in the bin that are not broken, with or without a number
+
+
+def summarise_all(
+    values: Mapping[str, Tensor],
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    *,
+    quantiles: Sequence[float] = QUANTILES,
+) -> dict[str, Summary]:
+    """`summarise` for several numbers of the same rows, in one go."""
+    names = list(values)
+    many = len(names)
+    stacked = torch.cat([values[name].double() for name in names], 1)
+    keys, bad = (t.expand(stacked.shape[0], stacked.shape[1] // many, -1).repeat(1, many, 1) for t in (n, broken))
+    every = summarise(stacked, keys, bins, bad, quantiles=quantiles)
+    parts = (np.split(part, many) for part in (every.mean, every.quantiles, every.rows))
+    return {name: Summary(*part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def summarise(
+    values: Tensor,
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    *,
+    quantiles: Sequence[float] = QUANTILES,
+) -> Summary:
+    """values, n and broken: (B, H, R). NaN is left out; an infinite value stays one, and makes the mean infinite."""
+    numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
+    heads = len(numbers)
+    mean = np.full((heads, len(bins)), np.nan)
+    found = np.full((heads, len(bins), len(quantiles)), np.nan)
+    rows = np.zeros((heads, len(bins)), dtype=np.int64)
+    for place, (low, high) in enumerate(bins):
+        inside = (keys >= low) & (keys <= high) & ~bad
+        used = inside.any(0)
+        rows[:, place] = inside.sum(1)
+        ordered = np.sort(np.where(inside[:, used], numbers[:, used], np.nan), axis=1)  # NaN comes last
+        count = (~np.isnan(ordered)).sum(1)
+        some = count > 0
+        mean[some, place] = np.nansum(ordered[some], 1) / count[some]
+        for which, share in enumerate(quantiles):
+            found[some, place, which] = _quantile(ordered[some], count[some], share)
+    return Summary(mean, found, rows)
+
+
+def _per_head(values: Tensor) -> np.ndarray:
+    """(B, H, R) -> (H, B R)."""
+    return np.asarray(values.transpose(0, 1).flatten(1).cpu().numpy())
+
+
+def _quantile(ordered: np.ndarray, count: np.ndarray, share: float) -> np.ndarray:
+    """Between the two nearest of the first `count` numbers of each row; infinite ones are not interpolated."""
+    place = share * (count - 1)
+    below = np.floor(place).astype(np.int64)
+    low = np.take_along_axis(ordered, below[:, None], 1)[:, 0]
+    high = np.take_along_axis(ordered, np.minimum(below + 1, count - 1)[:, None], 1)[:, 0]
+    with np.errstate(invalid="ignore"):
+        between = low + (high - low) * (place - below)
+    return np.where((low == high) | (place == below), low, between)

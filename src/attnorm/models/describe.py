@@ -1,0 +1,74 @@
+"""What a model is, for the manifest of a measurement: enough to tell it from every other."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnorm.models.loaded import LoadedModel
+from attnorm.models.positions import longest_context, position_kind, text_config
+from attnorm.models.support import NORMALIZER, attention_sites
+
+SAMPLED = 4096  # values of each weight that enter the fingerprint
+# Of a configuration: where it was read from and by whom, not what the model is.
+NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+def describe(loaded: LoadedModel) -> dict[str, Any]:
+    """Plain values, ready for JSON."""
+    model = loaded.model
+    config = text_config(model)
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    weights = next(model.parameters())
+    return {
+        "name": loaded.name,
+        "revision": loaded.revision,
+        "class": type(model).__name__,
+        "model_type": model.config.model_type,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": weights.device.type,
+        "layers": len(attention_sites(model)),
+        "heads": heads,
+        "kv_heads": _first(config, "num_key_value_heads") or heads,
+        "head_dim": _first(config, "head_dim", "d_kv") or (width // heads if width and heads else None),
+        "max_positions": longest_context(model)[0],
+        "position_kind": position_kind(model),
+        "kernel": model.config._attn_implementation,
+        "fingerprint": fingerprint(model),
+    }
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """sha256 of the configuration, and of names, shapes and some values of all weights: fine-tuned weights differ."""
+    digest = hashlib.sha256(json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str).encode())
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if weight.device.type != "meta":
+            digest.update(_sample(weight))
+    for path, module in model.named_modules():
+        if isinstance(normalizer := getattr(module, NORMALIZER, None), nn.Module):
+            digest.update(f"{path} {normalizer!r}".encode())
+    return digest.hexdigest()
+
+
+def _sample(weight: torch.Tensor) -> bytes:
+    flat = weight.detach().reshape(-1)
+    step = max(1, flat.numel() // SAMPLED)
+    taken = flat[::step].cpu()
+    return taken.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _plain(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {str(key): _plain(value) for key, value in config.items() if key not in NOT_THE_MODEL}
+    return config
+
+
+def _first(config: Any, *names: str) -> int | None:
+    found = next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
+    return None if found is None else int(found)

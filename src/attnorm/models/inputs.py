@@ -1,0 +1,241 @@
+"""From what a user has - text, token ids, a dict of model inputs - to forward calls of a model."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnorm.models.loaded import LoadedModel
+
+# A mapping with one of these is a dict of model inputs; any other maps names to texts.
+MODEL_INPUTS = {
+    *("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values"),
+    *("pixel_values", "pixel_values_videos", "past_values"),
+}
+CHARACTERS_PER_TOKEN = 16  # more than any tokenizer needs on average: so much of a long text is enough
+
+
+@dataclass(frozen=True)
+class Text:
+    """One thing to run a model on, under the name that results carry."""
+
+    name: str
+    content: str | Tensor | Mapping[str, Tensor]
+
+
+def texts_from(inputs: Any) -> list[Text]:
+    """A text, texts, a dict name -> text, token ids (tensor or list), several of them, or a dict of model inputs."""
+    if isinstance(inputs, Mapping):
+        return _from_mapping(inputs)
+    if isinstance(inputs, str | Text) or _are_ids(inputs):
+        return [_text("text", inputs)]
+    if not isinstance(inputs, Iterable) or isinstance(inputs, bytes):
+        raise _unknown(inputs)
+    listed = list(inputs)
+    if not listed:
+        raise ValueError("there is nothing to run the model on: the inputs are empty")
+    return [_text(f"text {number}", one) for number, one in enumerate(listed, start=1)]
+
+
+def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
+    """The model's inputs for the first `length` tokens, or for all there are; on the model's device."""
+    if isinstance(text.content, Mapping):
+        given = {name: torch.as_tensor(value) for name, value in text.content.items()}
+        chosen = given if length is None else _cut(text, given, length)
+    elif isinstance(text.content, Tensor):
+        ids = text.content.reshape(1, -1) if text.content.dim() < 2 else text.content
+        chosen = {"input_ids": _long_enough(text, ids, length)}
+    else:
+        chosen = _tokenized(text, loaded, length)
+    _check_ids(text, chosen.get("input_ids"), loaded)
+    device = _device_of(loaded.model)
+    return {name: value.to(device) for name, value in _completed(chosen, loaded.model).items()}
+
+
+def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
+    """One forward pass in evaluation mode, without gradients, cache and language-model head.
+
+    The logits of the head (length x vocabulary) are most of the memory of a long pass, and nobody looks at them.
+    """
+    model = loaded.model
+    target = model.base_model
+    head: Any = model.get_output_embeddings() if target is model else None  # type: ignore[no-untyped-call]
+    options = {"use_cache": False} if "use_cache" in inspect.signature(target.forward).parameters else {}
+    with torch.no_grad(), _evaluating(model), _stopping_before(head):
+        try:
+            return target(**model_inputs, **options)
+        except _HeadReached as reached:
+            return reached.hidden_states
+
+
+class _HeadReached(Exception):  # noqa: N818 - not an error
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
+
+
+@contextmanager
+def _stopping_before(head: nn.Module | None) -> Iterator[None]:
+    """For models that have no base model inside (T5): their forward ends where the head would start."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _HeadReached(args[0])
+
+    handle = head.register_forward_pre_hook(stop) if isinstance(head, nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout; modules that were being trained go back to it."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
+    if not inputs:
+        raise ValueError("there is nothing to run the model on: the inputs are empty")
+    if any(name in inputs for name in MODEL_INPUTS):
+        return [
+            Text("inputs", {str(name): torch.as_tensor(value) for name, value in inputs.items() if value is not None})
+        ]
+    return [_text(str(name), one) for name, one in inputs.items()]
+
+
+def _text(name: str, one: Any) -> Text:
+    if isinstance(one, Text):
+        return one
+    if isinstance(one, str):
+        if not one.strip():
+            raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
+        return Text(name, one)
+    if isinstance(one, Mapping):
+        return Text(name, _from_mapping(one)[0].content)
+    if _are_ids(one):
+        ids = torch.as_tensor(one)
+        if ids.numel() == 0:
+            raise ValueError(f"{name!r} holds no token ids; there is nothing to run the model on")
+        if ids.dim() > 2:
+            raise ValueError(
+                f"token ids have one dimension or two (batch, length); {name!r} has shape {tuple(ids.shape)}"
+            )
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"token ids are whole numbers; {name!r} has {ids.dtype}")
+        return Text(name, ids.long())
+    raise _unknown(one)
+
+
+def _are_ids(inputs: Any) -> bool:
+    if isinstance(inputs, Tensor) or type(inputs).__module__ == "numpy":
+        return True
+    return isinstance(inputs, list | tuple) and bool(inputs) and all(type(one) is int for one in inputs)
+
+
+def _unknown(inputs: Any) -> ValueError:
+    return ValueError(
+        f"cannot run a model on {type(inputs).__name__}; give a text, a list of texts, a dict name -> text, token ids, "
+        "or a dict of model inputs such as {'input_ids': ...} or {'pixel_values': ...}"
+    )
+
+
+def _tokenized(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
+            "give one (tokenizer=...), or give token ids or a dict of model inputs instead of text"
+        )
+    content = str(text.content)
+    if not content.strip():
+        raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
+    start = content if length is None else content[: length * CHARACTERS_PER_TOKEN]
+    encoded = _encode(loaded.tokenizer, start, length)
+    if length is not None and encoded["input_ids"].shape[1] < length and len(start) < len(content):
+        encoded = _encode(loaded.tokenizer, content, length)
+    _long_enough(text, encoded["input_ids"], length)
+    wanted = inspect.signature(loaded.model.forward).parameters
+    return {name: value for name, value in encoded.items() if name in wanted}
+
+
+def _encode(tokenizer: Any, content: str, length: int | None) -> dict[str, Tensor]:
+    """Special tokens as the tokenizer itself puts them, and counted."""
+    encoded = tokenizer(content, return_tensors="pt", truncation=length is not None, max_length=length, verbose=False)
+    return dict(encoded)
+
+
+def _long_enough(text: Text, ids: Tensor, length: int | None) -> Tensor:
+    if length is None:
+        return ids
+    if length < 1:
+        raise ValueError(f"a length is a number of tokens, at least 1; got {length}")
+    if ids.shape[1] < length:
+        raise ValueError(
+            f"{text.name!r} has {ids.shape[1]} tokens, fewer than the length {length} that was asked for; "
+            "give a longer text or a smaller length"
+        )
+    return ids[:, :length]
+
+
+def _cut(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    ids = given.get("input_ids")
+    if ids is None or ids.dim() != 2:
+        raise ValueError(f"{text.name!r} has no input_ids to cut to {length} tokens; leave the length out")
+    _long_enough(text, ids, length)
+    return {
+        name: value[:, :length] if value.dim() == 2 and value.shape == ids.shape else value
+        for name, value in given.items()
+    }
+
+
+def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
+    if ids is None:
+        return
+    known = loaded.model.get_input_embeddings()
+    if isinstance(known, nn.Embedding) and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= known.num_embeddings:
+            raise ValueError(
+                f"{text.name!r} holds the token id {low if low < 0 else high}, but {loaded.name} knows 0 to "
+                f"{known.num_embeddings - 1}; were the ids made by another model's tokenizer?"
+            )
+
+
+def _completed(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """An encoder-decoder also needs what its decoder reads: the same tokens, one step later."""
+    wanted = inspect.signature(model.forward).parameters
+    if not model.config.is_encoder_decoder or "decoder_input_ids" not in wanted:
+        return given
+    if any(name in given for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        return given
+    first = next(iter(given.values()))
+    start = torch.full((first.shape[0], 1), _start_token(model), dtype=torch.long, device=first.device)
+    ids = given.get("input_ids")
+    return {**given, "decoder_input_ids": start if ids is None else torch.cat([start, ids[:, :-1]], dim=1)}
+
+
+def _start_token(model: PreTrainedModel) -> int:
+    for config in (getattr(model, "generation_config", None), model.config):
+        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            if isinstance(found := getattr(config, name, None), int):
+                return found
+    return 0
+
+
+def _device_of(model: PreTrainedModel) -> torch.device:
+    """Where its inputs go: a model may be spread over several devices."""
+    first: Any = model.get_input_embeddings() or model
+    device: torch.device = next(first.parameters()).device
+    return device if device.type != "meta" else model.device

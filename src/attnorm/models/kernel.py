@@ -1,0 +1,187 @@
+"""The attention function that transformers calls in a patched model.
+
+Registered with a mask function of the same name: without one a decoder would see the future. The masks are those of
+transformers' own sdpa function and are read as it reads them: None is causal where the module is causal and there is
+more than one query, True = may attend, numbers are added to the logits. A module without a normalizer of its own - a
+layer that was left out - computes softmax here, with the model's softcap, bias and sinks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from attnorm.attention import attend
+from attnorm.engines.inputs import Inputs, checked
+from attnorm.models.by_head import ByHead
+from attnorm.models.observe import NORMALIZER
+from attnorm.models.visibility import HIDING
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
+from attnorm.normalizers.softmax import Softmax
+
+KERNEL = "attnorm_patched"
+
+_SOFTMAX = Normalizer(Softmax(), name="softmax")
+
+
+def register() -> None:
+    """Make the function known to transformers; doing so again changes nothing."""
+    AttentionInterface.register(KERNEL, patched_attention)
+    AttentionMaskInterface.register(KERNEL, sdpa_mask)
+
+
+def patched_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | Tensor | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
+    if others.get("cache") is not None:
+        raise NotImplementedError("a patched model has no paged cache: use generate() instead of continuous batching")
+    normalizer = getattr(module, NORMALIZER, _SOFTMAX)
+    queries = query.shape[2]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = attention_mask is None and queries > 1 and bool(causal)
+    if causal and key.shape[2] > queries:  # the first tokens into a cache of fixed size: the rest is still empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        position_bias = None if position_bias is None else position_bias[..., :queries]
+    if isinstance(scaling, Tensor) and scaling.numel() > 1:
+        query, scaling = query * scaling, 1.0
+    query, key, value = _one_dtype(query, key, value)
+    mask, bias = _read_mask(attention_mask, position_bias, key.shape[2])
+    inputs = checked(
+        query, key, value,
+        mask=mask, causal=causal, scale=None if scaling is None else float(scaling), positions=None,
+    )  # fmt: skip
+    if isinstance(normalizer, Mechanism):
+        output = _run_mechanism(normalizer, inputs, softcap, bias)
+        return output.transpose(1, 2).contiguous(), None
+    if bias is not None:
+        bias = bias.expand(*bias.shape[:2], queries, key.shape[2])
+    inputs = replace(inputs, softcap=softcap, bias=bias, dropout=dropout, positions=_positions(normalizer, inputs))
+    if s_aux is not None:
+        normalizer = with_sinks(normalizer, s_aux)
+    output = attend(inputs, normalizer).to(query.dtype).transpose(1, 2).contiguous()
+    return output, _weights(inputs, normalizer) if others.get("output_attentions") else None
+
+
+class ModelSinks(Sink):
+    """The model's own sinks, all of them or those of some heads: its parameter itself, so that it goes on learning."""
+
+    def __init__(self, sinks_H: Tensor, heads: Sequence[int] | None = None) -> None:
+        nn.Module.__init__(self)
+        self.sinks_H = sinks_H
+        self.heads = heads
+
+    @property
+    def logit(self) -> Tensor:  # type: ignore[override]
+        return self.sinks_H if self.heads is None else self.sinks_H[list(self.heads)]
+
+
+def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | None = None) -> Normalizer:
+    """The normalizer with the model's own learned sinks in front of its map.
+
+    A normalizer that brings a sink replaces the model's; one that goes by the order of the keys has no place for it.
+    """
+    map_ = normalizer.map
+    if isinstance(map_, ByHead):
+        rest = [head for head in range(sinks_H.shape[0]) if head not in map_.heads]
+        chosen, others = with_sinks(map_.chosen, sinks_H, map_.heads), with_sinks(map_.others, sinks_H, rest)
+        return Normalizer(ByHead(chosen, map_.heads, others), name=normalizer.name)
+    if normalizer.sink is not None or not map_.properties.permutation_equivariant:
+        return normalizer
+    return Normalizer(
+        map_,
+        scale=normalizer.rules,
+        select=normalizer.selections,
+        sink=ModelSinks(sinks_H, heads),
+        name=normalizer.name,
+    )
+
+
+def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rotary embeddings leave float32 queries beside half precision values: what SDPA does under autocast."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = tensors[-1].dtype
+    return tuple(t.to(dtype) for t in tensors)
+
+
+def _read_mask(given: Tensor | None, bias: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """The boolean mask, and what is added to the logits."""
+    if given is None:
+        return None, bias
+    if given.dim() != 4:
+        raise ValueError(
+            f"expected an attention mask of shape (batch, 1, queries, keys), got {tuple(given.shape)}; "
+            "the model builds its masks for another kernel: set_attn_implementation('sdpa') before patching it"
+        )
+    given = given[..., :keys]
+    if given.dtype == torch.bool:
+        return given, bias
+    visible = given > HIDING
+    added = torch.where(visible, given, 0.0)
+    return visible, added if bias is None else added + bias
+
+
+def _positions(normalizer: Normalizer, inputs: Inputs) -> Positions | None:
+    """Where the queries stand among the keys of a cache, for normalizers that go by order or distance.
+
+    A query is the last key that it sees. Counting from the last key would be wrong in a cache of fixed size.
+    """
+    if inputs.mask is None or inputs.queries == inputs.keys or _equivariant(normalizer):
+        return None
+    mask = inputs.mask[:, 0].expand(-1, inputs.queries, -1)
+    last = inputs.keys - 1 - mask.flip(-1).byte().argmax(-1)
+    first = mask.any(-2).byte().argmax(-1, keepdim=True)
+    return Positions(last - first, torch.arange(inputs.keys, device=mask.device) - first)
+
+
+def _equivariant(normalizer: Normalizer) -> bool:
+    rules, selections = normalizer.rules, normalizer.selections
+    by_parts = all(r.permutation_equivariant for r in rules) and all(s.permutation_equivariant for s in selections)
+    return by_parts and normalizer.map.properties.permutation_equivariant
+
+
+def _run_mechanism(mechanism: Mechanism, inputs: Inputs, softcap: float | None, bias: Tensor | None) -> Tensor:
+    if softcap is not None or bias is not None:
+        what = "a softcap" if softcap is not None else "a position bias"
+        raise ValueError(
+            f"{mechanism.name!r} has no logits to which the model's attention could apply {what}; "
+            "take a normalizer (attnorm.available() lists them), or a model without it"
+        )
+    if mechanism.name == "selective" and inputs.queries != inputs.keys:
+        raise ValueError(
+            f"selective attention needs every earlier query, got {inputs.queries} for {inputs.keys} keys; "
+            "run the model with use_cache=False"
+        )
+    mask = inputs.mask
+    if mask is not None and torch.equal(mask, mask[:, :, :1].expand_as(mask)):
+        mask = mask[:, :, :1]  # padding alone: `soft` takes no other mask, and `linear` is linear only then
+    output: Tensor = mechanism(
+        inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD, mask=mask, causal=inputs.causal, scale=inputs.scale
+    )
+    return output
+
+
+def _weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """All weights at once, of size Q x K, because the caller wants to see them."""
+    identity = torch.eye(inputs.keys, dtype=inputs.v_BKLD.dtype, device=inputs.v_BKLD.device)
+    values = identity.expand(*inputs.v_BKLD.shape[:2], -1, -1)
+    return attend(replace(inputs, v_BKLD=values, dropout=0.0), normalizer)

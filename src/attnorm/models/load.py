@@ -1,0 +1,252 @@
+"""Load a model from the Hugging Face hub, a folder, or this package; say plainly what is wrong where that fails.
+
+Weights are read from safetensors only, and code out of a repository is run only where the caller asks for it.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+import transformers
+from huggingface_hub import constants
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from attnorm.models.describe import describe
+from attnorm.models.loaded import LoadedModel
+from attnorm.models.positions import longest_context
+
+__all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "describe", "load", "longest_context"]
+
+BUNDLED = "bundled"
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+
+
+class CannotLoad(ValueError):  # noqa: N818 - as UnsupportedModel
+    """Raised where a model or its tokenizer cannot be read."""
+
+
+def load(
+    model: str | Path | nn.Module,
+    *,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """A hub name, a folder, "bundled" for the small model that comes with attnorm, or a model that is in memory.
+
+    dtype None: float32 on a CPU, else the checkpoint's own; "auto": the checkpoint's own. device None: the GPU if there
+    is one; "auto" spreads a model over all of them. A model in memory is taken as it is.
+    """
+    if isinstance(model, nn.Module):
+        return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
+    source, name = _source(model)
+    local_only = isinstance(source, Path) or not _hub_answers()
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
+    with _explained(name, source, local_only), _quietly():
+        config = AutoConfig.from_pretrained(source, **options)
+    if isinstance(source, Path):
+        _check_weights(source, name)
+    with _explained(name, source, local_only), _quietly():
+        found = _read(source, config, dtype, device, options)
+        read, problem = _tokenizer(tokenizer, source, options)
+    found.train(False)
+    return LoadedModel(found, read, name, getattr(found.config, "_commit_hash", None), problem)
+
+
+def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> LoadedModel:
+    asked = [name for name, value in wishes.items() if value is not None]
+    if asked:
+        raise ValueError(
+            f"{' and '.join(asked)} cannot be chosen for a model that is in memory already; "
+            "prepare it yourself, e.g. model.to('cuda', torch.float32), and leave it out"
+        )
+    plain: Any = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if hasattr(plain, "get_base_model"):
+        plain = plain.get_base_model()  # adapters of PEFT sit inside it and stay active
+    if not isinstance(plain, PreTrainedModel):
+        raise ValueError(f"expected a transformers model, a hub name or a folder, got {type(model).__name__}")
+    read, problem = _tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
+    known_as = str(getattr(plain.config, "_name_or_path", "") or "").rstrip("/")
+    name = Path(known_as).name if Path(known_as).is_dir() else known_as
+    return LoadedModel(plain, read, name or type(plain).__name__, getattr(plain.config, "_commit_hash", None), problem)
+
+
+def _source(model: str | Path) -> tuple[str | Path, str]:
+    """Where to read from, and what to call it."""
+    if model == BUNDLED:
+        folder = Path(str(files("attnorm.models") / BUNDLED))
+        if not (folder / "config.json").is_file():
+            raise CannotLoad(
+                "this installation of attnorm has no bundled model (attnorm/models/bundled is empty); "
+                "install the released package, or name a model: attnorm analyze FOLDER or HUB/NAME"
+            )
+        return folder, BUNDLED
+    path = Path(model).expanduser()
+    named = bool(str(model).strip())  # an empty name would be the folder that we are in
+    if named and path.is_dir():
+        return path, path.resolve().name
+    if path.is_file():
+        raise CannotLoad(f"{path} is a file; give the folder that holds config.json and model.safetensors")
+    if (
+        isinstance(model, Path)
+        or model.startswith(("/", "./", "../", "~"))
+        or model.count("/") > 1
+        or not model.strip()
+    ):
+        raise CannotLoad(f"there is no folder {str(model)!r}; give a folder, a hub name like 'gpt2', or '{BUNDLED}'")
+    return str(model), str(model)
+
+
+def _hub_answers() -> bool:
+    """Asked first: without a network transformers tries again and again for half a minute, and is loud about it."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    address = urlsplit(constants.ENDPOINT)
+    if address.scheme in getproxies():
+        return True
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _check_weights(folder: Path, name: str) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+    if not others:
+        raise CannotLoad(f"{name}: the folder has a config.json but no weights (model.safetensors)")
+    raise CannotLoad(
+        f"{name}: the weights are in {', '.join(others[:3])}, and attnorm reads safetensors only, because a pickle "
+        "can run any code; if you trust it, load it with transformers and save it again, which writes safetensors"
+    )
+
+
+def _read(
+    source: str | Path, config: Any, dtype: str | torch.dtype | None, device: str | None, options: dict[str, Any]
+) -> PreTrainedModel:
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    precision: Any = dtype if dtype is not None else torch.float32 if place == "cpu" else "auto"
+    if isinstance(precision, str) and precision != "auto":
+        precision = getattr(torch, precision, None)
+        if not isinstance(precision, torch.dtype):
+            raise CannotLoad(f"unknown dtype {dtype!r}; use 'float32', 'bfloat16', 'float16', 'float64' or 'auto'")
+    model, about = _class_of(config, options["trust_remote_code"]).from_pretrained(
+        source,
+        config=config,
+        dtype=precision,
+        use_safetensors=True,
+        output_loading_info=True,
+        device_map="auto" if place == "auto" else None,
+        **options,
+    )
+    prefix = model.base_model_prefix + "." if model.base_model is not model else ""
+    lost = sorted(key for key in about["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
+    if lost:
+        raise CannotLoad(
+            f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first is "
+            f"{lost[0]!r}); they would be random. The folder is incomplete, or its config.json belongs to another model"
+        )
+    loaded: PreTrainedModel = model if place == "auto" else model.to(place)
+    return loaded
+
+
+def _class_of(config: Any, trust_remote_code: bool) -> Any:
+    """The class that the checkpoint was saved from, so that every weight finds its place."""
+    mapped = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and any(name in mapped for name in AUTO_CLASSES):
+        return getattr(transformers, next(name for name in AUTO_CLASSES if name in mapped))
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return AutoModel
+
+
+def _tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -> tuple[Any, str]:
+    if given is not None and not isinstance(given, str | Path):
+        return given, ""
+    if given is not None:
+        try:
+            return AutoTokenizer.from_pretrained(given, trust_remote_code=options.get("trust_remote_code", False)), ""
+        except (OSError, ValueError, ImportError) as error:
+            raise CannotLoad(f"cannot read a tokenizer from {str(given)!r}: {_first_line(error)}") from error
+    try:
+        found = AutoTokenizer.from_pretrained(source, **options)
+        # Where there are no files transformers makes an empty one, to which every word is unknown.
+        ordinary = found.get_vocab().keys() - {token.content for token in found.added_tokens_decoder.values()}
+        return (found, "") if len(ordinary) > 1 else (None, "its files are missing")
+    except Exception as error:  # a model without text needs none, and transformers has many ways to say so
+        return None, _first_line(error)
+
+
+@contextmanager
+def _explained(name: str, source: str | Path, local_only: bool) -> Iterator[None]:
+    """Our words for what transformers and the hub raise."""
+    try:
+        yield
+    except CannotLoad:
+        raise
+    except SafetensorError as error:
+        raise CannotLoad(f"{name}: the weights are damaged or cut short ({error}); fetch or save them again") from error
+    # The last two: a config.json with a value of the wrong kind.
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise CannotLoad(f"{name}: {_reason(error, source, local_only)}") from error
+
+
+def _reason(error: Exception, source: str | Path, local_only: bool) -> str:
+    text = str(error)
+    if "trust_remote_code" in text and "execute" in text:
+        return (
+            "the model comes with code of its own, which attnorm does not run by itself; "
+            "read that code, then allow it with trust_remote_code=True (--trust-remote-code)"
+        )
+    if isinstance(source, Path):
+        if not (source / "config.json").is_file():
+            return f"the folder {source} has no config.json, so it is no Hugging Face model"
+        return f"transformers cannot read the folder {source}: {_first_line(error)}"
+    if "safetensors" in text and "does not appear to have" in text:
+        return (
+            "the repository has no safetensors weights, and attnorm reads no pickles, which can run any code; "
+            "look for a converted revision, or load it yourself and save_pretrained() it to a folder"
+        )
+    if local_only:
+        return (
+            "no folder of this name, not in the Hugging Face cache, and the hub cannot be reached; "
+            f"give a folder, connect, or use '{BUNDLED}', the small model that comes with attnorm"
+        )
+    if any(sign in text for sign in ("is not a local folder", "Repository Not Found", "not a valid model identifier")):
+        return "neither a folder here nor a model on the Hugging Face hub; check the name, or log in if it is private"
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No bars and no advice of transformers on top of ours."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,222 @@
+"""Watch every attention call of a model without changing what it computes.
+
+Every attention module of transformers asks `AttentionInterface.get_interface(name, eager_function)` for its kernel at
+each call. While a model is watched the answer is the same kernel with a look at its arguments in front. The model keeps
+its own kernel name: what depends on that name - the masks (a registered attention function without a mask function of
+its name makes a decoder bidirectional), the eager function of its file, branches inside the model - stays as it was.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from attnorm.metrics.call import AttentionCall, Kind
+from attnorm.models.audit import check_output
+from attnorm.models.layers import LayerNumbers
+from attnorm.models.support import NORMALIZER, UnsupportedModel, attention_sites, check_observable, what_works
+from attnorm.models.visibility import MaskReader
+
+__all__ = ["NORMALIZER", "check_observable", "observe"]
+
+# The parameters through which an attention module is given the states of another sequence.
+OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+IGNORED_BY_SDPA = ("softcap", "s_aux")  # without a word, in some versions of transformers
+
+_lock = threading.RLock()
+_watched: dict[nn.Module, "_Observation"] = {}  # attention module -> who watches it
+
+
+@contextmanager
+def observe(model: nn.Module, on_call: Callable[[AttentionCall], None], *, inputs: bool = False) -> Iterator[None]:
+    """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
+
+    The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
+    projected from. Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
+    """
+    check_observable(model)
+    observation = _Observation(model, on_call, inputs)
+    with ExitStack() as restore:
+        _register(observation)
+        restore.callback(_forget, observation)
+        for handle in observation.hooks(model):
+            restore.callback(handle.remove)
+        if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl for m in model.modules()):
+            restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code asks for no kernel
+        yield
+    if observation.ran and not observation.calls:
+        raise UnsupportedModel(
+            f"{type(model).__name__} ran without one call to transformers' attention interface, so nothing could be "
+            f"measured; does its configuration choose a way around it (GPT-2: reorder_and_upcast_attn)? {what_works()}"
+        )
+
+
+class _Observation:
+    """What is known about one watched model while it runs."""
+
+    def __init__(self, model: nn.Module, on_call: Callable[[AttentionCall], None], inputs: bool) -> None:
+        self.on_call = on_call
+        self.keep_inputs = inputs
+        self.sites = attention_sites(model)
+        self.read_mask = MaskReader()
+        self._parameters = {found: _parameters(found) for found in {type(module) for module in self.sites}}
+        self.ran = False
+        self.calls = 0
+        self._checked: set[nn.Module] = set()
+        self._running: dict[nn.Module, _Running] = {}
+        self._layers = LayerNumbers(self.sites)
+
+    def hooks(self, model: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        for module in model.modules():
+            if module is model or isinstance(module, PreTrainedModel):
+                inside = [part for part in module.modules() if part in self.sites]
+                yield module.register_forward_pre_hook(partial(self._started, inside))
+        for module in self.sites:
+            yield module.register_forward_pre_hook(self._entered, with_kwargs=True)
+            yield module.register_forward_hook(self._left, always_call=True)
+
+    def _started(self, inside: list[nn.Module], *_: Any) -> None:
+        self.ran = True
+        self._layers.restart(inside)
+
+    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = self._parameters[type(module)]
+        given = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+        other = next((given[name] for name in OTHER_SEQUENCE if given.get(name) is not None), None)
+        source = given.get(names[0]) if other is None else other
+        self._running[module] = _Running(
+            layer=self._layers.enter(module), crosses=other is not None, source=source if self.keep_inputs else None
+        )
+
+    def _left(self, module: nn.Module, *_: Any) -> None:
+        self._running.pop(module, None)  # or its input would stay in memory until the model is done
+
+    def run(self, kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The kernel's own result; `on_call` has seen the arguments before, and one row is checked after."""
+        # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
+        if torch._C._current_graph_task_id() != -1:
+            return function(module, *args, **kwargs)
+        call = self._call(kernel, module, **dict(zip(_POSITIONAL, args, strict=False)), **kwargs)
+        self.calls += 1
+        self.on_call(call)
+        result = function(module, *args, **kwargs)
+        if module not in self._checked and call.normalizer is None and not kwargs.get("dropout"):
+            with torch.no_grad():
+                check_output(call, result[0], self.sites[module].path, kernel)
+            self._checked.add(module)
+        return result
+
+    def _call(
+        self,
+        kernel: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        scaling: float | Tensor | None = None,
+        is_causal: bool | None = None,
+        **others: Any,
+    ) -> AttentionCall:
+        running = self._running.get(module) or _Running(0, False, None)
+        causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+        queries, bias = query.shape[2], others.get("position_bias")
+        if kernel == "sdpa":
+            others = {name: value for name, value in others.items() if name not in IGNORED_BY_SDPA}
+            if causal and attention_mask is None and 1 < queries < key.shape[2]:
+                # The first tokens into a cache of fixed size: the rest of it is still empty.
+                key, value = key[:, :, :queries], value[:, :, :queries]
+                bias = None if bias is None else bias[..., :queries]
+        visible = self.read_mask(
+            kernel,
+            attention_mask,
+            causal=causal,
+            queries=queries,
+            keys=key.shape[2],
+            window=others.get("sliding_window"),
+            device=query.device,
+        )
+        if visible.bias is not None:
+            bias = visible.bias if bias is None else bias + visible.bias
+        if isinstance(scaling, Tensor) and scaling.numel() > 1:
+            query, scaling = query * scaling, 1.0
+        told = is_causal is not None or hasattr(module, "is_causal")
+        kind: Kind = "cross" if running.crosses else "decoder" if visible.causal or (causal and told) else "encoder"
+        return AttentionCall(
+            layer=self._layers.within_kind(module, kind, running.layer),
+            kind=kind,
+            query_BHQD=query,
+            key_BGKD=key,
+            value_BGKE=value,
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            causal=visible.causal,
+            mask=visible.mask,
+            softcap=others.get("softcap"),
+            sinks_H=others.get("s_aux"),
+            bias=bias,
+            normalizer=getattr(module, NORMALIZER, None),
+            inputs_BKC=_behind(key, running.source),
+        )
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An attention module's forward call that is under way."""
+
+    layer: int  # within its stack
+    crosses: bool  # its keys come from another sequence
+    source: Any  # what they are projected from, if that is wanted
+
+
+_POSITIONAL = ("query", "key", "value", "attention_mask")
+_original: list[Any] = []  # AttentionInterface.get_interface, while it is replaced
+
+
+def _register(observation: _Observation) -> None:
+    with _lock:
+        if any(module in _watched for module in observation.sites):
+            raise RuntimeError("this model is observed already; leave the first observe() before entering another")
+        if not _watched:
+            _original.append(AttentionInterface.get_interface)
+            AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+        _watched.update(dict.fromkeys(observation.sites, observation))
+
+
+def _forget(observation: _Observation) -> None:
+    with _lock:
+        for module in observation.sites:
+            del _watched[module]
+        if not _watched:
+            AttentionInterface.get_interface = _original.pop()  # type: ignore[method-assign]
+
+
+def _get_interface(self: AttentionInterface, attn_implementation: str | None, default: Callable[..., Any]) -> Any:
+    function = _original[0](self, attn_implementation, default)
+    return partial(_run, attn_implementation or "eager", function)
+
+
+def _run(kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    observation = _watched.get(module)
+    if observation is None:  # of another model
+        return function(module, *args, **kwargs)
+    return observation.run(kernel, function, module, *args, **kwargs)
+
+
+def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """Names that a module's forward has, without self and without what **kwargs swallows."""
+    parameters = inspect.signature(module_class.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD)[1:]
+
+
+def _behind(key: Tensor, source: Any) -> Tensor | None:
+    """The states that the keys come from; None where a cache holds keys of earlier calls."""
+    if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[:2] != (key.shape[0], key.shape[2]):
+        return None
+    return source.to(key.device)

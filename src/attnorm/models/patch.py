@@ -1,0 +1,225 @@
+"""Put another normalizer in the place of softmax in a model: `patch` until removed, `swap` for a while.
+
+Every attention module that asks transformers' attention interface for its kernel gets a normalizer of its own, whose
+parameters are the model's from then on. Layers and heads that are left out keep softmax.
+"""
+
+import copy
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
+from attnorm.models.by_head import on_heads
+from attnorm.models.saving import keep_when_saved, release
+from attnorm.models.support import Site, attention_sites, check_observable
+from attnorm.models.warm_start import Layer, build, trained_length
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.registry import as_normalizer
+
+Layers = Iterable[int] | Mapping[int, Sequence[int] | None]
+
+# How attention modules call their number of heads, where they hold it.
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+CROSS_ATTENTION = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
+
+
+class Patch:
+    """The normalizers that took softmax's place in a model."""
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        self._model = model
+        self._modules = modules
+
+    @property
+    def normalizers(self) -> dict[str, Normalizer | Mechanism]:
+        """By the path of their attention module; empty once removed."""
+        return {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What the normalizers learn: for an optimizer group of their own."""
+        for normalizer in self.normalizers.values():
+            yield from normalizer.parameters()
+
+    def remove(self) -> None:
+        """Gives the model its softmax back; to do it twice changes nothing."""
+        _remove(self._model, self._modules.values())
+
+    def __repr__(self) -> str:
+        normalizers = self.normalizers
+        names = " and ".join(sorted({normalizer.name for normalizer in normalizers.values()}))
+        return f"Patch({names} in {len(normalizers)} attention modules)" if normalizers else "Patch(removed)"
+
+
+def patch(
+    model: nn.Module,
+    normalizer: str | Normalizer | Mechanism,
+    *,
+    layers: Layers | None = None,
+    warm_start: bool = True,
+    train_length: int | None = None,
+    **options: Any,
+) -> Patch:
+    """Replaces softmax in the model's attention until `.remove()` is called on what it returns.
+
+    normalizer: a name, with its options as for attnorm.get; or an object, of which every layer gets a copy.
+    layers: numbers of layers, or {layer: heads} where only some heads shall change (None: all of them).
+    warm_start: start where the trained function changes least (attnorm.models.warm_start); given options win.
+    train_length: of the texts that the model was trained on, if not what its config says.
+
+    >>> handle = patch(model, "ssmax")
+    >>> patch(model, "entmax15", layers={10: [0, 3], 11: None})
+    """
+    check_observable(model)
+    chosen = _chosen(model, layers)
+    _refuse_patched(chosen)
+    parts = {}
+    for module, (site, heads) in chosen.items():
+        part, recipe = _made(normalizer, options, module, heads, warm_start, train_length)
+        if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
+            continue  # its keys have no place relative to the queries
+        parts[module] = (_checked(part, module, site), recipe)
+    if not parts:
+        raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
+    attach(model, parts)
+    keep_when_saved(model)
+    return Patch(model, {chosen[module][0].path: module for module in parts})
+
+
+@contextmanager
+def swap(
+    model: nn.Module,
+    normalizer: str | Normalizer | Mechanism,
+    *,
+    layers: Layers | None = None,
+    warm_start: bool = True,
+    train_length: int | None = None,
+    **options: Any,
+) -> Iterator[Patch]:
+    """patch() for the length of a with statement: the model is itself again afterwards, also after an exception.
+
+    >>> with swap(model, "entmax15", layers=[3, 4]):
+    ...     model.generate(...)
+    """
+    handle = patch(model, normalizer, layers=layers, warm_start=warm_start, train_length=train_length, **options)
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def unpatch(model: nn.Module) -> None:
+    """Gives all attention modules of the model their softmax back, whoever patched them."""
+    _remove(model, patched_modules(model).values())
+
+
+def _remove(model: nn.Module, modules: Collection[nn.Module]) -> None:
+    detach(model, modules)
+    if not patched_modules(model):
+        release(model)
+
+
+def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Site, tuple[int, ...] | None]]:
+    """The attention modules to patch, each with the heads to change."""
+    numbered: dict[nn.Module, tuple[Site, int]] = {}
+    counts: dict[str, int] = {}
+    for module, site in attention_sites(model).items():
+        order = counts.setdefault(site.stack, 0)
+        counts[site.stack] += 1
+        numbered[module] = (site, order if site.layer_index is None else site.layer_index)
+    if layers is None:
+        return {module: (site, None) for module, (site, _) in numbered.items()}
+    wanted = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers)
+    known = sorted({number for _, number in numbered.values()})
+    unknown = [layer for layer in wanted if layer not in known]
+    if unknown or not wanted:
+        what = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
+        raise ValueError(f"layers= names {what}; {type(model).__name__} has the layers {known[0]} to {known[-1]}")
+    found = {}
+    for module, (site, number) in numbered.items():
+        if number in wanted:
+            heads = wanted[number]
+            found[module] = (site, None if heads is None else _checked_heads(heads, head_count(module), site))
+    return found
+
+
+def _checked_heads(heads: Sequence[int], every: int, site: Site) -> tuple[int, ...]:
+    chosen = tuple(heads)
+    if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(every)}:
+        raise ValueError(f"{site.path} has the heads 0 to {every - 1}; got {list(heads)}: name each of them once")
+    return chosen
+
+
+def _refuse_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
+    for module, (site, _) in chosen.items():
+        if is_patched(module):
+            raise ValueError(
+                f"{site.path} already has {normalizer_of(module).name!r} in the place of softmax; "
+                "remove that patch first (handle.remove()), or leave the layer out with layers="
+            )
+
+
+def _made(
+    normalizer: str | Normalizer | Mechanism,
+    options: dict[str, Any],
+    module: nn.Module,
+    heads: tuple[int, ...] | None,
+    warm_start: bool,
+    train_length: int | None,
+) -> tuple[Normalizer | Mechanism, Recipe]:
+    """A normalizer for one attention module, on its device, and how it was made."""
+    if isinstance(normalizer, str):
+        made, used = build(normalizer, options, _layer(module, heads, train_length), warm=warm_start)
+        recipe = Recipe(normalizer, used, heads)
+    else:
+        if options:
+            raise TypeError(f"options ({', '.join(options)}) go with a name; a normalizer object has its own already")
+        made, recipe = copy.deepcopy(as_normalizer(normalizer)), Recipe(None, heads=heads)
+    return on_heads(made, heads).to(device_of(module), torch.float32), recipe
+
+
+def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> Layer:
+    sinks = getattr(module, "sinks", None)
+    if isinstance(sinks, torch.Tensor) and heads is not None:
+        sinks = sinks[list(heads)]
+    return Layer(
+        heads=head_count(module) if heads is None else len(heads),
+        length=trained_length(module.config) if train_length is None else train_length,
+        causal=bool(getattr(module, "is_causal", True)),
+        window=getattr(module, "sliding_window", None),
+        sinks_H=sinks if isinstance(sinks, torch.Tensor) else None,
+    )
+
+
+def head_count(module: nn.Module) -> int:
+    """Query heads of an attention module."""
+    for holder in (module, module.config):
+        for name in HEADS:
+            count = getattr(holder, name, None)
+            if isinstance(count, int):
+                return count
+    raise ValueError(f"{type(module).__name__} does not say how many heads it has; expected one of {', '.join(HEADS)}")
+
+
+def _checked(part: Normalizer | Mechanism, module: nn.Module, site: Site) -> Normalizer | Mechanism:
+    if part.name == "differential":
+        raise ValueError(
+            "'differential' takes the difference of paired heads that share their values: another architecture, which "
+            "no trained model has; build it with attnorm.attention and train it"
+        )
+    if part.name == "soft" and getattr(module, "is_causal", True):
+        raise ValueError(f"'soft' has no causal form, and {site.path} is causal; take 'gaussian', or an encoder")
+    if any(getattr(inner, "from_hidden", None) is not None for inner in part.modules()):
+        raise ValueError(
+            f"{part.name!r} with width= reads the layer's input, which transformers does not hand to attention; "
+            "leave width out, so that beta and gamma are learned per head"
+        )
+    return part
+
+
+def _is_cross_attention(site: Site, module: nn.Module) -> bool:
+    return bool(getattr(module, "is_cross_attention", False)) or CROSS_ATTENTION.search(site.path) is not None

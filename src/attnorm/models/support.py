@@ -1,0 +1,103 @@
+"""Which models can be watched: those whose attention asks transformers' attention interface for its kernel.
+
+A class shows it in its own code (`ALL_ATTENTION_FUNCTIONS.get_interface(...)`), so nothing here is a list to keep.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import transformers
+from torch import nn
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+ASKED_FOR = "get_interface"
+NORMALIZER = "attnorm_normalizer"  # the attribute under which a patched attention module holds what replaces softmax
+# Shown first in an error, where this version of transformers has them.
+FAMILIAR = "llama mistral qwen3 gemma2 gemma3 gpt_oss gpt2 gpt_neox opt phi3 bert modernbert t5 bart whisper vit clip"
+
+
+class UnsupportedModel(ValueError):  # noqa: N818 - says what is wrong; that it is an error, ValueError says
+    """Raised for a model whose attention cannot be watched, or is none that attnorm knows how to measure."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module of a model."""
+
+    path: str
+    stack: str  # its path without numbers: modules that follow each other have the same one
+    layer_index: int | None  # what the model calls it
+
+
+def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
+    """Every module that asks the interface for its kernel, in the model's order."""
+    watchable = _watchable_classes(model)
+    paths = {module: path for path, module in model.named_modules() if type(module) in watchable}
+    indices: dict[str, list[Any]] = {}
+    for module, path in paths.items():
+        indices.setdefault(_stack(path), []).append(getattr(module, "layer_idx", None))
+    numbered = {stack for stack, found in indices.items() if None not in found and len({*found}) == len(found)}
+    return {
+        module: Site(path, _stack(path), getattr(module, "layer_idx", None) if _stack(path) in numbered else None)
+        for module, path in paths.items()
+    }
+
+
+def check_observable(model: nn.Module) -> None:
+    """Raises UnsupportedModel, with the families that work, where no attention module can be watched."""
+    if _watchable_classes(model):
+        return
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    raise UnsupportedModel(
+        f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
+        f"transformers' attention interface, so attnorm cannot see it. {what_works()}"
+    )
+
+
+def what_works() -> str:
+    families = supported_families()
+    familiar = [name for name in FAMILIAR.split() if name in families]
+    return (
+        f"Models of {len(families)} families can be measured with transformers {transformers.__version__}: "
+        f"{', '.join(familiar)} and others (attnorm.models.support.supported_families() names all)"
+    )
+
+
+@cache
+def supported_families() -> tuple[str, ...]:
+    """The families of the installed transformers that can be watched, read from its source files."""
+    root = Path(transformers.__file__).parent / "models"
+    asks = f"{INTERFACE}.{ASKED_FOR}("
+    found = {path.parent.name for path in root.glob("*/modeling_*.py") if asks in path.read_text(encoding="utf-8")}
+    return tuple(sorted(found))
+
+
+def _watchable_classes(model: nn.Module) -> set[type[nn.Module]]:
+    return {found for found in {type(module) for module in model.modules()} if _dispatches(found)}
+
+
+def _dispatches(module_class: type[nn.Module]) -> bool:
+    """Whether a method of the class, or of one it inherits from, asks the interface."""
+    members = [member for parent in module_class.__mro__ for member in vars(parent).values()]
+    return any(inspect.isfunction(member) and _asks(inspect.unwrap(member).__code__) for member in members)
+
+
+def _asks(code: CodeType) -> bool:
+    return any({INTERFACE, ASKED_FOR} <= {*part.co_names} for part in _nested(code))
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _stack(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)

@@ -1,0 +1,74 @@
+"""Where training stands, as safetensors and JSON: weights, optimizer state and the number of steps done.
+
+A checkpoint is a folder that appears whole; the one before it goes only after that. So there is always one to resume
+from, whenever the program is killed. No random state is needed: the windows of a step follow from the seed and the
+step.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnorm.training import atomic
+
+
+def save_checkpoint(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, record: dict[str, Any]
+) -> None:
+    """Adds `step-<step>` to the folder and removes every older one. `record` is JSON that comes back with it."""
+    from safetensors.torch import save
+
+    with atomic.replacing(folder / f"step-{step:08d}") as draft:
+        draft.mkdir()
+        weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+        for name, tensors in (("model", weights), ("optimizer", _optimizer_tensors(model, optimizer))):
+            (draft / f"{name}.safetensors").write_bytes(save(tensors))  # so that a full disk is an ordinary OSError
+        atomic.write_json(draft / "state.json", {"step": step, **record})
+    for useless in (*finished_checkpoints(folder)[:-1], *folder.glob(".step-*.tmp")):  # drafts of a killed program
+        shutil.rmtree(useless)
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """From the oldest to the newest."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def load_checkpoint(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, Any]:
+    """Puts model and optimizer into the state that was saved; returns the record with its `step`.
+
+    Raises:
+        ValueError: The checkpoint is damaged or belongs to another model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path / "model.safetensors", device=str(device))
+        moments = load_file(path / "optimizer.safetensors", device=str(device))
+        record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over") from None
+    parameters = dict(model.named_parameters())
+    shapes, saved = ({name: each.shape for name, each in values.items()} for values in (parameters, weights))
+    if shapes != saved:
+        raise ValueError(f"the checkpoint {path} belongs to another model; choose another output folder")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    for key, value in moments.items():
+        name, _, moment = key.rpartition("/")
+        optimizer.state[parameters[name]][moment] = value
+    return record
+
+
+def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{moment}": value.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        for moment, value in optimizer.state[parameter].items()
+    }

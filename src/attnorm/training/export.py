@@ -1,0 +1,143 @@
+"""The trained model as others want it: a Hugging Face folder with a model card and the figures behind it."""
+
+import copy
+import errno
+import math
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnorm.training import atomic
+from attnorm.training.baselines import baselines
+from attnorm.training.card import model_card
+from attnorm.training.evaluation import validation_loss
+from attnorm.training.run_folder import METRICS, RECORD, loss_rise
+from attnorm.training.sampling import sample_text
+from attnorm.training.settings import Settings
+from attnorm.training.tokenizer import as_transformers, token_bytes
+from attnorm.training.tokens import Corpus
+from attnorm.training.windows import validation_windows
+
+SAMPLE = "sample.txt"
+
+
+def export(
+    out: Path,
+    model: Any,
+    corpus: Corpus,
+    settings: Settings,
+    record: dict[str, Any],
+    *,
+    steps: int,
+    seconds: float,
+    device: torch.device,
+    sample_tokens: int = 0,
+    note: str = "",
+    command: str = "",
+) -> dict[str, Any]:
+    """Writes weights, tokenizer, card and record; training.json comes last, so its result means that all are there.
+
+    The figures are those of the weights as saved: float16, read back and run in float32.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = as_transformers(corpus.tokenizer, settings.context)
+    with _without_progress_bars():
+        _save_pretrained(out, model, tokenizer)
+        saved: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, local_files_only=True)
+    saved = saved.to(device).eval()
+    result = {
+        "steps": steps,
+        "tokens": steps * settings.tokens_per_step,
+        "training_tokens_in_text": len(corpus.train),
+        "vocabulary": corpus.vocabulary,
+        "parameters": sum(parameter.numel() for parameter in saved.parameters()),
+        "training_seconds": round(seconds, 1),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "validation": _validation(saved, corpus, settings, device),
+        "rise": loss_rise(out / METRICS),
+        "versions": _versions(),
+        "command": command,
+        "note": note,
+    }
+    sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed) if sample_tokens else ""
+    if sample:
+        atomic.write_text(out / SAMPLE, sample)
+    record = {**record, "result": result}
+    atomic.write_text(out / "README.md", model_card(record, sample))
+    atomic.write_json(out / RECORD, record)
+    return record
+
+
+def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
+    """Through a folder beside the real one: files that others may be reading change at once or not at all."""
+    from safetensors import SafetensorError
+
+    half = copy.deepcopy(model).to("cpu", torch.float16).eval()
+    draft = out / ".export"
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        half.save_pretrained(draft)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(draft)) from None
+    tokenizer.save_pretrained(draft)
+    for path in sorted(draft.iterdir()):
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        path.replace(out / path.name)
+    draft.rmdir()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws its own over ours."""
+    from transformers import utils
+
+    logging: Any = utils.logging  # not annotated
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _validation(model: Any, corpus: Corpus, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Losses over the whole validation text but its first token, of the model and of what it must beat."""
+    windows = validation_windows(corpus.valid, settings.context)
+    counted = baselines(corpus.train, corpus.valid, corpus.vocabulary)
+    size = int(token_bytes(corpus.tokenizer)[np.asarray(corpus.valid[1:])].sum())
+    tokens = len(corpus.valid) - 1
+
+    def figures(nats: float) -> dict[str, float]:
+        return {
+            "nats_per_token": round(nats, 5),
+            "perplexity": round(math.exp(nats), 3),
+            "bits_per_byte": round(nats * tokens / size / math.log(2), 5),
+        }
+
+    return {
+        "tokens": tokens,
+        "bytes": size,
+        "model": figures(validation_loss(model, windows, device, torch.float32)),
+        "bigram": {**figures(counted.bigram), "strength": asdict(counted)["bigram_strength"]},
+        "unigram": figures(counted.unigram),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import tokenizers
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }

@@ -1,0 +1,348 @@
+"""analyze(): the numbers are those of the dense matrix, whatever the model, the batch and the other parts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import attnorm
+from attnorm.analysis.analyze import Progress, analyze
+from attnorm.analysis.result import Analysis
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_statistics
+from attnorm.models.inputs import prepared, run, texts_from
+from attnorm.models.load import load
+from attnorm.models.observe import observe
+from attnorm.models.patch import patch
+from tests.analysis.tiny_models import gpt2, ids, llama, t5, vit
+
+CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}
+
+
+def calls_of(model: PreTrainedModel, inputs: Any) -> list[AttentionCall]:
+    loaded, calls = load(model), []
+    with observe(model, calls.append):
+        run(loaded, prepared(texts_from(inputs)[0], loaded, None))
+    return calls
+
+
+def numbers(table: pa.Table, drop: tuple[str, ...] = ("text", "length")) -> dict[str, Any]:
+    """Columns as bytes, so that NaN equals NaN and every bit counts."""
+    return {
+        name: column.to_numpy().tobytes() if column.type == pa.float64() else column.to_pylist()
+        for name, column in zip(table.column_names, table.columns, strict=True)
+        if name not in drop
+    }
+
+
+def same(here: Analysis, there: Analysis) -> bool:
+    return all(numbers(here.tables[name]) == numbers(there.tables[name]) for name in here.tables)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("normalizer", ["model", "entmax15"])
+def test_the_tables_are_those_of_the_dense_matrix(make: Any, normalizer: str) -> None:
+    model, tokens = make(), ids(48)
+    analysis = analyze(model, tokens, normalizers=(normalizer,), **CORE)
+    chosen = None if normalizer == "model" else attnorm.get(normalizer)
+    assert isinstance(chosen, attnorm.Normalizer | None)
+    heads = analysis.heads.to_pylist()
+    assert len(heads) == 2 * model.config.num_attention_heads
+    for call in calls_of(model, tokens):
+        logits, weights, visible = dense_logits(call)[0], dense_weights(call, chosen)[0], dense_visible(call)[0]
+        for head in range(logits.shape[0]):
+            rows = [row_statistics(logits[head, q], weights[head, q], visible[head, q], (1, 5)) for q in range(48)]
+            longest = rows[33:]  # 48 / sqrt 2 = 33.9: n = 34 ... 48
+            [found] = [row for row in heads if (row["layer"], row["head"]) == (call.layer, head)]
+            assert (found["n_low"], found["n_high"], found["rows"], found["broken_rows"]) == (34, 48, 15, 0)
+            for name in ("entropy_nats", "effective_keys", "max_weight", "logit_spread", "sink_mass", "entropy_floor"):
+                values = [row[name] for row in longest]
+                assert found[name] == pytest.approx(np.mean(values), rel=1e-4, abs=1e-6), name
+                assert found[f"{name}_q25"] == pytest.approx(np.quantile(values, 0.25), rel=1e-4, abs=1e-6), name
+            beyond = [n > row["horizon"] for n, row in enumerate(longest, start=34)]
+            assert found["forced_share"] == pytest.approx(np.mean(beyond))
+            where = {"layer": call.layer, "head": head}
+            for N in (1, 5):
+                [mass] = [
+                    row["mass"] for row in analysis.top_n.to_pylist() if row.items() >= {**where, "top_n": N}.items()
+                ]
+                assert mass == pytest.approx(np.mean([row[f"top_mass_{N}"] for row in longest]), rel=1e-4)
+            curve = [row for row in analysis.by_length.to_pylist() if row.items() >= where.items()]
+            assert [(row["n_low"], row["n_high"]) for row in curve] == [
+                (8, 8),
+                (9, 12),
+                (13, 16),
+                (17, 24),
+                (25, 33),
+                (34, 48),
+            ]
+            for row in curve:
+                values = [rows[n - 1]["entropy_nats"] for n in range(row["n_low"], row["n_high"] + 1)]
+                assert row["entropy_nats"] == pytest.approx(np.mean(values), rel=1e-4)
+                assert row["n"] == pytest.approx((row["n_low"] + row["n_high"]) / 2)
+                assert row["rows"] == len(values)
+            if normalizer == "model":
+                _check_slope(found, curve, rows)
+
+
+def _check_slope(found: Mapping[str, Any], curve: list[dict[str, Any]], rows: list[dict[str, float]]) -> None:
+    """Of the medians on log n, from the bins whose mean n is 16 or more."""
+    bins = [row for row in curve if row["n"] >= 16]
+    assert len(bins) == 3
+    gaps = [np.median([rows[n - 1]["effective_gap"] for n in range(b["n_low"], b["n_high"] + 1)]) for b in bins]
+    assert found["gap_slope"] == pytest.approx(
+        np.polyfit(np.log([b["n"] for b in bins]), gaps, 1)[0], rel=1e-3, abs=1e-4
+    )
+
+
+def test_too_few_lengths_give_no_slope() -> None:
+    analysis = analyze(gpt2(), ids(24), **CORE)
+    assert np.isnan(analysis.heads["gap_slope"].to_numpy()).all()
+    assert np.isnan(analysis.heads["gap_slope_error"].to_numpy()).all()
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
+    model, tokens = gpt2(layers=1), ids(40)
+    options: dict[str, Any] = {"top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
+    first, again, other = (analyze(model, tokens, seed=seed, **options) for seed in (0, 0, 1))
+    assert same(first, again)
+    assert not same(first, other)
+    assert numbers(first.by_length) == numbers(other.by_length)
+
+
+def test_a_part_does_not_depend_on_the_others() -> None:
+    model, texts = gpt2(layers=1), {"a": ids(64), "b": ids(64, seed=1)}
+    options: dict[str, Any] = {"top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
+    alone = analyze(model, {"b": texts["b"]}, lengths=(32,), **options)
+    together = analyze(model, texts, lengths=(16, 32), **options)
+    for name, table in alone.tables.items():
+        rows = table.to_pylist()
+        found = [row for row in together.tables[name].to_pylist() if (row["text"], row["length"]) == ("b", 32)]
+        assert repr(found) == repr(rows), name
+    assert alone.manifest["parts"][0]["key"] == together.manifest["parts"][3]["key"]
+
+
+def test_normalizers_share_the_logits_and_do_not_change_each_other() -> None:
+    model, tokens = gpt2(layers=1), ids(40)
+    both = analyze(model, tokens, normalizers=("model", "sparsemax"), **CORE)
+    alone = analyze(model, tokens, normalizers=("sparsemax",), **CORE)
+    rows = [row for row in both.heads.to_pylist() if row["normalizer"] == "sparsemax"]
+    spread = {row["head"]: row["logit_spread"] for row in both.heads.to_pylist() if row["normalizer"] == "model"}
+    assert [row["entropy_nats"] for row in rows] == alone.heads["entropy_nats"].to_pylist()
+    assert [row["logit_spread"] for row in rows] == pytest.approx(list(spread.values()))
+
+
+def padded(side: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Two sequences of 40 and 25 tokens in one batch."""
+    long, short = ids(40), ids(25, seed=1)
+    fill, mask = torch.zeros(15, dtype=torch.long), torch.ones(2, 40, dtype=torch.long)
+    mask[1, 25:] = 0
+    if side == "left":
+        mask[1] = mask[1].flip(0)
+    second = torch.cat([short, fill] if side == "right" else [fill, short])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": torch.stack([long, second]), "attention_mask": mask, "position_ids": positions}, [long, short]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("rows", ["all", "last", 6])
+def test_a_padded_batch_is_the_sum_of_its_sequences(side: str, rows: Any) -> None:
+    model = llama()
+    batch, alone = padded(side)
+    together = analyze(model, batch, rows=rows, **CORE)
+    assert together.heads["length"].unique().to_pylist() == [40]
+    pool: dict[tuple[int, int, int], tuple[float, int]] = {}
+    parts = [analyze(model, tokens, rows=rows, **CORE) for tokens in alone]
+    measured = sum(sum(part.by_length["rows"].to_pylist()) for part in parts)
+    short_rows = [row for part in parts for row in part.by_length.to_pylist() if row["n_high"] <= 40]
+    assert sum(together.by_length["rows"].to_pylist()) == measured
+    # Bins are anchored at the longest sequence, so compare what no bin boundary touches: sums over all rows of a head.
+    for row in short_rows:
+        at = (row["layer"], row["head"], 0)
+        total, count = pool.get(at, (0.0, 0))
+        pool[at] = total + row["rows"] * row["entropy_nats"], count + row["rows"]
+    found: dict[tuple[int, int, int], float] = {}
+    for row in together.by_length.to_pylist():
+        at = (row["layer"], row["head"], 0)
+        found[at] = found.get(at, 0.0) + row["rows"] * row["entropy_nats"]
+    assert found == pytest.approx({at: total for at, (total, _) in pool.items()}, rel=1e-4)
+
+
+def test_two_copies_of_a_sequence_are_the_sequence_twice() -> None:
+    model, tokens = gpt2(layers=1), ids(40)
+    once, twice = analyze(model, tokens, **CORE), analyze(model, tokens.expand(2, -1), **CORE)
+    assert twice.heads["rows"].to_pylist() == [2 * rows for rows in once.heads["rows"].to_pylist()]
+    assert twice.heads["entropy_nats_q50"].to_numpy() == pytest.approx(
+        once.heads["entropy_nats_q50"].to_numpy(), rel=1e-5
+    )
+
+
+def test_the_costly_numbers_of_a_padded_batch_come_from_its_tokens_only() -> None:
+    model = gpt2(layers=1)
+    batch, [long, _] = padded("right")
+    options: dict[str, Any] = {"metrics": ("vectors", "coverage"), "top_n": (1, 5), "rows": "last"}
+    together, alone = analyze(model, batch, **options), analyze(model, long, **options)
+    # Only the longer sequence has rows in the longest bin.
+    for name in ("d_tilde", "separability", "separability_null", "random_upper"):
+        assert together.top_n[name].to_numpy() == pytest.approx(alone.top_n[name].to_numpy(), rel=1e-4), name
+    assert together.coverage["union"].to_numpy() == pytest.approx(alone.coverage["union"].to_numpy())
+    assert together.coverage["rows"].to_pylist() == alone.coverage["rows"].to_pylist() == [1, 1]
+
+
+def test_an_encoder_decoder_has_three_kinds_of_attention() -> None:
+    analysis = analyze(t5(), {"input_ids": ids(24, batch=1), "decoder_input_ids": ids(10, batch=1, seed=1)}, **CORE)
+    rows = analysis.heads.to_pylist()
+    found = {
+        kind: {(row["layer"], row["head"]) for row in rows if row["kind"] == kind}
+        for kind in ("encoder", "decoder", "cross")
+    }
+    assert all(at == {(layer, head) for layer in range(2) for head in range(4)} for at in found.values())
+    reach = {(row["kind"], row["n_high"], row["rows"]) for row in rows}
+    assert reach == {("encoder", 24, 24), ("decoder", 10, 3), ("cross", 24, 10)}
+    assert {row["length"] for row in rows} == {24}
+
+
+def test_padding_of_an_encoder_decoder_is_no_row_of_either() -> None:
+    tokens = torch.ones(2, 24, dtype=torch.long), torch.ones(2, 10, dtype=torch.long)
+    tokens[0][1, 15:] = 0
+    tokens[1][0, 8:] = 0
+    batch = {"input_ids": ids(24, batch=2), "decoder_input_ids": ids(10, batch=2, seed=1)}
+    batch |= {"attention_mask": tokens[0], "decoder_attention_mask": tokens[1]}
+    analysis = analyze(t5(), batch, **CORE)
+    found = {
+        (row["kind"], row["n"], row["rows"])
+        for row in analysis.by_length.to_pylist()
+        if (row["layer"], row["head"]) == (0, 0)
+    }
+    # Tokens of an encoder see all 24 or 15 of its tokens, those of a decoder the ones before; below 8 keys is no bin.
+    encoder, cross = {("encoder", 24.0, 24), ("encoder", 15.0, 15)}, {("cross", 24.0, 8), ("cross", 15.0, 10)}
+    assert found == encoder | cross | {("decoder", (8 + 8 + 9 + 10) / 4, 4)}
+
+
+def test_an_image_model_is_measured_on_its_patches() -> None:
+    analysis = analyze(
+        vit(), {"pixel_values": torch.randn(3, 3, 16, 16)}, top_n=(1, 5), temperatures=(1.0,), vector_rows=2
+    )
+    assert analysis.heads["kind"].unique().to_pylist() == ["encoder"]
+    assert analysis.heads["n_high"].unique().to_pylist() == [17]
+    assert analysis.heads["rows"].unique().to_pylist() == [3 * 17]
+    assert analysis.top_n["rows"].unique().to_pylist() == [3 * 2]
+    assert not np.isnan(analysis.top_n["separability"].to_numpy()).any()
+    assert not np.isnan(analysis.heads["effective_rank"].to_numpy()).any()
+
+
+def test_a_patched_model_is_measured_as_it_runs() -> None:
+    model, tokens = gpt2(layers=2), ids(40)
+    what_if = analyze(model, tokens, normalizers=("entmax15",), **CORE)
+    plain_key = what_if.manifest["parts"][0]["key"]
+    handle = patch(model, "entmax15")
+    analysis = analyze(model, tokens, **CORE)
+    assert analysis.heads["normalizer"].unique().to_pylist() == ["model"]
+    assert analysis.manifest["model"]["runs"] == "entmax15"
+    assert analysis.manifest["parts"][0]["key"] != plain_key
+    layer0 = [row["entropy_nats"] for row in analysis.heads.to_pylist() if row["layer"] == 0]
+    expected = [row["entropy_nats"] for row in what_if.heads.to_pylist() if row["layer"] == 0]
+    assert layer0 == pytest.approx(expected, rel=1e-4)  # the first layer gets the same input either way
+    handle.remove()
+    assert analyze(model, tokens, **CORE).manifest["model"]["runs"] == "softmax"
+
+
+def test_broken_weights_are_flagged_and_never_averaged() -> None:
+    model, tokens = gpt2(layers=3), ids(40)
+    sound = analyze(model, tokens, **CORE)
+    with torch.no_grad():
+        attention = model.transformer.h[1].attn.c_attn
+        attention.weight[:, 0] = torch.nan  # a query weight of the first head of the second layer
+    analysis = analyze(model, tokens, **CORE)
+    broken = {(row["layer"], row["head"]): row for row in analysis.heads.to_pylist()}
+    for head in range(2):
+        assert broken[0, head]["broken_rows"] == 0
+        assert broken[0, head]["entropy_nats"] == sound.head(0, head).numbers["entropy_nats"]
+        assert broken[2, head]["broken_rows"] == 40  # NaN has spread through the residual stream
+    assert (broken[1, 0]["broken_rows"], broken[1, 1]["broken_rows"]) == (40, 0)
+    assert broken[1, 0]["verdict"] == "broken"
+    assert broken[1, 0]["rows"] == 0
+    assert np.isnan(broken[1, 0]["entropy_nats"])
+    assert broken[1, 1]["entropy_nats"] == sound.head(1, 1).numbers["entropy_nats"]
+    [note] = [note for note in analysis.manifest["notes"] if "not finite" in note]
+    assert note.startswith("3 of 6 measured heads")
+    assert note in analysis.summary()
+    assert analysis.verdict.counts["broken"] == 3
+
+
+def test_a_row_that_is_broken_leaves_the_others_alone() -> None:
+    model, tokens = gpt2(layers=1), ids(40)
+    with torch.no_grad():
+        model.transformer.wpe.weight[39] = torch.inf
+    analysis = analyze(model, tokens, **CORE)
+    assert analysis.heads["broken_rows"].to_pylist() == [1, 1]
+    assert analysis.heads["rows"].to_pylist() == [11, 11]
+    assert np.isfinite(analysis.heads["entropy_nats"].to_numpy()).all()
+
+
+def test_groups_that_were_not_asked_for_stay_empty() -> None:
+    analysis = analyze(gpt2(layers=1), ids(20), **CORE)
+    assert analysis.sensitivity.num_rows == analysis.coverage.num_rows == 0
+    assert np.isnan(analysis.top_n["separability"].to_numpy()).all()
+    assert np.isnan(analysis.heads["mean_cosine"].to_numpy()).all()
+    assert not np.isnan(analysis.heads["jacobian_norm"].to_numpy()).any()
+    assert not [note for note in analysis.manifest["notes"] if "at most" in note]
+
+
+def test_layer_inputs_can_take_the_place_of_values() -> None:
+    model, tokens = llama(), ids(20)
+    options: dict[str, Any] = {"metrics": "vectors", "top_n": (2,), "vector_rows": 2}
+    values, inputs = (analyze(model, tokens, vectors=vectors, **options) for vectors in ("values", "inputs"))
+    assert values.heads["effective_rank"].to_pylist() != inputs.heads["effective_rank"].to_pylist()
+    # All heads of a layer mix the same inputs; of values, each key/value head has its own.
+    assert len(set(inputs.heads["effective_rank"].to_pylist())) == 2
+    assert len(set(values.heads["effective_rank"].to_pylist())) == 4
+    assert values.heads["kv_head"].to_pylist() == [0, 0, 1, 1] * 2
+
+
+def test_progress_tells_layers_tokens_and_parts() -> None:
+    seen: list[Progress] = []
+    analyze(gpt2(layers=2), ids(64), lengths=(16, 32), progress=seen.append, **CORE)
+    assert [(p.parts_done, p.layers_done) for p in seen] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 2),
+    ]
+    assert {(p.parts_total, p.tokens_total, p.layers_total) for p in seen} == {(2, 48, 2)}
+    assert [p.tokens_done for p in seen] == [0, 0, 0, 16, 16, 16, 16, 48]
+    assert [p.length for p in seen] == [16] * 4 + [32] * 4
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = gpt2(layers=1).train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    analyze(model, ids(20), **CORE)
+    assert model.training
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    with pytest.raises(ZeroDivisionError):
+        analyze(model, ids(20), progress=lambda p: 1 // 0, **CORE)
+    analyze(model, ids(20), **CORE)  # not "observed already"
+
+
+def test_the_names_are_public() -> None:
+    assert attnorm.analyze is analyze
+    assert attnorm.Analysis is Analysis
+    assert attnorm.Thresholds().as_dict() == analyze(gpt2(layers=1), ids(20), **CORE).manifest["thresholds"]
+
+
+def test_without_arguments_the_bundled_model_reads_its_own_passage() -> None:
+    analysis = analyze(rows="last", metrics="core")
+    assert analysis.manifest["model"]["name"] == analysis.manifest["model"]["source"] == "bundled"
+    assert [text["name"] for text in analysis.manifest["texts"]] == ["the bundled model's own passage"]
+    assert analysis.heads["n_high"].unique().to_pylist() == [1024]
+    assert analysis.heads["rows"].unique().to_pylist() == [1]
+    assert np.isfinite(analysis.heads["entropy_nats"].to_numpy()).all()

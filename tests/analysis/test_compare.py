@@ -1,0 +1,91 @@
+"""Comparisons: head by head where shapes agree, by distribution where they do not, and honest about what differs."""
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from attnorm.analysis.compare import compare
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.thresholds import VERDICTS, Thresholds
+from attnorm.report.analysis_json import finite
+from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
+
+CAST = (("selects", "flat", "parked"), ("lazy", "selects", "torn"))
+
+
+def made(cast: Any = CAST, lengths: tuple[int, ...] = (256,), normalizers: tuple[str, ...] = ("model",)) -> Analysis:
+    options: dict[str, Any] = {"cast": cast, "lengths": lengths, "normalizers": normalizers}
+    return Analysis.of(synthetic_tables(**options), synthetic_manifest(**options), Thresholds())
+
+
+def test_a_model_against_itself_has_not_changed() -> None:
+    found = compare({"before": made(), "after": made()})
+    assert found.matched == ["after"]
+    assert found.changed_verdicts == {"after": 0}
+    assert all(change.size == 0 for change in found.changes)
+    assert found.sides[0].counts == found.sides[1].counts
+    assert found.notes == []
+
+
+def test_the_head_that_changed_comes_first() -> None:
+    trained = (CAST[0], ("selects", *CAST[1][1:]))
+    found = compare({"before": made(), "after": made(trained)})
+    largest = found.changes[0]
+    assert (largest.layer, largest.head) == (1, 0)
+    assert largest.verdicts == ("dispersed-by-choice", "healthy")
+    before, after = largest.numbers["entropy_ratio"]
+    assert before > 0.9 > 0.3 > after
+    assert largest.size > 0.6
+    assert found.changed_verdicts == {"after": 1}
+
+
+def test_counts_and_quartiles_are_over_heads() -> None:
+    side = compare({"a": made(), "b": made()}).sides[0]
+    assert side.heads == 6
+    assert sum(side.counts.values()) == 6
+    assert set(side.counts) == set(VERDICTS)
+    low, middle, high = side.quartiles["entropy_ratio"] or (0, 0, 0)
+    assert 0 <= low <= middle <= high <= 1
+
+
+def test_models_of_other_shape_are_compared_by_distribution_and_that_is_said() -> None:
+    found = compare({"small": made(), "wide": made((("selects",) * 5,)), "same": made()})
+    assert found.matched == ["same"]
+    assert {change.label for change in found.changes} == {"same"}
+    assert any("wide has other layers or heads than small" in note for note in found.notes)
+
+
+def test_what_is_not_comparable_is_noted() -> None:
+    short, long = made(lengths=(64,)), made()
+    long.manifest["texts"][0]["sha256"] = "b" * 64
+    long.manifest["model"]["dtype"] = "bfloat16"
+    notes = " | ".join(compare({"short": short, "long": long}).notes)
+    assert "short 64, long 256 keys" in notes
+    assert "texts differ" in notes
+    assert "short float32, long bfloat16" in notes
+
+
+def test_one_analysis_is_compared_over_its_normalizers() -> None:
+    found = compare({"run": made(normalizers=("model", "entmax15"))})
+    assert [side.label for side in found.sides] == ["model", "entmax15"]
+    assert found.changed_verdicts["entmax15"] > 0
+
+
+def test_one_analysis_with_one_normalizer_has_nothing_beside_it() -> None:
+    with pytest.raises(ValueError, match="only one thing to compare: run"):
+        compare({"run": made()})
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare({})
+
+
+def test_numbers_that_were_not_measured_are_none_and_never_nan() -> None:
+    bare = made()
+    rows = [{**row, **{name: float("nan") for name in row if "jacobian" in name}} for row in bare.heads.to_pylist()]
+    heads = pa.Table.from_pylist(rows, schema=bare.heads.schema)
+    without = Analysis(heads, bare.by_length, bare.top_n, bare.sensitivity, bare.coverage, bare.manifest)
+    found = compare({"with": made(), "without": without})
+    assert found.sides[1].quartiles["jacobian_norm"] is None
+    assert "jacobian_norm" not in found.changes[0].numbers
+    assert json.dumps(finite(found.as_dict()), allow_nan=False)

@@ -1,0 +1,139 @@
+"""Parameters are checked before anything runs, and identify a run: equal ones alike, different ones apart."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+import attnorm
+from attnorm.analysis import manifest
+from attnorm.analysis.settings import EPSILONS, GROUPS, Settings, groups, named_normalizers, settings_of
+from attnorm.analysis.tables import SENSITIVITY
+
+
+def settings(**changes: Any) -> Settings:
+    asked: dict[str, Any] = {
+        "normalizers": named_normalizers(("model",)),
+        "top_n": (1, 5),
+        "rows": "all",
+        "vectors": "values",
+        "vector_rows": 64,
+        "metrics": "all",
+        "temperatures": (1.0,),
+        "seed": 0,
+    }
+    return settings_of(**asked | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": "sensitivty"}, "unknown metric group 'sensitivty'; did you mean 'sensitivity'"),
+        ({"metrics": ("core", "zebra")}, "unknown metric group 'zebra'; known are"),
+        ({"vectors": "value"}, "unknown vectors 'value'; did you mean 'values'"),
+        ({"rows": 0}, "rows must be .* got 0"),
+        ({"vector_rows": 0}, "vector_rows must be .* got 0"),
+        ({"top_n": ()}, r"top_n must be .* got \(\)"),
+        ({"top_n": (0, 5)}, "top_n must be"),
+        ({"temperatures": (1.0, -1.0)}, "temperatures must be positive"),
+        ({"temperatures": (float("nan"),)}, "temperatures must be positive"),
+        ({"temperatures": ()}, "temperatures must be positive"),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_what_was_expected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**change)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize(
+    "change", [{"rows": "first"}, {"rows": 1.5}, {"rows": True}, {"seed": "x"}, {"vector_rows": 2.5}]
+)
+def test_a_parameter_of_the_wrong_type_is_named(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):
+        settings(**change)
+
+
+def test_an_unknown_normalizer_comes_with_a_suggestion() -> None:
+    with pytest.raises(ValueError, match="unknown normalizer 'entmx15'; did you mean 'entmax15'"):
+        named_normalizers(("model", "entmx15"))
+
+
+def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"two normalizers are named 'entmax'.*another \.name"):
+        named_normalizers((attnorm.get("entmax", alpha=1.2), attnorm.get("entmax", alpha=1.8)))
+    imposter = attnorm.get("sparsemax")
+    imposter.name = "model"
+    with pytest.raises(ValueError, match="stands for what the model itself runs"):
+        named_normalizers((imposter,))
+
+
+def test_a_mechanism_cannot_be_measured_on_logits() -> None:
+    with pytest.raises(TypeError, match=r"'linear' is no function of a row of logits.*patch it"):
+        named_normalizers(("linear",))
+
+
+def test_one_name_alone_and_none_at_all() -> None:
+    assert list(named_normalizers("ssmax")) == ["ssmax"]
+    with pytest.raises(ValueError, match="normalizers is empty"):
+        named_normalizers(())
+
+
+def test_groups_have_one_order_and_always_the_core() -> None:
+    assert groups("all") == GROUPS
+    assert groups("core") == groups("gradient") == groups(()) == ("core", "gradient")
+    assert groups(("coverage", "vectors")) == groups(["vectors", "core", "coverage"])
+    assert groups(("coverage", "vectors")) == ("core", "gradient", "vectors", "coverage")
+
+
+def test_settings_are_plain_and_complete() -> None:
+    plain = settings(normalizers=named_normalizers(("model", "entmax15"))).as_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["normalizers"] == ["model", "entmax15"]
+    assert {field.name for field in dataclasses.fields(Settings)} <= set(plain)
+
+
+def test_every_epsilon_has_its_column() -> None:
+    assert [f"gain_{epsilon:g}" for epsilon in EPSILONS] == [name for name in SENSITIVITY.names if "gain" in name]
+
+
+def key(model: dict[str, Any] | None = None, length: int | None = 64, text: str = "t", **changes: Any) -> str:
+    model = {"name": "m", "revision": None, "fingerprint": "f", "dtype": "float32", "device": "cpu"} | (model or {})
+    plain = {"lengths": [64], **settings(**changes).as_dict()}
+    return manifest.part_key(model, {"name": text, "sha256": "s"}, length, plain)
+
+
+def test_everything_that_decides_a_part_is_in_its_key() -> None:
+    keys = [
+        key(),
+        key({"fingerprint": "g"}),
+        key({"dtype": "bfloat16"}),
+        key({"device": "cuda:0"}),
+        key({"name": "n"}),
+        key(length=128),
+        key(length=None),
+        key(text="u"),
+        key(rows=5),
+        key(rows="last"),
+        key(seed=1),
+        key(top_n=(1, 6)),
+        key(vectors="inputs"),
+        key(vector_rows=65),
+        key(metrics="core"),
+        key(temperatures=(2.0,)),
+        key(normalizers=named_normalizers(("model", "entmax15"))),
+        key(normalizers=named_normalizers((attnorm.get("entmax", alpha=1.2),))),
+        key(normalizers=named_normalizers((attnorm.get("entmax", alpha=1.3),))),
+        key(normalizers=named_normalizers((attnorm.get("topk", k=3),))),
+        key(normalizers=named_normalizers((attnorm.get("topk", k=4),))),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_does_not_decide_a_part_is_not_in_its_key() -> None:
+    assert key() == key()
+    assert key({"device": "cuda:0"}) == key({"device": "cuda:1"})
+    assert key(top_n=(5, 1, 5)) == key(top_n=(1, 5))
+    assert key(metrics=("vectors", "core")) == key(metrics=("core", "vectors"))
+    assert key(normalizers=named_normalizers(("entmax15",))) == key(normalizers=named_normalizers(("entmax15",)))

@@ -1,0 +1,308 @@
+"""Verdicts: each from the numbers that DESIGN names, never from numbers that are not there."""
+
+import json
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from attnorm.analysis.ceiling import binding_length
+from attnorm.analysis.head_rows import keys
+from attnorm.analysis.judge import Judgement, judge_head
+from attnorm.analysis.rules import Case, worst_norm
+from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative
+from attnorm.theory.dispersion import entropy_floor
+from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
+
+SMALL: dict[str, Any] = {"lengths": (512,), "normalizers": ("model",)}
+
+
+def judged(tables: dict[str, pa.Table], thresholds: Thresholds | None = None) -> dict[str, pa.Table]:
+    thresholds = thresholds or Thresholds()
+    return {**tables, "heads": judge(tables["heads"], tables["by_length"], tables["top_n"], thresholds)}
+
+
+def verdict_of(tables: dict[str, pa.Table], **manifest: Any) -> ModelVerdict:
+    return model_verdict(judged(tables), {**synthetic_manifest(), **manifest})
+
+
+def head(**numbers: Any) -> dict[str, Any]:
+    """A head that selects, with some of its numbers changed."""
+    row = {
+        "normalizer": "model", "n_high": 1024, "broken_rows": 0, "entropy_ratio": 0.2, "entropy_nats": 1.4,
+        "entropy_floor": 0.1, "max_weight": 0.8, "sink_mass": 0.01, "entropy_ratio_without_sink": 0.2,
+        "logit_spread_without_sink": 9.0, "gap_slope": 0.95, "gap_slope_without_sink": 0.95, "gap_slope_error": 0.02,
+        "horizon": 1e6, "jacobian_norm": 0.2, "jacobian_norm_q75": 0.25, "effective_keys_without_sink": 3.0,
+    }  # fmt: skip
+    return {**row, **numbers}
+
+
+SEPARATE = {"top_n": 20, "separability": 0.9, "separability_null_high": 0.7}
+SMEARED = {"entropy_ratio": 0.9, "entropy_nats": 0.9 * math.log(1024), "gap_slope": 0.1, "max_weight": 0.01}
+
+
+def told(separability: dict[str, Any] | None = SEPARATE, runs: str | None = "softmax", **numbers: Any) -> Judgement:
+    return judge_head(Case(row=head(**numbers), separability=separability, thresholds=Thresholds(), runs=runs))
+
+
+def verdict(separability: dict[str, Any] | None = SEPARATE, runs: str | None = "softmax", **numbers: Any) -> str | None:
+    return told(separability, runs, **numbers).verdict
+
+
+def test_every_verdict_is_found_on_heads_made_for_it() -> None:
+    tables = judged(synthetic_tables(normalizers=("model",)))
+    found = {
+        (row["layer"], row["head"]): row["verdict"] for row in tables["heads"].to_pylist() if row["length"] == 1024
+    }
+    assert found == EXPECTED
+    assert set(found.values()) == set(VERDICTS)
+
+
+def test_evidence_is_one_sentence_with_numbers() -> None:
+    for row in judged(synthetic_tables(**SMALL))["heads"].to_pylist():
+        assert row["evidence"].endswith(".")
+        assert any(character.isdigit() for character in row["evidence"])
+        assert "nan" not in row["evidence"].lower()
+        assert row["verdict"] == (row["flags"] or ["healthy"])[0]
+
+
+def test_dispersed_is_forced_beyond_the_horizon_and_by_choice_before_it() -> None:
+    assert verdict(**SMEARED, horizon=1023.0) == "dispersed-forced"
+    assert verdict(**SMEARED, horizon=1025.0) == "dispersed-by-choice"
+
+
+def test_a_head_near_its_entropy_floor_is_never_dispersed() -> None:
+    near = {**SMEARED, "entropy_floor": 0.9 * math.log(1024) - 0.01, "horizon": 3.0}
+    assert verdict(**near) == "healthy"
+    assert "floor" in told(**near).evidence
+    assert verdict(**{**near, "entropy_floor": 5.0}) == "dispersed-forced"
+
+
+def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
+    spread = 2.0
+    floor = float(entropy_floor(spread, 1023)) / math.log(1023)
+    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "logit_spread_without_sink": spread}
+    assert verdict(**beside, entropy_ratio_without_sink=floor + 0.001) == "healthy"
+    assert verdict(**beside, entropy_ratio_without_sink=0.5 * (1 + floor)) == "dispersed-forced"
+
+
+def test_a_horizon_beyond_all_numbers_forces_nothing() -> None:
+    assert verdict(**SMEARED, horizon=math.inf, logit_spread=1200.0) == "dispersed-by-choice"
+
+
+def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
+    assert verdict(**{**SMEARED, "gap_slope": 0.9}) == "healthy"
+    assert verdict(**{**SMEARED, "gap_slope": 0.7, "gap_slope_error": 0.01}) == "dispersed-by-choice"
+    assert verdict(**{**SMEARED, "gap_slope": 0.7, "gap_slope_error": 0.2}) == "healthy", "1 is within the error"
+
+
+def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
+    looks_sharp = {"sink_mass": 0.4, "max_weight": 0.4, "entropy_ratio": 0.6, "gap_slope": 1.0}
+    beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "logit_spread_without_sink": 2.0}
+    assert verdict(**looks_sharp, **beside) == "dispersed-forced"
+    assert verdict(**looks_sharp, **{**beside, "logit_spread_without_sink": 12.0}) == "dispersed-by-choice"
+    assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
+
+
+def test_a_sink_does_not_make_a_selection_look_smeared() -> None:
+    assert verdict(**SMEARED, sink_mass=0.3) == "healthy"
+
+
+def test_most_of_the_mass_on_the_first_key_is_sink_dominated_even_if_it_froze_there() -> None:
+    frozen = {"max_weight": 0.999, "jacobian_norm": 0.001, "jacobian_norm_q75": 0.002}
+    assert verdict(sink_mass=0.51) == "sink-dominated"
+    assert verdict(sink_mass=0.49) == "healthy"
+    both = told(sink_mass=0.999, **frozen)
+    assert (both.verdict, both.flags) == ("sink-dominated", ("sink-dominated", "frozen"))
+    assert verdict(**frozen) == "frozen"
+
+
+def test_a_sharp_head_that_still_has_a_gradient_is_not_frozen() -> None:
+    assert verdict(max_weight=0.995, jacobian_norm=0.1) == "healthy"
+
+
+def test_sensitive_is_measured_against_the_normalizers_own_worst_case() -> None:
+    assert verdict(jacobian_norm_q75=0.46) == "sensitive"
+    assert verdict(jacobian_norm_q75=0.44) == "healthy"
+    assert worst_norm("softmax", 1024) == 0.5
+    assert worst_norm("entmax15", 1024) == pytest.approx(0.868, abs=1e-3)
+    assert verdict(runs="entmax15", jacobian_norm_q75=0.46) == "healthy"
+    assert verdict(runs="entmax15", jacobian_norm_q75=0.8) == "sensitive"
+    unknown = told(runs="hard", jacobian_norm_q75=0.5)
+    assert unknown.verdict == "healthy"
+    assert "sensitive (no worst case known for hard)" in unknown.evidence
+
+
+def test_only_softmax_is_forced_by_its_spread() -> None:
+    assert verdict(**SMEARED, horizon=8.0, runs="entmax15") == "dispersed-by-choice"
+    assert verdict(**SMEARED, horizon=8.0, runs=None) == "dispersed-by-choice"
+
+
+def test_saturated_means_no_better_than_permuted_values() -> None:
+    assert verdict({"top_n": 20, "separability": 0.69, "separability_null_high": 0.7}) == "saturated"
+    assert verdict({"top_n": 20, "separability": 0.71, "separability_null_high": 0.7}) == "healthy"
+    all_apart = {"top_n": 20, "separability": 1.0, "separability_null_high": 1.0}
+    assert verdict(all_apart) == "healthy", "everything is told apart, permuted or not"
+
+
+def test_saturation_is_judged_at_the_n_that_was_chosen() -> None:
+    tables = dict(synthetic_tables(**SMALL))
+    rows = tables["top_n"].to_pylist()
+    for row in rows:
+        row["separability"] = 0.5 if row["top_n"] == 5 else 0.9
+    tables["top_n"] = pa.Table.from_pylist(rows, schema=tables["top_n"].schema)
+    at_20, at_5 = (
+        sum(
+            "saturated" in flags
+            for flags in judged(tables, Thresholds(saturation_top_n=N))["heads"]["flags"].to_pylist()
+        )
+        for N in (20, 5)
+    )
+    assert at_20 == 0
+    assert at_5 == len(EXPECTED) - 1, "all but the broken one"
+
+
+@pytest.mark.parametrize("missing", ["jacobian_norm", "separability", "sink", "gap_slope", "horizon", "everything"])
+def test_what_was_not_measured_is_named_and_not_guessed(missing: str) -> None:
+    core = ("text", "length", "normalizer", "kind", "layer", "head", "rows", "n_low", "n_high", "n", "top_n")
+    tables = {}
+    for name, table in synthetic_tables(**SMALL).items():
+        rows = table.to_pylist()
+        for row in rows:
+            for column in row:
+                gone = missing in column or (missing == "everything" and column not in (*core, "broken_rows"))
+                row[column] = math.nan if gone and isinstance(row[column], float) else row[column]
+        tables[name] = pa.Table.from_pylist(rows, schema=table.schema)
+    heads = judged(tables)["heads"].to_pylist()
+    whole = [row for row in heads if row["verdict"] != "broken"]
+    named = {
+        "jacobian_norm": "sensitive (no Jacobian norm)", "separability": "saturated (no separability)",
+        "sink": "sink-dominated (no sink mass)", "gap_slope": "", "horizon": "", "everything": "Not judged",
+    }[missing]  # fmt: skip
+    assert all(named in row["evidence"] for row in whole)
+    absent = {"jacobian_norm": {"sensitive", "frozen"}, "separability": {"saturated"}, "sink": {"sink-dominated"},
+              "gap_slope": set(), "horizon": set(), "everything": set(VERDICTS)}[missing]  # fmt: skip
+    assert not absent & {row["verdict"] for row in whole}
+    assert len(verdict_of(tables).counts) == len(VERDICTS)
+
+
+def test_without_a_slope_the_lengths_of_several_runs_give_one() -> None:
+    tables = dict(synthetic_tables(normalizers=("model",), lengths=(256, 1024)))
+    rows = [{**row, "gap_slope": math.nan} for row in tables["heads"].to_pylist()]
+    tables["heads"] = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
+    found = {(row["layer"], row["head"]): row for row in judged(tables)["heads"].to_pylist() if row["length"] == 1024}
+    assert {key: row["verdict"] for key, row in found.items()} == EXPECTED
+    assert not any("rate" in row["evidence"] for row in found.values())
+
+
+def test_one_length_only_leaves_the_rate_open_and_says_so() -> None:
+    open_rate = told(**{**SMEARED, "gap_slope": math.nan})
+    assert open_rate.verdict == "dispersed-by-choice"
+    assert "not judged: the rate" in open_rate.evidence
+
+
+def test_one_broken_row_breaks_the_head() -> None:
+    broken = told(broken_rows=1)
+    assert broken.verdict == "broken"
+    assert "1 measured row " in broken.evidence
+
+
+def test_thresholds_are_adjustable_and_checked() -> None:
+    strict = judged(synthetic_tables(**SMALL), Thresholds(sink_dominated=0.2))["heads"]["verdict"].to_pylist()
+    assert strict.count("sink-dominated") > list(EXPECTED.values()).count("sink-dominated")
+    with pytest.raises(ValueError, match="sink_dominated is a share"):
+        Thresholds(sink_dominated=1.5)
+    with pytest.raises(ValueError, match="sensitive_quantile"):
+        Thresholds(sensitive_quantile=80)
+    with pytest.raises(ValueError, match="saturation_top_n"):
+        Thresholds(saturation_top_n=0)
+
+
+def test_judging_twice_changes_nothing() -> None:
+    once = judged(synthetic_tables(**SMALL))
+    again = judged(once)["heads"]
+    assert again.column_names == once["heads"].column_names
+    for name in ("verdict", "flags", "evidence"):
+        assert again[name].equals(once["heads"][name])
+
+
+def test_the_headline_counts_the_heads() -> None:
+    model = verdict_of(synthetic_tables(normalizers=("model",)))
+    assert model.headline.startswith("12 of 24 heads still select among 1,024 keys")
+    for part in ("3 dispersed by choice", "3 dispersed by force", "3 sink-dominated", "1 broken", "binds for 6"):
+        assert part in model.headline
+    assert sum(model.counts.values()) == 24
+    assert "In part: 6 of 23 heads" in model.sentences[0]
+    assert "made for 1,024 positions" in model.sentences[1]
+    assert model.sentences[2].startswith("Rate test: the effective gap grows by")
+
+
+def test_a_model_without_fault_is_told_so() -> None:
+    model = verdict_of(synthetic_tables(cast=[["selects"] * 3] * 2, **SMALL))
+    assert model.headline == "6 of 6 heads still select among 512 keys; the ceiling binds for none."
+    assert [advice.title for advice in model.advice] == ["Nothing needs changing"]
+
+
+def test_the_binding_length_follows_the_growth_of_the_spread() -> None:
+    """Spread 2 + 1.5 sqrt(log n) meets log n where sqrt(log n) = (1.5 + sqrt(1.5^2 + 8)) / 2."""
+    curve = [{"n": float(n), "logit_spread": 2 + 1.5 * math.sqrt(math.log(n))} for n in (8, 32, 128, 512)]
+    root = (1.5 + math.sqrt(1.5**2 + 8)) / 2
+    assert binding_length(curve, "logit_spread", horizon=700.0) == pytest.approx(math.exp(root**2), rel=1e-9)
+    assert binding_length(curve[:2], "logit_spread", horizon=700.0) == 700, "two bins make no line"
+    falling = [{**row, "logit_spread": 9 - row["logit_spread"]} for row in curve]
+    assert binding_length(falling, "logit_spread", horizon=700.0) == 700
+
+
+def test_where_the_spread_grows_the_binding_length_is_extrapolated() -> None:
+    flat = verdict_of(synthetic_tables(cast=[["flat"] * 4], **SMALL))
+    assert flat.ceiling is not None
+    assert flat.ceiling.beyond == 4
+    assert "Yes: 4 of 4" in flat.sentences[0]
+    keeps_up = verdict_of(synthetic_tables(cast=[["selects"] * 4], **SMALL))
+    assert keeps_up.ceiling is not None
+    assert keeps_up.ceiling.binding[1] > 1e6, "its spread grows as fast as log n"
+    assert json.dumps(keeps_up.as_dict(), allow_nan=False)
+
+
+def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:
+    model = verdict_of(synthetic_tables(lengths=(512,)))
+    (advice,) = (one for one in model.advice if "normalizer" in one.title)
+    gains = {(one.change, one.quantity): one for one in advice.what_if}
+    assert gains["entmax15", "dispersed heads"].after < gains["entmax15", "dispersed heads"].before == 6
+    assert gains["entmax15", "frozen heads"].after > gains["entmax15", "frozen heads"].before, "the price is told too"
+    assert ("ssmax", "entropy / log n") in gains
+    assert advice.command is None
+
+
+def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
+    model = verdict_of(synthetic_tables(**SMALL), texts=[{"name": "war and peace.txt"}])
+    (advice,) = (one for one in model.advice if "normalizer" in one.title)
+    assert advice.what_if == ()
+    assert advice.command == (
+        "attnorm analyze pretended/gpt --text 'war and peace.txt' --lengths 256,1024 --normalizers model,ssmax,entmax15"
+    )
+
+
+def test_with_several_texts_a_head_counts_once_by_its_commonest_verdict() -> None:
+    tables = synthetic_tables(texts=("a", "b", "c"), **SMALL)
+    rows = judged(tables)["heads"].to_pylist()
+    for row in rows:
+        if (row["layer"], row["head"]) == (1, 0):
+            row["verdict"] = {"a": "saturated", "b": "sensitive", "c": "sensitive"}[row["text"]]
+    chosen, changing = representative(rows)
+    assert len(chosen) == sum(len(row) for row in CAST)
+    assert changing == 1
+    assert next(row["verdict"] for row in chosen if (row["layer"], row["head"]) == (1, 0)) == "sensitive"
+
+
+def test_an_empty_analysis_has_a_verdict_too() -> None:
+    tables = {name: table.slice(0, 0) for name, table in synthetic_tables(**SMALL).items()}
+    assert verdict_of(tables).headline == "No head was measured."
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(8.37, "8.4"), (2191.6, "2,192"), (27_232_100, "27.2 million"), (2.1e15, "2e+15")]
+)
+def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:
+    assert keys(count) == words

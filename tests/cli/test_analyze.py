@@ -1,0 +1,271 @@
+"""attnorm analyze: a summary, files and an exit code for everything a run can come to."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from attnorm.analysis import analyze as analysis_module
+from attnorm.analysis import parts, store
+from attnorm.analysis.parts import Progress
+from attnorm.analysis.result import Analysis
+from attnorm.cli import app
+from attnorm.cli.progress import Watch, duration, memory_words
+from tests.cli.saved_model import save_model, save_text
+
+runner = CliRunner()
+QUICK = ["--lengths", "32", "--metrics", "core,gradient", "--threads", "1"]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny-gpt")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text(tmp_path_factory.mktemp("texts") / "words.txt")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without --out writes its report to the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def run(model: Path, text: Path, *arguments: str) -> Result:
+    return runner.invoke(app, ["analyze", str(model), "--text", str(text), *QUICK, *arguments])
+
+
+def test_a_run_prints_its_verdict_and_leaves_tables_and_report(model: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = runner.invoke(
+        app,
+        [
+            "analyze", str(model), "--text", str(text), "--lengths", "24,32", "--normalizers", "model,entmax15",
+            "--rows", "4", "--top-n", "1,5", "--vectors", "inputs", "--seed", "3", "--out", str(out),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "of 4 heads" in result.stdout
+    assert "layer 1" in result.stdout
+    assert f"report: {out / 'report.html'}" in result.stderr
+    assert "<html" in (out / "report.html").read_text(encoding="utf-8")
+    saved = Analysis.load(out)
+    assert set(saved.heads["normalizer"].to_pylist()) == {"model", "entmax15"}
+    assert set(saved.heads["length"].to_pylist()) == {24, 32}
+    settings = saved.manifest["settings"]
+    assert (settings["rows"], settings["top_n"], settings["vectors"], settings["seed"]) == (4, [1, 5], "inputs", 3)
+
+
+def test_without_out_only_the_report_is_written_beside_the_user(model: Path, text: Path, tmp_path: Path) -> None:
+    assert run(model, text).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["attnorm-tiny-gpt.html"]
+
+
+def test_without_html_nothing_is_written(model: Path, text: Path, tmp_path: Path) -> None:
+    assert run(model, text, "--no-html").exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_every_head_and_no_nan(model: Path, text: Path, tmp_path: Path) -> None:
+    result = run(model, text, "--json")
+    assert result.exit_code == 0, result.output
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    told = json.loads(result.stdout, parse_constant=refuse)
+    assert len(told["heads"]) == 4
+    assert sum(told["verdict"]["counts"].values()) == 4
+    assert told["heads"][0]["evidence"]
+    assert told["heads"][0]["mean_cosine"] is None, "a group that was not asked for"
+    assert (told["folder"], told["report"]) == (None, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_arguments_the_bundled_model_and_the_default_text_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def stand_in(model: str, **options: Any) -> None:
+        asked.update(options, model=model)
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(analysis_module, "analyze", stand_in)
+    assert runner.invoke(app, ["analyze"]).exit_code == 2
+    assert (asked["model"], asked["inputs"], asked["lengths"], asked["normalizers"]) == (
+        "bundled",
+        None,
+        None,
+        ("model",),
+    )
+    assert asked["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--lengths", "32,many"], "--lengths takes whole numbers separated by commas, e.g. 256,1024; got '32,many'"),
+        (["--lengths", "4"], "at least 8 tokens"),
+        (["--lengths", "65"], "has positions for 64 tokens and no more"),
+        (["--rows", "some"], "--rows takes all, last or a number of rows, got 'some'"),
+        (["--rows", "0"], "rows must be"),
+        (["--metrics", "vector"], "did you mean 'vectors'"),
+        (["--normalizers", "entmx15"], "entmax15"),
+        (["--normalizers", "linear"], "no function of a row of logits"),
+        (["--normalizers", "model,model"], "two normalizers are named 'model'"),
+        (["--vectors", "keys"], "unknown vectors 'keys'"),
+        (["--top-n", "0"], "top_n must be"),
+        (["--threads", "0"], "--threads"),
+        (["--dtype", "float12"], "unknown dtype 'float12'"),
+        (["--text", "no-such.txt"], "cannot read the text no-such.txt"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(
+    model: Path, text: Path, arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    result = run(model, text, *arguments, "--out", str(tmp_path / "run"))
+    assert result.exit_code == 2, result.output
+    assert complaint in flat(result.output)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"", "empty"), (b"w1 w2", "2 tokens"), (b"w1 " * 20, "20 tokens"), (b"\xff\xfe\x00", "is not UTF-8 text")],
+)
+def test_a_text_that_cannot_serve_is_refused(model: Path, content: bytes, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    result = run(model, path)
+    assert result.exit_code == 2, result.output
+    assert complaint in flat(result.output).replace("of 2", "2").replace("only ", "")
+
+
+@pytest.mark.parametrize("name", ["./no-such-folder", "a/b/c"])
+def test_an_unknown_model_is_refused(name: str, text: Path) -> None:
+    result = runner.invoke(app, ["analyze", name, "--text", str(text), *QUICK])
+    assert result.exit_code == 2
+    assert "there is no folder" in flat(result.output)
+
+
+def test_a_folder_with_another_run_is_left_alone(model: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(model, text, "--out", str(out)).exit_code == 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    result = run(model, text, "--out", str(out), "--seed", "9")
+    assert result.exit_code == 2
+    assert "holds another run" in flat(result.output)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_finished_run_is_not_measured_again(model: Path, text: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    first = run(model, text, "--out", out)
+    again = run(model, text, "--out", out)
+    assert again.exit_code == 0
+    assert "holds this run already" in again.stderr
+    assert again.stdout == first.stdout
+
+
+def test_ctrl_c_exits_with_130_and_the_next_run_goes_on(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = parts.run, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return forward(*arguments)
+
+    out = tmp_path / "run"
+    command = [str(model), "--text", str(text), *QUICK, "--lengths", "16,32", "--out", str(out)]
+    with monkeypatch.context() as patched:
+        patched.setattr(parts, "run", interrupted)
+        stopped = runner.invoke(app, ["analyze", *command])
+    assert stopped.exit_code == 130
+    assert f"1 of 2 parts are finished and kept in {out}" in flat(stopped.stderr)
+    assert stopped.stdout == ""
+    resumed = runner.invoke(app, ["analyze", *command])
+    assert resumed.exit_code == 0, resumed.output
+    assert "part 1 of 2" in resumed.stderr
+    assert "found finished" in resumed.stderr
+    assert set(Analysis.load(out).heads["length"].to_pylist()) == {16, 32}
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_is_kept(
+    model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "run", interrupted)
+    result = run(model, text)
+    assert result.exit_code == 130
+    assert "Nothing is kept" in result.stderr
+
+
+def test_a_broken_checkpoint_is_flagged_and_exits_with_1(text: Path, tmp_path: Path) -> None:
+    result = run(save_model(tmp_path / "nan", broken=True), text)
+    assert result.exit_code == 1, result.output
+    assert "2 broken" in result.stdout
+    assert "Repair the checkpoint" in result.stdout
+    assert (tmp_path / "attnorm-nan.html").is_file()
+
+
+def test_a_full_disk_exits_with_1_and_says_what_is_safe(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "write_part", full)
+    result = run(model, text, "--out", str(tmp_path / "run"))
+    assert result.exit_code == 1
+    assert "the disk is full" in result.stderr
+    assert "Errno" not in result.stderr
+
+
+def test_out_of_memory_exits_with_1_and_says_what_helps(
+    model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(parts, "run", greedy)
+    result = run(model, text)
+    assert result.exit_code == 1
+    assert "--metrics core" in result.stderr
+
+
+def state(parts: int, tokens: int, layers: int = 0, *, resumed: bool = False) -> Progress:
+    return Progress(parts, 3, tokens, 300, "a text", 100, layers, 10, resumed)
+
+
+def test_progress_tells_share_pace_and_time_left() -> None:
+    clock = [0.0]
+    watch = Watch(lambda: clock[0])
+    assert watch.words == "loading the model"
+    assert watch.share == 0
+    watch.see(state(1, 100, resumed=True))
+    clock[0] = 5.0
+    watch.see(state(1, 100, layers=5))
+    assert watch.share == pytest.approx(0.5)
+    assert watch.words == "part 2 of 3, 100 tokens, layer 5/10"
+    assert watch.pace.startswith("10 tokens/s, 15 s left, "), "parts that were found finished took no time"
+    watch.see(state(3, 300, layers=10))
+    assert watch.share == 1
+
+
+def test_durations_and_memory_are_told_briefly() -> None:
+    assert [duration(seconds) for seconds in (3.2, 150, 9000)] == ["3 s", "2 min", "2.5 h"]
+    assert memory_words().endswith(" GB")

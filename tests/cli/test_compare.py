@@ -1,0 +1,74 @@
+"""attnorm compare: saved runs and models side by side."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.thresholds import Thresholds
+from attnorm.cli import app
+from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
+from tests.cli.saved_model import save_model, save_text
+
+runner = CliRunner()
+CAST = (("selects", "flat"), ("lazy", "parked"))
+
+
+def flat(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+def saved(folder: Path, cast: Any = CAST, normalizers: tuple[str, ...] = ("model",)) -> str:
+    options: dict[str, Any] = {"cast": cast, "lengths": (128,), "normalizers": normalizers}
+    Analysis.of(synthetic_tables(**options), synthetic_manifest(**options), Thresholds()).save(folder)
+    return str(folder)
+
+
+def test_two_runs_are_compared_head_by_head(tmp_path: Path) -> None:
+    before = saved(tmp_path / "before")
+    after = saved(tmp_path / "after", (("selects", "selects"), CAST[1]))
+    result = runner.invoke(app, ["compare", before, after])
+    assert result.exit_code == 0, result.output
+    assert "1 of 4 heads have another verdict" in flat(result.stdout)
+    told = json.loads(runner.invoke(app, ["compare", before, after, "--json"]).stdout)
+    assert told["changes"][0]["verdicts"] == ["dispersed-forced", "healthy"]
+    assert told["changed_verdicts"] == {after: 1}
+    assert [side["label"] for side in told["sides"]] == [before, after]
+
+
+def test_one_run_is_compared_over_its_normalizers(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["compare", saved(tmp_path / "run", normalizers=("model", "entmax15"))])
+    assert result.exit_code == 0, result.output
+    assert "entmax15 against model" in result.stdout
+
+
+def test_models_are_measured_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = save_text(tmp_path / "words.txt")
+    models = [
+        str(save_model(tmp_path / f"model-{seed}", layers=layers, seed=seed)) for seed, layers in ((0, 1), (1, 2))
+    ]
+    result = runner.invoke(app, ["compare", *models, "--text", str(text), "--lengths", "32", "--metrics", "core"])
+    assert result.exit_code == 0, result.output
+    assert "has other layers or heads" in flat(result.stdout)
+    assert not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{run}"], "only one thing to compare"),
+        (["{run}", "{run}"], "is named twice"),
+        (["{run}", "{empty}"], "holds no analysis"),
+        (["{run}", "./nothing"], "there is no folder './nothing'"),
+    ],
+)
+def test_what_cannot_be_compared_exits_with_2(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"run": saved(tmp_path / "run"), "empty": str(tmp_path / "empty")}
+    result = runner.invoke(app, ["compare", *(argument.format(**places) for argument in arguments)])
+    assert result.exit_code == 2, result.output
+    assert complaint in flat(result.output)

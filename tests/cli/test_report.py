@@ -1,0 +1,66 @@
+"""attnorm report: the page and the figures of a saved run, without measuring again."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.thresholds import Thresholds
+from attnorm.cli import app
+from attnorm.metrics.catalogue import BY_NAME
+from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that measured little: every metric that is there costs a figure."""
+    options: dict[str, Any] = {"cast": (("selects", "flat"), ("lazy", "parked")), "lengths": (128,)}
+    tables = dict(synthetic_tables(**options))
+    missing = set(BY_NAME) - {"entropy_ratio", "sink_mass", "horizon", "gap_slope"}
+    rows = [
+        row | dict.fromkeys((column for column in row if column.partition("_q")[0] in missing), math.nan)
+        for row in tables["heads"].to_pylist()
+    ]
+    tables["heads"] = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
+    Analysis.of(tables, synthetic_manifest(**options), Thresholds()).save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_the_page_is_written_into_the_folder(folder: Path) -> None:
+    result = runner.invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "<html" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "1 of 4 heads still select" in result.stdout
+    assert f"report: {folder / 'report.html'}" in result.stderr
+
+
+def test_page_and_figures_go_where_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    page, figures = tmp_path / "page.html", tmp_path / "figures"
+    result = runner.invoke(app, ["report", str(folder), "--out", str(page), "--figures", str(figures), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["report"] == str(page)
+    assert page.is_file()
+    assert not (folder / "report.html").exists()
+    suffixes = {path.suffix for path in figures.iterdir()}
+    assert suffixes == {".svg", ".pdf"}
+    assert result.stderr.count("figure: ") == len(list(figures.iterdir()))
+
+
+@pytest.mark.parametrize("damage", ["no folder", "empty", "half", "unreadable"])
+def test_a_folder_without_a_finished_run_exits_with_2(damage: str, folder: Path, tmp_path: Path) -> None:
+    manifest = folder / "manifest.json"
+    if damage == "half":
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finished": False}))
+    elif damage == "unreadable":
+        manifest.write_text("{")
+    asked = {"no folder": tmp_path / "nowhere", "empty": tmp_path}.get(damage, folder)
+    result = runner.invoke(app, ["report", str(asked)])
+    assert result.exit_code == 2, result.output
+    assert not (asked / "report.html").exists()

@@ -1,0 +1,92 @@
+"""`attnorm train lm` from the command line: a table and a folder, JSON for machines, errors that help."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from attnorm.cli import app
+from attnorm.training import lm as trainer
+from attnorm.training.interruption import TrainingInterrupted
+
+runner = CliRunner()
+TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--vocab", "300", "--batch", "4"]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.txt").write_text("A rose is a rose.\n\n" * 300)
+    (tmp_path / "valid.txt").write_text("A rose is a rose is a rose.\n\n" * 20)
+    paths = [str(tmp_path / name) for name in ("train.txt", "valid.txt", "out")]
+    return ["train", "lm", paths[0], "--valid", paths[1], "--out", paths[2], *TINY]
+
+
+def test_it_prints_the_losses_and_writes_the_model(call: list[str], tmp_path: Path) -> None:
+    result = runner.invoke(app, [*call, "--steps", "4", "--eval-every", "2"])
+    assert result.exit_code == 0, result.output
+    assert all(name in result.stdout for name in ("model", "bigram", "unigram", "bits per byte"))
+    assert "step 4 of 4: loss" in result.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "float32" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_tokens_in_place_of_steps_and_json(call: list[str]) -> None:
+    result = runner.invoke(app, [*call, "--tokens", "130", "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["run"]["steps"] == 3  # the first whole number of steps of 64 tokens
+    assert record["result"]["tokens"] == 192
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--width", "15"], "multiple of heads"),
+        (["--steps", "3", "--tokens", "100"], "not both"),
+        (["--context", "5000"], "too short for one window of 5000"),
+        (["--device", "abacus"], "cannot use device"),
+        (["--valid", "absent.txt"], "no such text file: absent.txt"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(call: list[str], more: list[str], message: str) -> None:
+    result = runner.invoke(app, [*call, *more])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_another_run_in_the_folder_is_refused(call: list[str]) -> None:
+    assert runner.invoke(app, [*call, "--steps", "1"]).exit_code == 0
+    result = runner.invoke(app, [*call, "--steps", "1", "--lr", "0.5"])
+    assert result.exit_code == 2
+    assert "learning_rate is 0.5 here and 0.001 there" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
+    call: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*args: Any, **options: Any) -> None:
+        raise TrainingInterrupted(7)
+
+    monkeypatch.setattr(trainer, "train_lm", stopped)
+    result = runner.invoke(app, call)
+    assert result.exit_code == 130
+    assert "interrupted after step 7; the same command continues from there" in result.stderr
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(trainer, "train_lm", full)
+    result = runner.invoke(app, call)
+    assert result.exit_code == 1
+    assert "cannot write model.safetensors: No space left on device" in result.stderr
+
+
+def test_the_package_itself_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "attnorm", "train", "--help"], check=True, capture_output=True, text=True
+    )
+    assert "lm" in done.stdout

@@ -1,0 +1,53 @@
+"""On CUDA the same numbers as on the CPU. Skipped without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.coverage import measure_coverage
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sensitivity import measure_sensitivity
+from attnorm.metrics.vectors import NUMBERS, measure_vectors
+from tests.metrics.calls import CALLS, ROW_NORMALIZERS
+from tests.metrics.test_rows import TOP_N, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_cuda(call: AttentionCall) -> AttentionCall:
+    moved = {name: value.cuda() for name, value in vars(call).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(call, **moved)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CALLS if kind != "large logits"])
+def test_rows(kind: str) -> None:
+    call = CALLS[kind]
+    rows = torch.arange(call.query_BHQD.shape[-2])
+    expected, found = (measure_rows(one, [None], rows, TOP_N)["model"] for one in (call, on_cuda(call)))
+    for name in PER_ROW:
+        if name != "horizon":
+            same(found.values[name].cpu(), expected.values[name], 1e-4, name)
+    same(found.top_mass.cpu(), expected.top_mass, 1e-4, "top_mass")
+
+
+@pytest.mark.parametrize("name", ROW_NORMALIZERS)
+def test_every_normalizer(name: str) -> None:
+    call = CALLS["causal"]
+    rows = torch.arange(33)
+    expected, found = (measure_rows(one, [name], rows, TOP_N)[name] for one in (call, on_cuda(call)))
+    for metric in ("entropy_nats", "row_sum", "sink_mass", "max_weight"):
+        same(found.values[metric].cpu(), expected.values[metric], 1e-4, metric)
+
+
+def test_what_needs_few_rows() -> None:
+    call, rows = CALLS["causal"], torch.tensor([10, 20, 32])
+    expected, found = (measure_vectors(one, [None], rows, (1, 5))["model"] for one in (call, on_cuda(call)))
+    for name in NUMBERS:
+        same(found[name].cpu(), expected[name], 1e-3, name)
+    covered = [measure_coverage(one, [None], rows, (1, 5))["model"] for one in (call, on_cuda(call))]
+    torch.testing.assert_close(covered[0].union, covered[1].union)
+    norms = [measure_sensitivity(one, [None], rows, (0.5, 1.0), (0.1,))["model"] for one in (call, on_cuda(call))]
+    same(norms[1]["jacobian_norm"].cpu(), norms[0]["jacobian_norm"], 1e-4, "jacobian_norm")

@@ -1,0 +1,124 @@
+"""Isotropy of the vectors, sensitivity against temperature, coverage of the heads together, the heaviest keys."""
+
+import math
+
+import pytest
+import torch
+
+from attnorm.metrics import reference
+from attnorm.metrics.coverage import measure_coverage
+from attnorm.metrics.heaviest import heaviest, masses
+from attnorm.metrics.isotropy import PAIRED_VECTORS, isotropy
+from attnorm.metrics.sensitivity import measure_sensitivity
+from attnorm.normalizers import get
+from attnorm.normalizers.contract import Normalizer
+from tests.metrics.calls import CALLS, HEADS, make_call
+from tests.metrics.test_rows import in_float64, one_row
+
+
+def test_isotropy_of_an_orthonormal_set() -> None:
+    found = isotropy(torch.eye(6)[None, None])
+    torch.testing.assert_close(found.mean_cosine, torch.zeros(1, 1))
+    torch.testing.assert_close(found.effective_rank, torch.full((1, 1), 6.0))
+    torch.testing.assert_close(found.smallest_distance, torch.full((1, 1), math.sqrt(2)))
+
+
+def test_isotropy_of_repeated_vectors() -> None:
+    found = isotropy(torch.tensor([3.0, 4.0]).expand(1, 2, 9, 2))
+    torch.testing.assert_close(found.mean_cosine, torch.ones(1, 2))
+    torch.testing.assert_close(found.effective_rank, torch.ones(1, 2))
+    assert (found.smallest_distance == 0).all()
+
+
+def test_isotropy_counts_only_what_is_visible() -> None:
+    x = torch.randn(2, 3, 40, 5, generator=torch.Generator().manual_seed(0))
+    visible = torch.arange(40) < 25
+    hidden = torch.where(visible[:, None], x, math.nan)
+    expected, found = isotropy(x[:, :, :25]), isotropy(hidden, visible)
+    for name in ("mean_cosine", "effective_rank", "smallest_distance"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    assert isotropy(x, torch.arange(40) < 1).mean_cosine.isnan().all()
+
+
+def test_isotropy_against_all_pairs() -> None:
+    x = torch.randn(1, 1, 60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0, 0, 17] = x[0, 0, 3] + 1e-9
+    pairs = torch.ones(60, 60, dtype=torch.bool).triu(1)
+    units = x[0, 0] / x[0, 0].norm(dim=-1, keepdim=True)
+    C = x[0, 0].T @ x[0, 0]
+    found = isotropy(x)
+    torch.testing.assert_close(found.mean_cosine[0, 0], (units @ units.T)[pairs].mean())
+    torch.testing.assert_close(found.effective_rank[0, 0], C.trace() ** 2 / (C @ C).trace())
+    smallest = (x[0, 0, 17] - x[0, 0, 3]).norm() / x.norm(dim=-1).mean()
+    torch.testing.assert_close(found.smallest_distance[0, 0], smallest, rtol=1e-6, atol=0.0)
+
+
+def test_isotropy_of_many_vectors_samples_the_pairs_reproducibly() -> None:
+    x = torch.randn(1, 2, 3 * PAIRED_VECTORS, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(isotropy(x).smallest_distance, isotropy(x).smallest_distance)
+    assert (isotropy(x).smallest_distance > 0).all()
+
+
+@pytest.mark.parametrize("choice", [None, "entmax15", "sigmoid", "softpick"])
+def test_sensitivity_against_temperature(choice: str | None) -> None:
+    call = in_float64(CALLS["sinks" if choice is None else "causal"])
+    rows, temperatures = torch.tensor([0, 10, 32]), (0.5, 1.0, 3.0)
+    normalizer = None if choice is None else get(choice)
+    assert normalizer is None or isinstance(normalizer, Normalizer)
+    (found,) = measure_sensitivity(call, [choice], rows, temperatures, (1e-3, 10.0)).values()
+    assert set(found) == {"jacobian_norm", "bound", "gain_0.001", "gain_10"}
+    for column, temperature in enumerate(temperatures):
+        cooled = make_call(scale=call.scale / temperature, sinks_H=None if choice else CALLS["sinks"].sinks_H)
+        expected = reference.jacobian_norm(in_float64(cooled), normalizer, 1, 2, 32) / temperature
+        assert float(found["jacobian_norm"][1, 2, 2, column]) == pytest.approx(expected, rel=1e-5)
+    norm, bound = found["jacobian_norm"], found["bound"]
+    assert (norm <= bound * (1 + 1e-9))[~bound.isnan()].all()
+    for eps in (1e-3, 10.0):
+        gain = found[f"gain_{eps:g}"]
+        assert gain.isfinite().all()
+        if choice != "softpick":
+            assert (gain <= bound.clamp(max=math.sqrt(2) / eps if choice != "sigmoid" else math.inf) + 1e-9).all()
+    assert (found["gain_0.001"] <= norm * 1.05 + 1e-9)[~norm.isnan()].all()
+
+
+def test_sensitivity_of_rows_that_see_nothing_or_are_broken_is_undefined() -> None:
+    found = measure_sensitivity(CALLS["left padding"], [None], torch.tensor([0, 10]), (1.0,), (0.1,))["model"]
+    assert all(value[0, :, 0].isnan().all() and value[0, :, 1].isfinite().all() for value in found.values())
+    call = make_call(9, batch=1)
+    call.key_BGKD[:, :, 4] = math.nan
+    found = measure_sensitivity(call, [None], torch.tensor([3, 4]), (1.0,), (0.1,))["model"]
+    assert all(value[..., 0, :].isfinite().all() and value[..., 1, :].isnan().all() for value in found.values())
+
+
+def test_coverage_of_heads_that_select_the_same_and_of_heads_that_do_not() -> None:
+    call = make_call(16, batch=1, causal=False, size=0.0)
+    rows = torch.tensor([15])
+    call.key_BGKD[:] = torch.eye(16, 8)[None, None]
+    call.query_BHQD[:, :, 15] = 10 * torch.eye(8)[0]
+    alike = measure_coverage(call, [None], rows, (1,))["model"]
+    assert (float(alike.per_head), float(alike.union)) == pytest.approx((1 / 16, 1 / 16))
+    assert float(alike.independent) == pytest.approx(1 - (15 / 16) ** HEADS)
+    call.query_BHQD[:, :, 15] = 10 * torch.eye(8)[:HEADS]
+    apart = measure_coverage(call, [None], rows, (1,))["model"]
+    assert float(apart.union) == pytest.approx(HEADS / 16)
+    assert apart.rows == 1
+
+
+def test_coverage_counts_no_key_without_weight() -> None:
+    call = one_row([10.0, 0.0, 0.0, 0.0])
+    found = measure_coverage(call, [None, "sparsemax"], torch.tensor([0]), (3, 100))
+    assert found["sparsemax"].per_head.tolist() == pytest.approx([0.25, 0.25])
+    assert found["model"].per_head.tolist() == pytest.approx([0.75, 1.0])
+
+
+@pytest.mark.parametrize("count", [1, 5, 37, 100])
+def test_the_heaviest_are_those_of_a_sort(count: int) -> None:
+    rows = torch.randn(6, 37, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    before = rows.clone()
+    assert torch.equal(heaviest(rows, count), rows.sort(-1, descending=True).values[:, :count])
+    assert torch.equal(rows, before)
+
+
+def test_masses_of_more_keys_than_there_are_is_the_whole() -> None:
+    weights = torch.tensor([[0.1, 0.6, 0.3]])
+    torch.testing.assert_close(masses(weights, (1, 2, 50)), torch.tensor([[0.6, 0.9, 1.0]]))

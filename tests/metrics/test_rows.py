@@ -1,0 +1,334 @@
+"""Every statistic of every row equals the dense float64 reference, whatever the call, the normalizer and the block."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnorm.metrics import reference
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
+from attnorm.normalizers import compose, get
+from attnorm.normalizers.contract import Normalizer, Sink
+from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call
+
+TOP_N = (1, 2, 10, 1000)
+# These have no closed form for the norm of their Jacobian.
+SAMPLED = {"adaptive_temperature", "sa_softmax", "scale_invariant", "softpick", "stick_breaking"}
+
+
+def measured(call: AttentionCall, normalizer: str | Normalizer | None = None, **options: object) -> RowStatistics:
+    rows = torch.arange(call.query_BHQD.shape[-2])
+    (result,) = measure_rows(call, [normalizer], rows, TOP_N, **options).values()
+    return result
+
+
+def in_float64(call: AttentionCall) -> AttentionCall:
+    tensors = {name: value.double() for name, value in vars(call).items() if _is_floating(value)}
+    return dataclasses.replace(call, **tensors)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def same(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    """NaN and infinity at the same places, else equal up to tolerance * max(1, |expected|)."""
+    found, expected = found.double(), expected.double()
+    assert torch.equal(found.isnan(), expected.isnan()), f"{name}: undefined elsewhere"
+    error = torch.where(found == expected, 0.0, (found - expected).abs() / expected.abs().clamp(min=1)).nan_to_num(0.0)
+    assert float(error.max()) <= tolerance, f"{name}: {float(error.max()):.2e}"
+
+
+def check(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | None, tolerance: float) -> None:
+    queries = call.query_BHQD.shape[-2]
+    some = torch.tensor(sorted({*range(min(4, queries)), *range(0, queries, queries // 8 + 1), queries - 1}))
+    expected = reference.dense_statistics(call, normalizer, some, TOP_N)
+    assert torch.equal(result.n[..., some].double(), expected.pop("n"))
+    assert set(result.values) == set(PER_ROW)
+    nothing = torch.full((*result.n.shape[:2], len(some)), torch.nan, dtype=torch.float64)
+    for name, every in result.values.items():
+        value = every[..., some]
+        if name == "horizon":  # e^spread magnifies what the spread is off by
+            value, expected[name] = value.log(), expected.get(name, nothing).log()
+        if name != "jacobian_norm":
+            same(value, expected.get(name, nothing), tolerance, name)
+    for place, N in enumerate(TOP_N):
+        same(result.top_mass[..., some, place], expected.get(f"top_mass_{N}", nothing), tolerance, f"top_mass_{N}")
+
+
+def check_jacobian(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | None, tolerance: float) -> None:
+    norms = result.values["jacobian_norm"].double()
+    for place in [(0, 0, -1), (0, 1, -2), (-1, 2, -1), (-1, 3, 0), (0, 3, norms.shape[-1] // 2)]:
+        item, head, row = (index % size for index, size in zip(place, norms.shape, strict=True))
+        found = float(norms[item, head, row])
+        expected = reference.jacobian_norm(call, normalizer, item, head, row)
+        if math.isnan(found):
+            assert math.isnan(expected) or (normalizer is not None and normalizer.name in SAMPLED)
+        else:
+            assert found == pytest.approx(expected, rel=tolerance, abs=1e-30)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_softmax_of_every_kind_of_call(kind: str) -> None:
+    call = CALLS[kind]
+    result = measured(call)
+    check(call, result, None, 1e-5)
+    check_jacobian(call, result, None, 1e-5)
+    assert not result.broken.any()
+
+
+@pytest.mark.parametrize("kind", ["causal", "sinks", "large logits", "left padding", "window"])
+def test_float64_stays_float64(kind: str) -> None:
+    call = in_float64(CALLS[kind])
+    result = measured(call)
+    check(call, result, None, 1e-12)
+    check_jacobian(call, result, None, 1e-11)
+    assert result.values["entropy_nats"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    call = make_call()
+    halves = {name: getattr(call, name).to(dtype) for name in ("query_BHQD", "key_BGKD", "value_BGKE")}
+    call = dataclasses.replace(call, **halves)
+    check(call, measured(call), None, 1e-5)
+
+
+@pytest.mark.parametrize("name", ROW_NORMALIZERS)
+@pytest.mark.parametrize("kind", ["causal", "left padding", "cross"])
+def test_every_normalizer(name: str, kind: str) -> None:
+    call, normalizer = in_float64(CALLS[kind]), get(name)
+    assert isinstance(normalizer, Normalizer)
+    result = measured(call, name)
+    check(call, result, normalizer.double(), 1e-6)  # some keep float32 parameters
+    check_jacobian(call, result, normalizer, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["entmax15", "ssmax", "sigmoid", "kneemax", "topk"])
+def test_normalizers_in_float32(name: str) -> None:
+    call, normalizer = CALLS["causal"], get(name)
+    assert isinstance(normalizer, Normalizer)
+    check(call, measured(call, name), normalizer, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        compose("entmax15", sink=Sink(0.5)),
+        compose("entmax15", scale=get("ssmax", s=0.4, heads=HEADS)),
+        compose("softmax", scale="ssmax", sink=Sink(1.0, heads=HEADS)),
+        compose("kneemax", sink=Sink(0.1)),
+        get("softmax", temperature=0.3),
+        get("entmax", alpha=1.3, learned=True, heads=HEADS),
+        get("kernel", function="polynomial", offset=3.0),
+        get("relu", power=2.0),
+        get("sigmoid", bias=-1.0),
+        get("log_scaled", rule="yarn"),
+    ],
+    ids=lambda normalizer: f"{normalizer.name} {type(normalizer.map).__name__}",
+)
+def test_compositions(normalizer: Normalizer) -> None:
+    call = in_float64(make_call(20))
+    result = measured(call, normalizer)
+    check(call, result, normalizer, 1e-6)
+    check_jacobian(call, result, normalizer, 1e-5)
+
+
+def test_one_walk_measures_several_normalizers_alike() -> None:
+    call = CALLS["sinks"]
+    rows = torch.arange(33)
+    together = measure_rows(call, ["entmax15", None, "ssmax", "softmax", "sigmoid"], rows, TOP_N)
+    for name, choice in [("model", None), *((name, name) for name in ("entmax15", "ssmax", "softmax", "sigmoid"))]:
+        alone = measure_rows(call, [choice], rows, TOP_N)[name]
+        for metric in PER_ROW:
+            same(together[name].values[metric], alone.values[metric], 1e-5, f"{name} {metric}")
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "mask per head", "more queries than keys", "sinks"])
+@pytest.mark.parametrize("elements", [1, 1000])
+def test_the_size_of_the_blocks_does_not_matter(kind: str, elements: int) -> None:
+    call = CALLS[kind]
+    whole, cut = (measured(call, block_elements=size) for size in (10**7, elements))
+    assert torch.equal(whole.n, cut.n)
+    for name in PER_ROW:
+        same(cut.values[name], whole.values[name], 2e-6, name)
+
+
+def test_some_rows_are_the_rows_among_all() -> None:
+    call = CALLS["long"]
+    some = torch.tensor([0, 3, 64, 65, 250, 299])
+    every, few = measured(call), measure_rows(call, [None], some, TOP_N)["model"]
+    for name in PER_ROW:
+        same(few.values[name], every.values[name][..., some], 2e-6, name)
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLED))
+def test_a_norm_without_closed_form_is_measured_on_a_few_rows_and_unknown_on_others(name: str) -> None:
+    norms = measured(make_call(40, batch=1), name).values["jacobian_norm"]
+    assert (~norms.isnan()).sum(-1).eq(POWER_ROWS).all()
+    assert not norms[..., -1].isnan().any()
+
+
+def test_a_map_without_a_gradient_has_no_norm() -> None:
+    class Steps(type(get("softmax").map)):  # a map of its own type: nothing is known about its Jacobian
+        def forward(self, block):  # type: ignore[no-untyped-def]
+            return super().forward(block).detach()
+
+    assert measured(make_call(8), Normalizer(Steps())).values["jacobian_norm"].isnan().all()
+
+
+def one_row(logits: list[float], dtype: torch.dtype = torch.float32) -> AttentionCall:
+    """A call whose only row has these logits."""
+    key = torch.tensor(logits, dtype=dtype)[None, None, :, None]
+    return AttentionCall(0, "cross", torch.ones(1, 1, 1, 1, dtype=dtype), key, torch.ones_like(key), 1.0, False)
+
+
+ADVERSARIAL = {
+    "one key": [3.0],
+    "two equal keys": [1.0, 1.0],
+    "two keys": [0.0, 4.0],
+    "all equal": [2.0] * 50,
+    "one huge logit": [0.0] * 20 + [1e4] + [0.0] * 20,
+    "a huge sink": [1e4] + [0.0] * 20,
+    "a huge sink and a second winner": [1e4, 1e3] + [0.0] * 20,
+    "ties at the top": [5.0, 5.0, 5.0, 0.0, 0.0],
+    "the sink ties with the largest": [5.0, 0.0, 5.0, 1.0],
+    "nearly a tie": [1.0, 1.0 + 2e-7, 0.0, -1.0],
+    "far below": [-1e4, -1e4 + 1, -1e4 + 2],
+    "an outlier below": [0.0, 1.0, -1e5],
+    "many at the second place": [0.0] * 100 + [1e-6],
+}
+
+
+@pytest.mark.parametrize("case", ADVERSARIAL)
+def test_adversarial_rows(case: str) -> None:
+    call = one_row(ADVERSARIAL[case], torch.float64)
+    result = measured(call)
+    expected = reference.dense_statistics(call, None, torch.tensor([0]), TOP_N)
+    if "huge" in case:  # the dense reference underflows there
+        for name in ("effective_gap", "effective_gap_without_sink", "entropy_nats"):
+            assert result.values[name].isfinite().all(), name
+            expected.pop(name, None)
+    for name, value in expected.items():
+        if name in result.values:
+            same(result.values[name], value, 1e-9, name)
+    single = measured(one_row(ADVERSARIAL[case])).values
+    for name, value in result.values.items():
+        if name != "horizon":
+            same(single[name], value, 2e-5, name)
+    norm = reference.jacobian_norm(call, None, 0, 0, 0)
+    assert float(result.values["jacobian_norm"]) == pytest.approx(norm, rel=1e-9, abs=1e-15)
+
+
+def test_the_gap_of_a_decided_row_keeps_its_digits() -> None:
+    """Where the largest weight rounds to 1, the log-odds still follow from the logits."""
+    logits = [0.0, 40.0, *([0.0] * 30)]
+    values = measured(one_row(logits)).values
+    assert float(values["max_weight"]) == 1
+    assert float(values["effective_gap"]) == pytest.approx(40.0, rel=1e-6)
+    assert float(values["effective_gap_without_sink"]) == pytest.approx(40.0, rel=1e-6)
+    assert float(values["entropy_nats"]) == pytest.approx(31 * 41 * math.exp(-40), rel=1e-4)
+    assert float(values["jacobian_norm"]) == pytest.approx(2 * 31 * math.exp(-40), rel=0.5)
+
+
+def test_what_is_left_beside_an_overwhelming_sink() -> None:
+    values = measured(one_row([50.0, 1.0, 1.0, 1.0, 1.0])).values
+    assert float(values["sink_mass"]) == 1
+    assert float(values["entropy_ratio_without_sink"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(values["effective_keys_without_sink"]) == pytest.approx(4.0, rel=1e-6)
+    assert float(values["effective_gap_without_sink"]) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("normalizer", [None, "entmax15", "sigmoid"])
+def test_a_row_that_is_not_finite_is_broken_and_nothing_else(bad: float, normalizer: str | None) -> None:
+    call = make_call(20, batch=1)
+    call.key_BGKD[:, 0, 7] = bad  # seen by the first two heads from row 7 on
+    call.query_BHQD.abs_()
+    result = measured(call, normalizer)
+    expected = torch.zeros(1, HEADS, 20, dtype=torch.bool)
+    expected[:, :2, 7:] = True
+    assert torch.equal(result.broken, expected)
+    for name, value in result.values.items():
+        assert value[expected].isnan().all(), name
+    assert result.values["entropy_nats"][~expected].isfinite().all()
+    assert result.top_mass[~expected].isfinite().all()
+
+
+def test_hidden_garbage_reaches_nothing() -> None:
+    mask = CALLS["padding of keys"].mask
+    assert mask is not None
+    clean = make_call(mask=mask)
+    dirty = make_call(mask=mask)
+    dirty.key_BGKD[1, :, 20:] = math.nan
+    for name, value in measured(clean).values.items():
+        assert torch.equal(value.nan_to_num(), measured(dirty).values[name].nan_to_num()), name
+
+
+def test_rows_that_see_nothing_are_undefined_and_not_broken() -> None:
+    result = measured(CALLS["left padding"])
+    assert result.n[0, :, :6].eq(0).all()
+    assert not result.broken.any()
+    assert all(value[0, :, :6].isnan().all() for value in result.values.values())
+
+
+def test_a_patched_layer_is_measured_as_it_runs() -> None:
+    call = dataclasses.replace(CALLS["causal"], normalizer=get("entmax15"))
+    own = measure_rows(call, [None], torch.arange(33), TOP_N)["model"]
+    named = measure_rows(call, ["entmax15"], torch.arange(33), TOP_N)["entmax15"]
+    assert torch.equal(own.values["entropy_nats"], named.values["entropy_nats"])
+
+
+def test_rules_that_read_the_layer_input_get_it() -> None:
+    states = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(3)).double()
+    call = in_float64(make_call(12, inputs_BKC=states))
+    normalizer = get("asentmax", heads=HEADS, width=5)
+    assert isinstance(normalizer, Normalizer)
+    check(call, measured(call, normalizer), normalizer, 1e-6)
+
+
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
+    sink=st.none() | st.floats(-40, 40, width=32),
+)
+def test_any_row(logits: list[float], sink: float | None) -> None:
+    call = one_row(logits, torch.float64)
+    if sink is not None:
+        call = dataclasses.replace(call, sinks_H=torch.tensor([sink], dtype=torch.float64))
+    result = measured(call)
+    check(call, result, None, 1e-9)
+    expected = reference.jacobian_norm(call, None, 0, 0, 0)
+    assert float(result.values["jacobian_norm"]) == pytest.approx(expected, rel=1e-9, abs=1e-14)
+    values = {name: float(value) for name, value in result.values.items()}
+    assert values["max_weight"] <= values["weight_ceiling"] * (1 + 1e-9)
+    assert values["entropy_nats"] >= values["entropy_floor"] - 1e-9
+    assert values["jacobian_norm"] <= 0.5 + 1e-12
+
+
+def test_bad_requests_are_refused() -> None:
+    call = CALLS["causal"]
+    rows = torch.arange(3)
+    with pytest.raises(ValueError, match="top_n must be whole numbers from 1 up"):
+        measure_rows(call, [None], rows, ())
+    with pytest.raises(ValueError, match="two normalizers are called 'softmax'"):
+        measure_rows(call, ["softmax", "softmax"], rows, (1,))
+    with pytest.raises(TypeError, match="'linear' is an attention mechanism"):
+        measure_rows(call, ["linear"], rows, (1,))
+    with pytest.raises(ValueError, match="no normalizer to measure"):
+        measure_rows(call, [], rows, (1,))
+
+
+def test_keys_are_not_repeated_for_the_heads_that_share_them() -> None:
+    """Grouped heads give what separate copies of their keys would."""
+    call = CALLS["causal"]
+    copies = {name: getattr(call, name).repeat_interleave(HEADS // KEY_HEADS, 1) for name in ("key_BGKD", "value_BGKE")}
+    apart = dataclasses.replace(call, **copies)
+    assert apart.key_BGKD.shape[-1] == WIDTH
+    for name, value in measured(apart).values.items():
+        same(value, measured(call).values[name], 2e-6, name)

@@ -1,0 +1,61 @@
+"""Means and quantiles over the rows of a bin, per head."""
+
+import math
+
+import numpy as np
+import torch
+
+from attnorm.metrics.summary import QUANTILES, summarise, summarise_all
+
+BINS = [(5, 8), (1, 4), (100, 200)]
+
+
+def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 8, generator=generator)
+    n = torch.arange(1, 9).expand(2, 3, 8)
+    return values, n, torch.zeros(2, 3, 8, dtype=torch.bool)
+
+
+def test_mean_and_quantiles_are_those_of_numpy() -> None:
+    values, n, broken = _rows()
+    found = summarise(values, n, BINS, broken)
+    for head in range(3):
+        inside = values[:, head, 4:].flatten().double().numpy()
+        assert np.isclose(found.mean[head, 0], inside.mean())
+        assert np.allclose(found.quantiles[head, 0], np.quantile(inside, QUANTILES))
+    assert (found.rows == [8, 8, 0]).all()
+    assert np.isnan(found.mean[:, 2]).all()
+    assert np.isnan(found.quantiles[:, 2]).all()
+
+
+def test_undefined_and_broken_rows_are_left_out() -> None:
+    values, n, broken = _rows()
+    clean = summarise(values[..., :6], n[..., :6], BINS, broken[..., :6])
+    values[0, 1, 6] = values[1, :, 6:] = values[0, :, 7] = math.nan
+    values[0, [0, 2], 6] = 1e9
+    broken[0, :, 6] = True
+    found = summarise(values, n, BINS, broken)
+    assert np.allclose(found.mean[:, 0], clean.mean[:, 0])
+    assert np.allclose(found.quantiles[:, 0], clean.quantiles[:, 0])
+    assert (found.rows[:, 0] == 7).all()
+
+
+def test_infinite_values_stay_infinite_and_do_not_turn_into_nan() -> None:
+    values = torch.tensor([[[1.0, 2.0, math.inf, math.inf]]])
+    found = summarise(values, torch.full((1, 1, 4), 3), [(1, 4)], torch.zeros(1, 1, 4, dtype=torch.bool))
+    assert found.mean[0, 0] == math.inf
+    assert found.quantiles[0, 0, 0] < 2
+    assert found.quantiles[0, 0, -1] == math.inf
+    assert not np.isnan(found.quantiles).any()
+
+
+def test_many_at_once_equal_one_at_a_time() -> None:
+    values, n, broken = _rows()
+    broken[1, 2, 5] = True
+    together = summarise_all({"a": values, "b": -values}, n, BINS, broken)
+    for name, sign in (("a", 1), ("b", -1)):
+        alone = summarise(sign * values, n, BINS, broken)
+        np.testing.assert_array_equal(together[name].mean, alone.mean)
+        np.testing.assert_array_equal(together[name].quantiles, alone.quantiles)
+        np.testing.assert_array_equal(together[name].rows, alone.rows)

@@ -1,0 +1,105 @@
+"""describe(), its fingerprint, and how far a model reaches."""
+
+import json
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from attnorm.models.describe import describe, fingerprint
+from attnorm.models.load import LoadedModel, load, longest_context
+from attnorm.models.positions import position_kind
+from tests.models.families import tiny
+
+
+def test_a_description_says_what_the_model_is() -> None:
+    about = describe(LoadedModel(tiny("llama"), None, "mine", "abc"))
+    assert json.loads(json.dumps(about)) == about
+    parameters = sum(parameter.numel() for parameter in tiny("llama").parameters())
+    assert about.pop("fingerprint") == fingerprint(tiny("llama"))
+    assert about == {
+        "name": "mine",
+        "revision": "abc",
+        "class": "LlamaForCausalLM",
+        "model_type": "llama",
+        "parameters": parameters,
+        "dtype": "float32",
+        "device": "cpu",
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 64,
+        "position_kind": "rotary",
+        "kernel": "sdpa",
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "bart", "vit", "gemma3", "albert", "opt"])
+def test_every_family_can_be_described(name: str) -> None:
+    about = describe(load(tiny(name)))
+    assert about["heads"] == 4
+    assert about["head_dim"] == 8
+    assert about["kv_heads"] in (2, 4)
+
+
+LIMITS = {
+    "gpt2": (64, True, "learned"),
+    "opt": (64, True, "learned"),
+    "bert": (64, True, "learned"),
+    "roberta": (62, True, "learned"),  # two rows of the table are for padding
+    "bart": (64, True, "learned"),
+    "vit": (17, True, "learned"),
+    "llama": (64, False, "rotary"),
+    "modernbert": (64, False, "rotary"),
+    "t5": (None, False, "relative"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_how_far_a_model_reaches(name: str) -> None:
+    model = tiny(name)
+    assert (*longest_context(model), position_kind(model)) == LIMITS[name]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "roberta", "bart"])
+def test_a_hard_limit_is_exact(name: str) -> None:
+    model = tiny(name)
+    longest, hard = longest_context(model)
+    assert hard
+    assert longest is not None
+    with torch.no_grad():
+        model(input_ids=torch.full((1, longest), 7))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, longest + 1), 7))
+
+
+def test_the_fingerprint_is_that_of_the_weights() -> None:
+    def changed(change: object) -> PreTrainedModel:
+        model = tiny("llama")
+        with torch.no_grad():
+            change(model)  # type: ignore[operator]
+        return model
+
+    original = fingerprint(tiny("llama"))
+    assert fingerprint(tiny("llama")) == original
+    assert fingerprint(tiny("llama", "eager")) == original  # another kernel is not another model
+    assert fingerprint(changed(lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(1.001))) != original
+    assert fingerprint(changed(lambda model: model.model.norm.weight[3].fill_(2.0))) != original
+    assert fingerprint(tiny("llama").to(torch.bfloat16)) != original
+    assert fingerprint(tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})) != original
+
+
+def test_the_fingerprint_sees_a_patched_layer() -> None:
+    from attnorm.normalizers.registry import get
+
+    model = tiny("llama")
+    before = fingerprint(model)
+    model.model.layers[0].self_attn.attnorm_normalizer = get("entmax15")
+    assert fingerprint(model) != before
+
+
+def test_weights_that_are_elsewhere_are_no_obstacle() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(tiny("llama"), execution_device="cpu")
+    assert len(fingerprint(offloaded)) == 64

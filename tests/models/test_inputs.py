@@ -1,0 +1,165 @@
+"""From what a user has to a forward pass."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.inputs import Text, prepared, run, texts_from
+from attnorm.models.load import LoadedModel, load
+from attnorm.models.observe import observe
+from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load(tiny("llama"), tokenizer=tiny_tokenizer())
+
+
+def test_a_text_and_texts() -> None:
+    assert texts_from("hello") == [Text("text", "hello")]
+    assert texts_from(["a", "b"]) == [Text("text 1", "a"), Text("text 2", "b")]
+    assert texts_from({"war": "a", "peace": "b"}) == [Text("war", "a"), Text("peace", "b")]
+    assert texts_from(Text("mine", "a")) == [Text("mine", "a")]
+    assert texts_from(iter(["a", Text("mine", "b")])) == [Text("text 1", "a"), Text("mine", "b")]
+
+
+@pytest.mark.parametrize("given", [[1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3]), np.array([1, 2, 3])])
+def test_token_ids(given: Any) -> None:
+    (text,) = texts_from(given)
+    assert isinstance(text.content, Tensor)
+    assert text.content.tolist() == [1, 2, 3]
+
+
+def test_several_token_ids() -> None:
+    first, second = texts_from([[1, 2], torch.tensor([[3, 4], [5, 6]])])
+    assert (first.name, second.name) == ("text 1", "text 2")
+    assert second.content.shape == (2, 2)
+
+
+@pytest.mark.parametrize("kind", [dict, BatchEncoding])
+def test_a_dict_of_model_inputs(kind: type) -> None:
+    (text,) = texts_from(kind({"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "labels": None}))
+    assert text.name == "inputs"
+    assert set(text.content) == {"input_ids", "attention_mask"}
+    assert texts_from(image())[0].content["pixel_values"].shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        ([], "empty"),
+        ({}, "empty"),
+        (["a", ""], "'text 2' is empty"),
+        ({"war": ""}, "'war' is empty"),
+        (torch.zeros(0, dtype=torch.long), "no token ids"),
+        (torch.zeros(1, 2, 3, dtype=torch.long), "shape"),
+        (torch.zeros(3), "whole numbers"),
+        (torch.ones(3, dtype=torch.bool), "whole numbers"),
+        (7, "int"),
+        (None, "NoneType"),
+        (b"bytes", "bytes"),
+        ([1.5, 2], "float"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        texts_from(given)
+
+
+def test_the_first_tokens_of_a_text(loaded: LoadedModel) -> None:
+    text = Text("t", words(50))
+    whole = prepared(text, loaded, None)
+    assert whole["input_ids"].shape == (1, 50)
+    assert torch.equal(prepared(text, loaded, 20)["input_ids"], whole["input_ids"][:, :20])
+    assert set(whole) == {"input_ids", "attention_mask"}
+
+
+def test_a_long_text_is_not_tokenized_to_its_end(loaded: LoadedModel) -> None:
+    text = Text("t", words(100_000))
+    assert torch.equal(prepared(text, loaded, 20)["input_ids"], prepared(Text("t", words(50)), loaded, 20)["input_ids"])
+
+
+def test_a_text_of_very_long_words_is(loaded: LoadedModel) -> None:
+    assert prepared(Text("t", f"w1 {'x' * 500} w2 w3"), loaded, 4)["input_ids"].shape == (1, 4)
+
+
+def test_special_tokens_as_the_tokenizer_puts_them() -> None:
+    model = tiny("llama")
+    plain = load(model, tokenizer=tiny_tokenizer())
+    framed = load(model, tokenizer=tiny_tokenizer(begins=True, ends=True))
+    assert prepared(Text("t", words(9)), plain, 4)["input_ids"].tolist() == [[5, 6, 7, 8]]
+    assert prepared(Text("t", words(9)), framed, 4)["input_ids"].tolist() == [[1, 5, 6, 2]]
+
+
+def test_a_text_that_is_too_short(loaded: LoadedModel) -> None:
+    for content in (words(10), ids(2, 10)):
+        with pytest.raises(ValueError, match=r"'t' has 10 tokens, fewer than the length 11"):
+            prepared(Text("t", content), loaded, 11)
+    with pytest.raises(ValueError, match="at least 1"):
+        prepared(Text("t", ids()), loaded, 0)
+
+
+def test_text_without_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer .*token ids"):
+        prepared(Text("t", "hello"), load(tiny("llama")), None)
+
+
+@pytest.mark.parametrize("wrong", [-1, 99])
+def test_ids_of_another_vocabulary(loaded: LoadedModel, wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"token id {wrong}, but LlamaForCausalLM knows 0 to 98"):
+        prepared(Text("t", torch.tensor([1, wrong])), loaded, None)
+
+
+def test_a_dict_is_cut_with_all_that_belongs_to_its_tokens(loaded: LoadedModel) -> None:
+    text = texts_from({"input_ids": ids(), "attention_mask": torch.ones(2, 12)})[0]
+    assert {name: tuple(value.shape) for name, value in prepared(text, loaded, 5).items()} == {
+        "input_ids": (2, 5),
+        "attention_mask": (2, 5),
+    }
+    with pytest.raises(ValueError, match="no input_ids"):
+        prepared(texts_from(image())[0], load(tiny("vit")), 5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs_without_its_head(name: str) -> None:
+    model = tiny(name, FAMILIES[name].kernels[0])
+    one = load(model)
+    calls: list[AttentionCall] = []
+    with observe(model, calls.append):
+        result = run(one, prepared(texts_from(tiny_inputs(name))[0], one, None))
+    assert {call.kind for call in calls} == set(FAMILIES[name].kinds)
+    first = result if isinstance(result, Tensor) else result[0]
+    assert first.shape[-1] == 32  # hidden states, not logits
+    assert not any(tensor.requires_grad for tensor in (first, calls[0].query_BHQD))
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_decoder_gets_its_tokens_one_step_later(name: str) -> None:
+    one = load(tiny(name))
+    inputs = prepared(Text("t", ids()), one, 8)
+    assert (
+        inputs["decoder_input_ids"].tolist()
+        == torch.cat([torch.full((2, 1), one.model.config.decoder_start_token_id), ids()[:, :7]], 1).tolist()
+    )
+    given = prepared(texts_from({"input_ids": ids(), "decoder_input_ids": ids()[:, :3]})[0], one, None)
+    assert given["decoder_input_ids"].shape == (2, 3)
+
+
+def test_the_head_works_again_afterwards() -> None:
+    one = load(tiny("t5"))
+    inputs = prepared(Text("t", ids()), one, None)
+    with torch.no_grad():
+        before = one.model(**inputs).logits
+        run(one, inputs)
+        assert torch.equal(one.model(**inputs).logits, before)
+
+
+def test_no_cache_is_built(loaded: LoadedModel) -> None:
+    assert run(loaded, prepared(Text("t", ids()), loaded, None)).past_key_values is None

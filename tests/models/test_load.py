@@ -1,0 +1,196 @@
+"""load(): a model from a folder, from memory or from the package; plain words where there is none."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from attnorm.models import load as loading
+from attnorm.models.inputs import run
+from attnorm.models.load import CannotLoad, load
+from tests.models.families import ids, tiny, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "my-model"
+    tiny("llama").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_folder(folder: Path, as_text: bool) -> None:
+    loaded = load(str(folder) if as_text else folder, device="cpu")
+    assert loaded.name == "my-model"
+    assert loaded.revision is None
+    assert loaded.tokenizer is not None
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
+    assert not loaded.model.training
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids()).logits, tiny("llama")(ids()).logits)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "vit", "albert"])
+def test_every_kind_of_model_is_read_with_all_its_weights(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    model.save_pretrained(tmp_path / name)
+    loaded = load(tmp_path / name, device="cpu")
+    assert type(loaded.model) is type(model)
+    read = dict(loaded.model.named_parameters())
+    assert all(torch.equal(read[key], parameter) for key, parameter in model.named_parameters())
+    assert loaded.tokenizer is None
+    assert loaded.tokenizer_problem
+
+
+def test_a_half_precision_checkpoint_runs_in_float32_on_a_cpu(tmp_path: Path) -> None:
+    tiny("llama").to(torch.float16).save_pretrained(tmp_path)
+    assert load(tmp_path, device="cpu").model.dtype == torch.float32
+    assert load(tmp_path, device="cpu", dtype="auto").model.dtype == torch.float16
+    assert load(tmp_path, device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load(tmp_path, device="cpu", dtype=torch.float64).model.dtype == torch.float64
+    with pytest.raises(CannotLoad, match="float23"):
+        load(tmp_path, device="cpu", dtype="float23")
+
+
+def test_a_model_in_memory_is_taken_as_it_is() -> None:
+    model = tiny("llama").train()
+    loaded = load(model, tokenizer=tiny_tokenizer())
+    assert loaded.model is model
+    assert loaded.name == "LlamaForCausalLM"
+    assert loaded.model.training
+    run(loaded, {"input_ids": ids()})
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match=r"dtype and device .*in memory"):
+        load(model, dtype="float16", device="cpu")
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = tiny("llama")
+
+    class Compiled(torch.nn.Module):
+        _orig_mod = model
+
+    assert load(Compiled()).model is model
+
+    class Adapted(torch.nn.Module):
+        def get_base_model(self) -> PreTrainedModel:
+            return model
+
+    assert load(Adapted()).model is model
+    with pytest.raises(ValueError, match="Linear"):
+        load(torch.nn.Linear(2, 2))
+
+
+def test_a_tokenizer_of_its_own(folder: Path, tmp_path: Path) -> None:
+    tiny_tokenizer(begins=True).save_pretrained(tmp_path / "other")
+    assert load(folder, tokenizer=tmp_path / "other", device="cpu").tokenizer("w1").input_ids == [1, 6]
+    with pytest.raises(CannotLoad, match="tokenizer"):
+        load(folder, tokenizer=tmp_path / "nowhere" / "else", device="cpu")
+
+
+def test_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(loading, "files", lambda package: tmp_path)
+    with pytest.raises(CannotLoad, match="no bundled model"):
+        load("bundled")
+    shutil.copytree(folder, tmp_path / "bundled")
+    loaded = load("bundled", device="cpu")
+    assert loaded.name == "bundled"
+    assert loaded.tokenizer is not None
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c", "", "  "])
+def test_no_such_folder(name: str) -> None:
+    with pytest.raises(CannotLoad, match="there is no folder"):
+        load(name)
+
+
+def test_a_file_instead_of_its_folder(folder: Path) -> None:
+    with pytest.raises(CannotLoad, match="is a file"):
+        load(folder / "model.safetensors")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CannotLoad, match=r"no config\.json"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CannotLoad, match="no weights"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
+def test_pickles_are_not_opened(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"cos\nsystem\n(S'touch /tmp/attnorm-was-here'\ntR.")
+    with pytest.raises(CannotLoad, match=r"safetensors only.*pickle"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 5000])
+def test_weights_that_are_cut_short(folder: Path, keep: int) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(CannotLoad, match="my-model"):
+        load(folder)
+
+
+def test_weights_of_another_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CannotLoad, match=r"no value for \d+ weights"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(CannotLoad, match="my-model"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no-such-architecture"}'])
+def test_a_config_that_makes_no_sense(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(CannotLoad, match="my-model"):
+        load(folder)
+
+
+def test_code_of_a_repository_is_not_run_unless_asked(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    mapped = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": mapped}))
+    marker = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    with pytest.raises(CannotLoad, match="trust_remote_code=True"):
+        load(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", ["attnorm-no-such-model", "nobody/attnorm-no-such-model"])
+def test_without_a_network_a_hub_name_is_refused_at_once(name: str) -> None:
+    with pytest.raises(CannotLoad, match=r"the hub cannot be reached.*bundled"):
+        load(name)
+
+
+def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    load(folder, device="cpu")
+    with pytest.raises(CannotLoad):
+        load(folder.parent)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

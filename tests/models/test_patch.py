@@ -1,0 +1,266 @@
+"""A patched model computes what it says, layer by layer and head by head, and is itself again afterwards."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
+
+import attnorm
+from attnorm.models import kernel
+from attnorm.models.observe import observe
+from attnorm.models.patch import patch, swap, unpatch
+from attnorm.models.support import UnsupportedModel
+from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
+
+LEARNED: dict[str, dict[str, Any]] = {
+    "softmax": {"learned": True},
+    "ssmax": {},
+    "sink": {},
+    "asentmax": {},
+    "entmax": {"learned": True},
+}
+
+
+def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """All that a patch could leave behind."""
+    modules = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    configs = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    return list(model.state_dict()), modules, configs, model.config.to_dict()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_softmax_in_the_place_of_softmax_changes_no_logit(family: str, padded: bool) -> None:
+    model, ids = tiny(family), tokens()
+    attention_mask = torch.ones_like(ids)
+    if padded:
+        attention_mask[0, :4] = 0
+    before = quiet_logits(model, ids, attention_mask=attention_mask)
+    with swap(model, "softmax"):
+        after = quiet_logits(model, ids, attention_mask=attention_mask)
+    assert_close(after[attention_mask.bool()], before[attention_mask.bool()], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_normalizer_changes_the_logits_and_its_removal_changes_them_back(family: str) -> None:
+    model, ids = tiny(family), tokens()
+    before, state = quiet_logits(model, ids), fingerprint(model)
+    handle = patch(model, "entmax15")
+    assert (quiet_logits(model, ids) - before).abs().max() > 1e-2
+    handle.remove()
+    assert fingerprint(model) == state
+    assert torch.equal(quiet_logits(model, ids), before)
+    handle.remove()
+    assert fingerprint(model) == state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_are_left_out_keep_softmax(family: str) -> None:
+    model, ids = tiny(family), tokens()
+    before = quiet_logits(model, ids)
+    with swap(model, "softmax", layers=[1]) as handle:
+        assert_close(quiet_logits(model, ids), before, rtol=0, atol=1e-5)
+        assert handle.normalizers
+        assert all(".1." in path for path in handle.normalizers)
+
+
+def head_outputs(model: PreTrainedModel, ids: Tensor, layer: int) -> Tensor:
+    """(B, L, H, D) of a layer's heads, before the output projection."""
+    seen: list[Tensor] = []
+    projection = model.get_submodule(f"model.layers.{layer}.self_attn.o_proj")
+    hook = projection.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    try:
+        quiet_logits(model, ids)
+    finally:
+        hook.remove()
+    return seen[0].unflatten(-1, (4, -1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_heads_that_are_left_out_keep_softmax(family: str) -> None:
+    model, ids = tiny(family), tokens()
+    plain = head_outputs(model, ids, 0)
+    with swap(model, "entmax15"):
+        every_head = head_outputs(model, ids, 0)
+    with swap(model, "entmax15", layers={0: [3, 1]}):
+        some_heads = head_outputs(model, ids, 0)
+    assert_close(some_heads[..., [0, 2], :], plain[..., [0, 2], :], rtol=0, atol=1e-5)
+    assert_close(some_heads[..., [1, 3], :], every_head[..., [1, 3], :], rtol=0, atol=1e-5)
+    assert (some_heads - plain)[..., [1, 3], :].abs().max() > 1e-2
+
+
+def test_heads_and_whole_layers_mix() -> None:
+    model = llama()
+    with swap(model, "ssmax", layers={0: [2], 1: None}) as handle:
+        shapes = [p.shape for p in handle.parameters()]
+    assert shapes == [(1,), (4,)]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_belongs_to_the_model(name: str) -> None:
+    model = llama()
+    handle = patch(model, name, **LEARNED[name])
+    learned = list(handle.parameters())
+    assert learned
+    assert {id(p) for p in learned} <= {id(p) for p in model.parameters()}
+    assert all(p.shape == (4,) and p.dtype == torch.float32 and p.requires_grad for p in learned)
+    assert {key.split(".attnorm_normalizer.")[0] for key in model.state_dict() if "attnorm" in key} == {
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    }
+    model.to(torch.float64)
+    assert all(p.dtype == torch.float64 for p in handle.parameters())
+
+
+def test_every_layer_has_parameters_of_its_own_also_from_an_object() -> None:
+    model = llama()
+    mine = attnorm.get("ssmax", heads=4)
+    handle = patch(model, mine)
+    first, second = handle.parameters()
+    assert first is not second
+    with torch.no_grad():
+        first.fill_(7.0)
+    assert (second != 7).all()
+    assert all((p != 7).all() for p in mine.parameters())
+
+
+def test_a_composition_of_ones_own_runs() -> None:
+    model, ids = llama(), tokens()
+    mine = attnorm.compose("entmax15", scale="ssmax", select="local", sink="softmax1")
+    with swap(model, mine):
+        assert quiet_logits(model, ids).isfinite().all()
+
+
+def test_patching_twice_is_refused_and_changes_nothing() -> None:
+    model = llama()
+    patch(model, "ssmax", layers=[0])
+    state = fingerprint(model)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn already has 'ssmax'.*handle.remove"):
+        patch(model, "entmax15")
+    assert fingerprint(model) == state
+
+
+def test_different_layers_may_have_different_normalizers() -> None:
+    model, ids = llama(), tokens()
+    state = fingerprint(model)
+    first = patch(model, "ssmax", layers=[0])
+    second = patch(model, "entmax15", layers=[1])
+    both = quiet_logits(model, ids)
+    first.remove()
+    assert (quiet_logits(model, ids) - both).abs().max() > 1e-3
+    assert model.config._attn_implementation == kernel.KERNEL
+    second.remove()
+    assert fingerprint(model) == state
+
+
+def test_an_exception_gives_the_model_back() -> None:
+    model = llama()
+    state = fingerprint(model)
+
+    def fail() -> None:
+        with swap(model, "ssmax"):
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert fingerprint(model) == state
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "options", "message"),
+    [
+        ("sofmax", {}, "did you mean"),
+        ("ssmax", {"layers": [2]}, "layers= names layer 2.*0 to 1"),
+        ("ssmax", {"layers": []}, "no layer at all"),
+        ("ssmax", {"layers": {0: [4]}}, "heads 0 to 3"),
+        ("ssmax", {"layers": {0: [1, 1]}}, "each of them once"),
+        ("ssmax", {"alpha": 3}, "accepts"),
+        ("differential", {}, "another architecture"),
+        ("soft", {}, "no causal form"),
+        ("linear", {"layers": {0: [1]}}, "leave the heads out"),
+        ("asentmax", {"width": 32}, "leave width out"),
+        ("ssmax", {"train_length": 1}, "at least 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_changes(
+    normalizer: str, options: dict[str, Any], message: str
+) -> None:
+    model = llama()
+    state = fingerprint(model)
+    with pytest.raises((ValueError, TypeError), match=message):
+        patch(model, normalizer, **options)
+    assert fingerprint(model) == state
+
+
+def test_options_beside_an_object_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"options \(alpha\) go with a name"):
+        patch(llama(), attnorm.get("entmax15"), alpha=1.3)
+
+
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(UnsupportedModel, match="Bloom"):
+        patch(model, "ssmax")
+
+
+def test_a_copy_of_a_patched_model_is_patched_on_its_own() -> None:
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    patch(model, "entmax15")
+    patched = quiet_logits(model, ids)
+    twin = copy.deepcopy(model)
+    unpatch(model)
+    assert torch.equal(quiet_logits(model, ids), plain)
+    assert torch.equal(quiet_logits(twin, ids), patched)
+    unpatch(twin)
+    assert torch.equal(quiet_logits(twin, ids), plain)
+
+
+def test_a_model_that_shares_the_config_of_a_patched_one_is_told() -> None:
+    model = llama()
+    patch(model, "ssmax")
+    sibling = type(model)(model.config)
+    with pytest.raises(ValueError, match="shares its config"):
+        patch(sibling, "ssmax")
+
+
+def test_order_means_nothing_in_cross_attention() -> None:
+    model = tiny("t5")
+    with swap(model, "stick_breaking") as handle:
+        assert handle.normalizers
+        assert not any("EncDec" in path for path in handle.normalizers)
+    with swap(model, "entmax15") as handle:
+        assert any("EncDec" in path for path in handle.normalizers)
+
+
+def test_only_a_part_of_a_model_can_be_patched() -> None:
+    model, ids = tiny("t5"), tokens()
+    before = quiet_logits(model, ids)
+    with swap(model.get_encoder(), "entmax15") as handle:
+        assert len(handle.normalizers) == 2
+        assert (quiet_logits(model, ids) - before).abs().max() > 1e-3
+    assert torch.equal(quiet_logits(model, ids), before)
+
+
+def test_the_weights_are_shown_on_request() -> None:
+    model, ids = llama(), tokens()
+    with swap(model, "entmax15"), torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    assert len(weights) == 2
+    assert weights[0].shape == (2, 4, 12, 12)
+    assert_close(weights[0].sum(-1), torch.ones(2, 4, 12))
+    assert (weights[0].triu(1) == 0).all()
+    assert (weights[0].tril() == 0).any(), "entmax sets some visible keys to zero"
+
+
+def test_an_observer_sees_the_normalizer() -> None:
+    model, names = llama(), []
+    with swap(model, "ssmax", layers=[1]), observe(model, lambda call: names.append(call.normalizer)):
+        quiet_logits(model, tokens())
+    assert names[0] is None
+    assert isinstance(names[1], attnorm.Normalizer)
+    assert names[1].name == "ssmax"

@@ -1,0 +1,51 @@
+"""A real language model still writes sensible text with every normalizer that claims to need no training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import attnorm
+from attnorm.models.patch import swap
+
+# SmolLM2 was trained for 8192 tokens: at that length ssmax would start too flat for this prompt.
+OPTIONS: dict[str, dict[str, Any]] = {"ssmax": {"train_length": 256}}
+
+# Long enough that top-k has keys to leave out.
+QUESTION = """\
+I am preparing a lesson about the countries of Europe for a class of ten-year-olds. For every country I want to show a
+map, a photograph of the landscape, a flag, and a short text about the largest rivers, the mountains, the climate, the
+food that people like to eat, and the most famous buildings. We begin in the west. Last week the children learned about
+Spain, whose capital is Madrid, and about Portugal, whose capital is Lisbon. Today it is the turn of France. Please help
+me with the first line of the text. What is the capital of France?"""
+SAFE = [
+    name for name in attnorm.available()
+    if attnorm.get(name).properties.swap_untrained and name != "softmax"
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(smollm2)
+
+
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        tokens = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+    return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.real_model
+@pytest.mark.as_installed
+@pytest.mark.parametrize("name", SAFE)
+def test_it_still_knows_the_capital_of_france(name: str, smol: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = smol
+    with swap(model, name, **OPTIONS.get(name, {})):
+        text = answer(model, tokenizer, QUESTION)
+    assert "Paris" in text

@@ -1,0 +1,270 @@
+"""What a patched model is survives saving and loading; what cannot survive is said aloud."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+import attnorm
+from attnorm.models.attach import patched_modules
+from attnorm.models.model_card import model_card
+from attnorm.models.patch import patch
+from attnorm.models.saving import NotSavableError, from_pretrained, save_pretrained
+from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
+
+CASES: dict[str, dict[str, Any]] = {
+    "ssmax": {"bias": True},
+    "sink": {},
+    "asentmax": {},
+    "entmax": {"learned": True, "alpha": 1.4},
+    "softmax1": {},
+    "topk": {"k": "sqrt"},
+    "adaptive_temperature": {"coefficients": (0.5, 1.0), "monotone": True},
+    "kernel": {"function": "elu+1"},
+    "linear": {},
+}
+
+
+def trained(model: PreTrainedModel) -> PreTrainedModel:
+    """With parameters that no start value has."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "attnorm_normalizer" in name:
+                parameter.add_(torch.rand_like(parameter) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_saved_model_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(model, name, **CASES[name])
+    expected = quiet_logits(trained(model), ids)
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(quiet_logits(loaded, ids), expected)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"llama"}))
+def test_a_saved_model_of_any_family_comes_back_as_it_was(family: str, tmp_path: Path) -> None:
+    model, ids = tiny(family), tokens()
+    patch(model, "ssmax", layers=[1])
+    expected = quiet_logits(trained(model), ids)
+    save_pretrained(model, tmp_path)
+    assert_close(quiet_logits(from_pretrained(tmp_path), ids), expected)
+
+
+def test_some_heads_come_back_as_some_heads(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(model, "ssmax", layers={0: [3, 1]})
+    patch(model, "entmax15", layers=[1])
+    expected = quiet_logits(trained(model), ids)
+    save_pretrained(model, tmp_path)
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
+
+
+def test_the_ordinary_files_stay_ordinary(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    assert not any("attnorm" in key for key in load_file(tmp_path / "model.safetensors"))
+    assert "attnorm" not in (tmp_path / "config.json").read_text()
+    assert not list(tmp_path.glob("*.part"))
+    assert torch.equal(quiet_logits(LlamaForCausalLM.from_pretrained(tmp_path), ids), plain)
+
+
+def test_a_loaded_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(model, "ssmax")
+    save_pretrained(trained(model), tmp_path / "first")
+    save_pretrained(from_pretrained(tmp_path / "first"), tmp_path / "second")
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path / "second"), ids), quiet_logits(model, ids))
+
+
+def test_it_loads_without_the_language_models_head(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(trained(model), tmp_path)
+    base = from_pretrained(tmp_path, model_class=AutoModel)
+    with torch.no_grad():
+        assert_close(base(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+
+
+def test_weights_in_half_precision_leave_the_normalizer_in_full(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(trained(model), tmp_path)
+    loaded = from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.dtype == torch.bfloat16
+    held, kept = (
+        [p for module in patched_modules(m).values() for p in module.attnorm_normalizer.parameters()]
+        for m in (loaded, model)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(held, kept, strict=True))
+
+
+def test_saving_the_ordinary_way_warns_and_loses_nothing(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(model, "ssmax")
+    expected = quiet_logits(trained(model), ids)
+    with pytest.warns(UserWarning, match="attnorm.from_pretrained"):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
+
+
+def test_a_model_that_was_given_back_is_saved_without_a_word(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    model = llama()
+    patch(model, "ssmax").remove()
+    model.save_pretrained(tmp_path)
+    assert not [w for w in recwarn if "attnorm" in str(w.message)]
+    assert not list(tmp_path.glob("attnorm*"))
+
+
+def test_what_an_earlier_model_left_in_the_folder_does_not_stay(tmp_path: Path) -> None:
+    model = llama()
+    handle = patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    assert (tmp_path / "attnorm.safetensors").exists()
+    handle.remove()
+    patch(model, "entmax15")
+    save_pretrained(model, tmp_path)
+    assert not (tmp_path / "attnorm.safetensors").exists()
+    assert from_pretrained(tmp_path).model.layers[0].self_attn.attnorm_normalizer.name == "entmax15"
+
+
+def test_an_object_is_not_savable_by_name(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, attnorm.compose("entmax15", scale="ssmax"))
+    with pytest.raises(NotSavableError, match=r"given as an object.*register"):
+        save_pretrained(model, tmp_path)
+    with pytest.warns(UserWarning, match="the normalizer was not saved"):
+        model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_an_option_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "kernel", function=torch.exp, derivative=torch.exp)
+    with pytest.raises(NotSavableError, match=r"'kernel' in model.layers.0.self_attn.*JSON"):
+        save_pretrained(model, tmp_path)
+
+
+def test_an_ordinary_folder_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no attnorm.json.*transformers' from_pretrained"):
+        from_pretrained(tmp_path)
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    path = folder / "attnorm.json"
+    content = json.loads(path.read_text())
+    for part in content["modules"].values():
+        part.update({key: value for key, value in changes.items() if key in part})
+    content.update({key: value for key, value in changes.items() if key in content})
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "not of the format 1"),
+        ({"normalizer": "os.system"}, "unknown normalizer"),
+        ({"options": {"command": "true"}}, "accepts"),
+        ({"options": {"heads": 3}}, "does not fit 'ssmax'"),
+        ({"modules": {"layers.0.self_attn": {"normalizer": "ssmax"}}}, "damaged"),
+        ({"modules": {"layers.7.self_attn": {"normalizer": "ssmax", "options": {}, "heads": None}}}, "does not have"),
+    ],
+)
+def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    edited(tmp_path, **changes)
+    with pytest.raises((ValueError, TypeError), match=message):
+        from_pretrained(tmp_path)
+
+
+def test_values_of_another_normalizer_are_refused(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    values = load_file(tmp_path / "attnorm.safetensors")
+    save_file({key + "x": value for key, value in values.items()}, tmp_path / "attnorm.safetensors")
+    with pytest.raises(ValueError, match="does not fit"):
+        from_pretrained(tmp_path)
+
+
+def test_pushing_without_the_normalizers_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    with pytest.raises(ValueError, match="upload_folder"):
+        save_pretrained(model, tmp_path, push_to_hub=True)
+
+
+def test_the_card_says_what_the_model_is_and_how_to_load_it(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card == model_card(model)
+    assert "`ssmax` ([Nakanishi 2025](https://arxiv.org/abs/2501.19399)), in 2 attention modules" in card
+    assert "attnorm.from_pretrained" in card
+    (tmp_path / "README.md").write_text("mine")
+    save_pretrained(model, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tokens(batch=1, length=8, seed=index)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def arguments(folder: Path, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder), max_steps=steps, save_steps=2, per_device_train_batch_size=2, learning_rate=0.05,
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*softmax was replaced")
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_a_trainer_saves_and_resumes_what_the_normalizer_learned(tmp_path: Path) -> None:
+    transformers.logging.set_verbosity_error()
+    model, ids = llama(), tokens()
+    handle = patch(model, "ssmax")
+    start = [p.detach().clone() for p in handle.parameters()]
+    Trainer(model=model, args=arguments(tmp_path, 4), train_dataset=Texts()).train()
+    learned = [p.detach().clone() for p in handle.parameters()]
+    assert all((a - b).abs().min() > 1e-3 for a, b in zip(learned, start, strict=True))
+
+    assert_close(quiet_logits(from_pretrained(tmp_path / "checkpoint-4"), ids), quiet_logits(model, ids))
+    again = llama()
+    resumed = patch(again, "ssmax")
+    trainer = Trainer(model=again, args=arguments(tmp_path, 4), train_dataset=Texts())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_close([p.detach() for p in resumed.parameters()], learned)
+
+
+def test_a_normalizer_of_ones_own_is_saved_under_its_registered_name(tmp_path: Path) -> None:
+    @attnorm.register("sparse_ssmax_of_a_test")
+    def sparse_ssmax(heads: int | None = None) -> attnorm.Normalizer:
+        return attnorm.compose("entmax15", scale=attnorm.get("ssmax", heads=heads))
+
+    model, ids = llama(), tokens()
+    handle = patch(model, "sparse_ssmax_of_a_test")
+    assert [p.shape for p in handle.parameters()] == [(4,), (4,)]
+    expected = quiet_logits(trained(model), ids)
+    save_pretrained(model, tmp_path)
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)

@@ -1,0 +1,90 @@
+"""The terminal: everything can be read without colour, nothing a model or a file is named can take it over."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from attnorm.analysis.compare import compare
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.thresholds import Thresholds
+from attnorm.report.html.vocabulary import VERDICTS
+from attnorm.report.terminal_compare import comparison_tables
+from attnorm.report.terminal_heads import STYLE, analysis_summary
+from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
+
+
+def made(cast: Any = CAST, name: str = "pretended/gpt", normalizers: tuple[str, ...] = ("model",)) -> Analysis:
+    options: dict[str, Any] = {"cast": cast, "lengths": (256,), "normalizers": normalizers}
+    return Analysis.of(synthetic_tables(**options), synthetic_manifest(**options, name=name), Thresholds())
+
+
+def shown(what: RenderableType, width: int = 120, colour: bool = False) -> str:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=colour, color_system="truecolor" if colour else None
+    )
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_head_has_its_letters_in_its_place() -> None:
+    text = shown(analysis_summary(made()))
+    marks = {word.name: "." if word.name == "healthy" else word.mark for word in VERDICTS}
+    for layer in range(len(CAST)):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"layer {layer} "))
+        found = line.split()[2 : 2 + len(CAST[layer])]
+        assert found == [marks[EXPECTED[layer, head]] for head in range(len(CAST[layer]))]
+    for word in VERDICTS:
+        assert f"{list(EXPECTED.values()).count(word.name)} {word.label}" in text, "the legend"
+
+
+def test_colour_adds_to_the_letters_and_replaces_none() -> None:
+    plain, coloured = shown(analysis_summary(made())), shown(analysis_summary(made()), colour=True)
+    assert "\x1b[" in coloured
+    assert "\x1b[" not in plain
+    assert set(STYLE) >= {word.name for word in VERDICTS}
+    assert len({STYLE[word.name] for word in VERDICTS}) == len(VERDICTS)
+
+
+def test_the_summary_tells_verdict_ceiling_rate_heads_and_advice() -> None:
+    text = " ".join(shown(analysis_summary(made())).split())
+    for part in ("heads still select", "Is the ceiling binding", "Rate test", "Heads to look at", "What to try"):
+        assert part in text
+    assert "attnorm analyze pretended/gpt" in text, "the command that measures what is missing"
+
+
+def test_what_ifs_are_shown_where_they_were_measured() -> None:
+    text = " ".join(shown(analysis_summary(made(normalizers=("model", "entmax15")))).split())
+    assert "entmax15: dispersed heads 6 -> 0" in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 200])
+def test_many_heads_are_folded_into_blocks_that_fit(width: int) -> None:
+    text = shown(analysis_summary(made([["selects", "flat"] * 20])), width=width)
+    rows = [line for line in text.splitlines() if line.startswith("layer 0 ")]
+    assert sum(line.count("Df") + line.count(" .") for line in rows) == 40
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_names_are_shown_and_not_obeyed() -> None:
+    text = shown(analysis_summary(made(name="[bold red]a[/] [link=http://x]b")), width=200)
+    assert "[bold red]a[/] [link=http://x]b" in text
+
+
+def test_a_model_without_fault_has_no_table_of_bad_heads() -> None:
+    text = shown(analysis_summary(made([["selects"] * 2])))
+    assert "Heads to look at" not in text
+    assert "Nothing needs changing" in text
+
+
+def test_sides_stand_side_by_side_with_the_changed_heads_below() -> None:
+    changed = (CAST[0], ("flat", *CAST[1][1:]), *CAST[2:])
+    text = shown(comparison_tables(compare({"before": made(), "after [1]": made(changed)})), width=160)
+    assert "after [1] against before: 1 of 24 heads have another verdict" in text
+    assert "layer 1 head 0" in text
+    assert "healthy -> dispersed, forced" in text
+    assert "-0.00" not in text
+    unchanged = shown(comparison_tables(compare({"before": made(), "after": made()})))
+    assert "0 of 24 heads have another verdict; no head moved." in unchanged

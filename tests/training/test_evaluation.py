@@ -1,0 +1,40 @@
+"""The validation loss is the mean over tokens, whatever windows and batches they come in."""
+
+import numpy as np
+import pytest
+import torch
+
+from attnorm.training import evaluation
+from attnorm.training.architectures import build_model
+from attnorm.training.evaluation import validation_loss
+from attnorm.training.windows import validation_windows
+from tests.training.conftest import tiny
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_every_token_weighs_the_same(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "EVALUATION_BATCH", batch)
+    model = build_model(tiny(context=8), vocabulary=50, end_of_text=0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # so that losses differ from token to token
+    tokens = np.random.default_rng(0).integers(0, 50, 8 * 5 + 4, dtype=np.uint16)  # the last window is short
+    windows = validation_windows(tokens, context=8)
+    losses = []
+    for window in windows:
+        log_p = model(window[None, :-1]).logits[0].detach().double().log_softmax(-1)
+        losses += [-float(log_p[place, token]) for place, token in enumerate(window[1:])]
+    assert len(losses) == len(tokens) - 1
+    assert validation_loss(model, windows, torch.device("cpu"), torch.float32) == pytest.approx(
+        np.mean(losses), rel=1e-5
+    )
+
+
+def test_weights_depend_on_the_seed_alone_and_leave_the_generator_as_it_was() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one = build_model(tiny(), vocabulary=50, end_of_text=0)
+    assert torch.equal(torch.rand(3), expected)
+    other = build_model(tiny(), vocabulary=50, end_of_text=0)
+    assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
