@@ -1,6 +1,6 @@
 # Every target works as the first command in a fresh clone: it creates .venv and installs what it needs.
 #   make test      lint, types, layers, then all tests (what .ci/run runs)
-#   make demo      how much weight a clear winner keeps as the context grows: table and figures in demo/
+#   make demo      measures every head of the bundled model, offline; ends with the path of the report, demo/report.html
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples
@@ -33,7 +33,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 demo: $(INSTALLED)
-	$(BIN)/attnorm dispersion --out demo/
+	$(BIN)/attnorm analyze --normalizers model,ssmax,entmax15 --out demo/
 
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.real_model import smollm2 as smollm2
 from tests.shape_checks import check_shapes_in
 
 ROOT = Path(__file__).resolve().parents[1]

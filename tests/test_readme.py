@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import attnorm
+from attnorm.analysis.default_text import passage
 from attnorm.bench.dispersion import dispersion
 from attnorm.cli import app
 from attnorm.normalizers import registry
@@ -24,6 +25,7 @@ README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 NORMALIZERS = (ROOT / "docs" / "normalizers.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 
 # Commands that are not run here, and why.
 NOT_RUN = {
@@ -54,12 +56,36 @@ def run(command: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(NORMALIZERS, "python")])
-def test_python_in_the_readme_and_the_docs_runs(code: str) -> None:
+@pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(NORMALIZERS, "python"), *blocks(GUIDE, "python")])
+def test_python_in_the_readme_and_the_docs_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "documentation", "exec"), {})
 
 
-@pytest.mark.parametrize("command", sorted({*commands(README + CONTRIBUTING + BENCHMARKS)}))
+# Their commands follow one another: a folder that one writes is read by the next.
+STORIES = {"README": README, "guide": GUIDE}
+MEASURING = ("attnorm analyze", "attnorm compare", "attnorm report")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("story", STORIES)
+def test_measuring_as_the_documents_tell_it(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, with a book at hand; the bundled model stands in for gpt2, which needs a network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(passage())
+    told = [command for command in commands(STORIES[story]) if command.startswith(MEASURING)]
+    assert told
+    for command in told:
+        result = CliRunner().invoke(app, shlex.split(command.replace("gpt2", "bundled"))[1:])
+        assert result.exit_code == 0, f"{command}\n{result.output}"
+    assert "bundled" in (tmp_path / "run" / "report.html").read_text()
+
+
+OTHERS = [c for c in commands(README + CONTRIBUTING + BENCHMARKS + GUIDE) if not c.startswith(MEASURING)]
+
+
+@pytest.mark.parametrize("command", sorted({*OTHERS}))
 def test_commands_in_the_documents_run(command: str) -> None:
     reason = next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
     if reason is not None:
@@ -80,7 +106,9 @@ def test_the_number_under_the_picture_is_the_one_measured() -> None:
     assert f"leaves it {percent(curve.kept[-1])}" in README.replace("\n", " ")
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/normalizers.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
 def test_links_to_files_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", path.read_text()):

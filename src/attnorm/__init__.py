@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from attnorm.models.patch import unpatch as unpatch
     from attnorm.models.saving import from_pretrained as from_pretrained
     from attnorm.models.saving import save_pretrained as save_pretrained
+    from attnorm.monitor.monitor import AttentionMonitor as AttentionMonitor
 
 try:
     __version__ = version("attnorm")
@@ -41,6 +42,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "Analysis",
+    "AttentionMonitor",
     "ContractError",
     "LogitRule",
     "Map",
@@ -73,6 +75,7 @@ __all__ = [
 # Loaded when first used: attention needs neither SciPy, nor transformers, nor pyarrow.
 _LAZY = {
     "Analysis": "attnorm.analysis.result",
+    "AttentionMonitor": "attnorm.monitor.monitor",
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
     "from_pretrained": "attnorm.models.saving",

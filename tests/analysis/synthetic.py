@@ -53,6 +53,10 @@ def _selects(n: int, generator: torch.Generator) -> Tensor:
     return _winner(n, generator, height=2.5 + math.log(n))
 
 
+def _selects_many(n: int, generator: torch.Generator) -> Tensor:
+    return _winner(n, generator, height=2.5 + math.log(n), winners=min(32, n // 4))
+
+
 def _flat(n: int, generator: torch.Generator) -> Tensor:
     return 2 * torch.rand(ROWS, n, generator=generator, dtype=torch.float64)
 
@@ -104,7 +108,7 @@ ARCHETYPES: dict[str, Archetype] = {
     "parked": Archetype("sink-dominated", _parked),
     "certain": Archetype("frozen", _certain),
     "torn": Archetype("sensitive", _torn),
-    "muddled": Archetype("saturated", _selects, separability=0.65),
+    "muddled": Archetype("saturated", _selects_many, separability=0.65),
     "selects beside a sink": Archetype("healthy", _selects_beside_a_sink),
     "smeared beside a sink": Archetype("dispersed-forced", _smeared_beside_a_sink, separability=0.72),
     "broken": Archetype("broken", _broken),

@@ -152,6 +152,22 @@ def test_a_decoder_gets_its_tokens_one_step_later(name: str) -> None:
     assert given["decoder_input_ids"].shape == (2, 3)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_the_decoder_reads_is_padded_where_the_input_is(side: str) -> None:
+    """Each sequence of the batch gives its decoder what it would give it alone."""
+    one = load(tiny("t5"))
+    tokens, start = [5, 6, 7, 8], one.model.config.decoder_start_token_id
+    padding, hidden = [0, 0, 0], [0, 0, 0]
+    row, mask = (
+        ([*padding, *tokens], [*hidden, 1, 1, 1, 1]) if side == "left" else ([*tokens, *padding], [1, 1, 1, 1, *hidden])
+    )
+    given = prepared(texts_from({"input_ids": [row], "attention_mask": [mask]})[0], one, None)
+    read = given["decoder_input_ids"][given["decoder_attention_mask"].bool()]
+    assert read.tolist() == [start, 5, 6, 7]
+    own = {"decoder_input_ids": [[1, 2, 3]], "input_ids": [row], "attention_mask": [mask]}
+    assert "decoder_attention_mask" not in prepared(texts_from(own)[0], one, None)
+
+
 def test_the_head_works_again_afterwards() -> None:
     one = load(tiny("t5"))
     inputs = prepared(Text("t", ids()), one, None)

@@ -20,7 +20,7 @@ MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
 
 def advise(chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any]) -> list[Advice]:
     """`chosen`: the judged heads as the model runs, one row each. `tables`: rows of all heads and normalizers."""
-    others = _by_normalizer(tables["heads"], chosen)
+    others = _other_normalizers(tables["heads"], chosen)
     given = (
         _broken(chosen),
         _normalizer(chosen, others, manifest),
@@ -63,7 +63,7 @@ def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str,
     what_if: list[WhatIf] = []
     for name, rows in others.items():
         both = pairs(dispersed, rows)
-        if name == "model" or not both or not _sharpens(name):
+        if not both or not _sharpens(name):
             continue
         still = len(with_verdict([other for _, other in both], DISPERSED))
         what_if.append(WhatIf(change=name, quantity="dispersed heads", before=len(both), after=still, heads=len(both)))
@@ -88,7 +88,11 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
     title = "Keep top-k sub-linear in the length"
     measured = _of_heads(top_n, concerned)
     sizes = sorted({row["top_n"] for row in measured if row["top_n"] > 1 and number(row, "mass") is not None})
-    if len(sizes) < 2:
+    small, large = sizes[-2:] if len(sizes) > 1 else (0, 0)
+    both = pairs([row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large])
+    change = f"top {large} instead of top {small}"
+    what_if = medians(change, "weight of the row", "mass", both)
+    if not what_if:  # fewer than two sizes, or merged runs that share none
         return Advice(
             title=title,
             text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
@@ -96,10 +100,6 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
             heads=len(concerned),
             command=command(manifest, **{"top-n": "5,20,100"}),
         )
-    small, large = sizes[-2:]
-    both = pairs([row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large])
-    change = f"top {large} instead of top {small}"
-    what_if = medians(change, "weight of the row", "mass", both)
     what_if += medians(change, "keys told apart", "separability", both)
     before, after = what_if[0].before, what_if[0].after
     text = (
@@ -183,8 +183,7 @@ def _sinks(chosen: Rows, others: Mapping[str, Rows]) -> Advice | None:
         return None
     what_if: list[WhatIf] = []
     for name, rows in others.items():
-        if name != "model":
-            what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
+        what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
     return Advice(
         title="A way to attend to nothing",
         text=f"{len(parked)} of {len(chosen)} heads rest on the first key, as softmax rows must sum to 1. A learned "
@@ -221,11 +220,12 @@ def _sharpens(name: str) -> bool:
     return bool(properties.length) or properties.exact_zeros
 
 
-def _by_normalizer(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:
-    wanted = {head_of(row) for row in chosen}
+def _other_normalizers(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:
+    """The same heads under what else was measured on their logits."""
+    wanted = {head_of(row): row["normalizer"] for row in chosen}
     found: dict[str, list[Row]] = {}
     for row in heads:
-        if head_of(row) in wanted:
+        if wanted.get(head_of(row), row["normalizer"]) != row["normalizer"]:
             found.setdefault(row["normalizer"], []).append(row)
     return found
 

@@ -21,7 +21,7 @@ from attnorm.analysis.head_rows import Row, number
 from attnorm.analysis.rules import judged_horizon, judged_keys
 from attnorm.analysis.thresholds import Thresholds
 
-FARTHEST = 1e15  # lengths beyond are not told as numbers
+FARTHEST = 1e10  # lengths beyond are not told as numbers
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def ceiling(heads: Sequence[Row], by_length: Iterable[Row], thresholds: Threshol
         n, column = row["n_high"], f"logit_spread{judged_keys(row, thresholds)}"
         beyond += n > horizon
         longest = max(longest, n)
-        lengths.append(horizon if n > horizon else max(n, binding_length(curves.get(_head(row), ()), column, horizon)))
+        lengths.append(horizon if n > horizon else binding_length(curves.get(_head(row), ()), column, horizon))
     if not horizons:
         return None
     return Ceiling(len(horizons), beyond, longest, _three(horizons), _three(lengths))
 
 
 def binding_length(curve: Iterable[Row], column: str, horizon: float) -> float:
-    """The n at which the horizon is overtaken; the horizon itself where too few bins are there for a line."""
+    """The n at which a growing spread is overtaken: at the horizon or later, and there where no line can be drawn."""
     points = [
         (math.sqrt(math.log(row["n"])), spread)
         for row in curve
@@ -80,7 +80,7 @@ def binding_length(curve: Iterable[Row], column: str, horizon: float) -> float:
     if b <= 0 or b * b + 4 * a < 0:  # it falls in the sample, or a line below log n at every length: as it is now
         return horizon
     root = (b + math.sqrt(b * b + 4 * a)) / 2
-    return math.exp(min(root * root, 700.0))
+    return max(horizon, math.exp(min(root * root, 700.0)))
 
 
 def rate(heads: Iterable[Row]) -> Rate | None:

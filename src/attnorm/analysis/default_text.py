@@ -1,7 +1,7 @@
 """The text that is measured when none is given: offline, and one that the model can read.
 
-The bundled model is measured on a passage that it wrote itself. On three books it had not seen its heads get the same
-36 verdicts as on the passage; Python's own text, which it cannot read (5.07 nats per token), changes two of them.
+The bundled model is measured on a passage that it wrote itself. Three books it had not seen (3.3 to 3.7 nats per token)
+find the same 13 heads dispersed as the passage does; Python's own text, which it cannot read (5.07), differs in two.
 """
 
 from importlib.resources import files

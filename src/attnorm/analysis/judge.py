@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from attnorm.analysis.collect import SHORTEST_IN_SLOPE
 from attnorm.analysis.head_rows import Row, head_rows, number
 from attnorm.analysis.rules import OPEN, RULES, Case, selects
 from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS
@@ -38,12 +39,12 @@ def judge(
     softmax is bound by the ceiling of its spread. None where it is not known.
     """
     slopes = _slopes_over_lengths(by_length)
-    separability = _separability(top_n, thresholds.saturation_top_n)
+    sets = _rows_by_head(top_n)
     judged = [
         judge_head(
             Case(
                 row=row,
-                separability=separability.get(_key(row, _HEAD)),
+                top_n=sets.get(_key(row, _HEAD), ()),
                 thresholds=thresholds,
                 runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
                 slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
@@ -77,30 +78,26 @@ def _key(row: Row, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(row[name] for name in names)
 
 
-def _separability(top_n: pa.Table, wanted: int) -> dict[tuple[Any, ...], Row]:
-    """Per head the row of the N nearest to the wanted one at which separability was measured."""
-    chosen: dict[tuple[Any, ...], Row] = {}
-    for row in top_n.select(
-        [*_HEAD, "top_n", "separability", "separability_null", "separability_null_high"]
-    ).to_pylist():
-        if row["top_n"] == 1 or number(row, "separability") is None:  # a single key is always told apart
-            continue
-        best = chosen.get(_key(row, _HEAD))
-        if best is None or abs(row["top_n"] - wanted) < abs(best["top_n"] - wanted):
-            chosen[_key(row, _HEAD)] = row
-    return chosen
+def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
+    columns = [*_HEAD, "top_n", "separability", "separability_null", "separability_null_high"]
+    rows: dict[tuple[Any, ...], list[Row]] = {}
+    for row in top_n.select(columns).to_pylist():
+        rows.setdefault(_key(row, _HEAD), []).append(row)
+    return rows
 
 
 def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
-    """The slope of the gap over runs of several lengths: the only one that a bidirectional model has."""
-    points: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for row in by_length.select([*_OVER_LENGTHS, "n", "effective_gap"]).to_pylist():
-        n, gap = row["n"], row["effective_gap"]
-        if n is not None and gap is not None and math.isfinite(n) and math.isfinite(gap):
-            points.setdefault(_key(row, _OVER_LENGTHS), []).append((math.log(n), gap))
+    """The slope of the gap over the longest rows of several runs: the only one that a bidirectional model has."""
+    longest: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for row in by_length.select([*_HEAD, "n", "effective_gap", "effective_gap_q50"]).to_pylist():
+        n, gap = number(row, "n"), number(row, "effective_gap")
+        if n is None or gap is None or n < SHORTEST_IN_SLOPE:
+            continue
+        points = longest.setdefault(_key(row, _OVER_LENGTHS), {})
+        points[row["length"]] = max(points.get(row["length"], (0.0, 0.0)), (math.log(n), gap))
     slopes = {}
-    for key, pairs in points.items():
-        x, y = np.array(pairs).T
+    for key, points in longest.items():
+        x, y = np.array(list(points.values())).T
         if np.ptp(x) > math.log(1.4):  # less than half an octave says nothing about growth
             slopes[key] = float(np.polyfit(x, y, 1)[0])
     return slopes

@@ -4,7 +4,7 @@ A rule that lacks a number yields OPEN and what it could not decide: nothing is 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ class Case:
     """One head, and what is needed to judge it."""
 
     row: Row  # of the heads table
-    separability: Row | None  # its row of the top-N table, at the N by which saturation is judged
+    top_n: Sequence[Row]  # its rows of the top-N table
     thresholds: Thresholds
     runs: str | None  # the normalizer's name; None: not known
     slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
@@ -101,15 +101,28 @@ def dispersed(case: Case) -> Findings:
 
 
 def saturated(case: Case) -> Findings:
-    found = {} if case.separability is None else case.separability
-    measured, chance = number(found, "separability"), number(found, "separability_null_high")
-    typical = number(found, "separability_null")
-    if measured is None or chance is None:
+    thresholds = case.thresholds
+    by_n = {row["top_n"]: row for row in case.top_n if number(row, "separability") is not None}
+    used = case.number(f"effective_keys{judged_keys(case.row, thresholds)}")
+    if used is None or not by_n:
         yield OPEN, "saturated (no separability)"
-    elif measured <= chance and measured < case.thresholds.separable:
-        around = "" if typical is None else f"{typical:.0%}, "
+        return
+    # A single key is always told apart, and keys without weight are not selected.
+    judged = [N for N in by_n if 1 < N <= min(used, thresholds.saturation_top_n)]
+    if not judged:
+        return
+    found = by_n[max(judged)]
+    measured, typical = number(found, "separability"), number(found, "separability_null")
+    chance = number(found, "separability_null_high")
+    if measured is None or typical is None or chance is None:
+        yield OPEN, "saturated (no null)"
+    elif measured > chance or measured >= thresholds.separable:
+        return
+    elif chance - typical > thresholds.widest_null:
+        yield OPEN, f"saturated (too few rows: permuted values alone vary by {chance - typical:.0%})"
+    else:
         words = f"{measured:.0%} of its top {found['top_n']} keys are told apart"
-        yield "saturated", f"{words}, no more than with permuted values ({around}up to {chance:.0%})"
+        yield "saturated", f"{words}, no more than with permuted values ({typical:.0%}, up to {chance:.0%})"
 
 
 RULES = (sink_dominated, frozen, sensitive, dispersed, saturated)

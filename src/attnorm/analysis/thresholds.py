@@ -43,8 +43,11 @@ class Thresholds:
     sensitive_norm      Jacobian norm, as a share of the normalizer's worst case, that counts as near it. Softmax
                         reaches 0.9 of it only with two keys that share the row at about 1 : 2 or closer ...
     sensitive_quantile  ... on at least this quantile's share of the rows: 75 is a quarter of them.
-    saturation_top_n    the N at which separability is compared with its null, or the nearest one measured; the papers
-                        see it level off between 16 and 20.
+    saturation_top_n    separability is compared with its null at the largest measured N up to this one and up to the
+                        keys that the head uses (its effective keys): the papers see it level off between 16 and 20,
+                        and keys without weight are no selection.
+    widest_null         distance from the null's mean to its 95 % quantile up to which a head can be called saturated:
+                        where chance alone moves more, too few rows were measured to say so.
     separable           separability from which a head is not saturated even if permuted values do as well: in wide
                         spaces everything is told apart.
     """
@@ -59,6 +62,7 @@ class Thresholds:
     sensitive_norm: float = 0.9
     sensitive_quantile: int = 75
     saturation_top_n: int = 20
+    widest_null: float = 0.1
     separable: float = 0.95
 
     def __post_init__(self) -> None:

@@ -56,12 +56,12 @@ def model_verdict(
         for row in tables["by_length"].select(_CURVE).to_pylist()
         if tuple(row[name] for name, _ in HEAD_KEY) in chosen
     ]
-    limit, slopes = ceiling(heads, curves, thresholds), rate(heads)
+    limit, slopes, runs = ceiling(heads, curves, thresholds), rate(heads), _runs(heads, manifest)
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
     return ModelVerdict(
-        headline=_headline(heads, counts, limit),
+        headline=_headline(heads, counts, limit if runs == "softmax" else None),
         counts={name: counts.get(name, 0) for name in VERDICTS},
-        sentences=[*_ceiling_sentences(limit, manifest), *_rate_sentences(slopes), *_caveats(heads, changing)],
+        sentences=[*_ceiling_sentences(limit, manifest, runs), *_rate_sentences(slopes), *_caveats(heads, changing)],
         advice=advise(heads, {"heads": all_heads, **rows}, manifest),
         ceiling=limit,
         rate=slopes,
@@ -75,7 +75,8 @@ _CURVE = [*(name for name, _ in HEAD_KEY), "n", *_SPREADS]
 def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:
     """One row per head, each text at its longest length, and how many heads the texts disagree on.
 
-    With several texts a head has the verdict that most of them give it, the worse one if two are as frequent.
+    With several texts a head has the verdict that most of them give it, the worse one if two are as frequent, and the
+    numbers of the longest of those texts.
     normalizer None: the model as it runs, or the first measured where it was not.
     """
     if not heads:
@@ -94,7 +95,7 @@ def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple
         verdicts = Counter(row["verdict"] for row in rows)
         changing += len(verdicts) > 1
         most = max(verdicts, key=lambda name: (verdicts[name], -_rank(name)))
-        chosen.append(next(row for row in rows if row["verdict"] == most))
+        chosen.append(max((row for row in rows if row["verdict"] == most), key=lambda row: row["n_high"] or 0))
     return chosen, changing
 
 
@@ -123,9 +124,23 @@ def _headline(heads: Sequence[Row], counts: Mapping[str | None, int], limit: Cei
     return "; ".join(parts) + "."
 
 
-def _ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any]) -> list[str]:
+def _runs(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
+    """The normalizer that the verdict is about; None where layers differ."""
+    name: str | None = next((row["normalizer"] for row in heads), "model")
+    runs: str | None = manifest.get("model", {}).get("runs", "softmax")
+    return runs if name == "model" else name
+
+
+def _ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
     if limit is None:
         return ["Whether the ceiling binds was not measured: no head has a horizon."]
+    if runs != "softmax":
+        what = "which not every layer runs" if runs is None else f"and this is {runs}"
+        return [
+            f"The ceiling is that of softmax, {what}. With softmax on these logits {limit.beyond} of {limit.heads} "
+            f"heads would be beyond their horizon at {limit.length:,} keys, the length after which it can give no key "
+            "half of the weight."
+        ]
     now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
     sentence = (
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "

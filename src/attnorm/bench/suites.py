@@ -12,10 +12,11 @@ from attnorm.bench.attention import compare_attention
 from attnorm.bench.cuda import compare_cuda
 from attnorm.bench.machine import this_machine
 from attnorm.bench.memory import measure_footprints
+from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.report.benchmarks import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
 
-Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "all"]
+Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "monitor", "all"]
 
 ANALYZE_THREADS = 2  # unless said otherwise: what its promises are made for
 
@@ -46,6 +47,8 @@ def run_benchmarks(
             results += _heard(compare_cuda(quick=quick, notes=notes), progress)
         if suite in ("analyze", "all"):
             results += _heard(measure_analysis(quick=quick, notes=notes, model=model, text=text), progress)
+        if suite in ("monitor", "all"):
+            results += _heard(measure_monitor(quick=quick), progress)
         machine = this_machine()
     return Benchmarks(
         machine=machine,

@@ -1,7 +1,5 @@
-"""attnorm train: small models from text files."""
+"""attnorm train: small models, of text or of sets to pick from."""
 
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,19 +10,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from attnorm.cli.command_line import command_line
 from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.train_retrieval import retrieval
 
 if TYPE_CHECKING:
     from attnorm.training.lm import Progress as Stage
 
 _SAFE = "checkpoints written before are whole, and the same command continues from the last one"
 
-train = typer.Typer(name="train", help="Train small models from text files.", no_args_is_help=True)
-
-
-@train.callback()
-def _group() -> None:
-    """Train small models from text files."""  # keeps `lm` a verb of its own while it is the only one
+train = typer.Typer(name="train", help="Train small models: of text (lm) or of sets (retrieval).", no_args_is_help=True)
+train.command()(retrieval)
 
 
 @train.command()
@@ -90,7 +86,7 @@ def lm(
                 record = train_lm(
                     texts, valid, out, settings, data=data, device=device, compiled=compiled, resume=resume,
                     evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
-                    sample_tokens=sample, note=note, command=_command(), report=report,
+                    sample_tokens=sample, note=note, command=command_line(), report=report,
                 )  # fmt: skip
         except TrainingInterrupted as stopped:
             typer.echo(str(stopped), err=True)
@@ -124,12 +120,6 @@ def _losses(result: dict[str, Any]) -> Table:
             name, f"{figures['nats_per_token']:.3f}", f"{figures['perplexity']:.1f}", f"{figures['bits_per_byte']:.3f}"
         )
     return table
-
-
-def _command() -> str:
-    """The call as a reader may repeat it: files by their names alone, whatever folder they lay in."""
-    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    return shlex.join(["attnorm", *words])
 
 
 @contextmanager

@@ -222,8 +222,15 @@ def _completed(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Te
         return given
     first = next(iter(given.values()))
     start = torch.full((first.shape[0], 1), _start_token(model), dtype=torch.long, device=first.device)
-    ids = given.get("input_ids")
-    return {**given, "decoder_input_ids": start if ids is None else torch.cat([start, ids[:, :-1]], dim=1)}
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if ids is None:
+        return {**given, "decoder_input_ids": start}
+    later = torch.cat([start, ids[:, :-1]], dim=1)
+    if mask is None or mask.shape != ids.shape or "decoder_attention_mask" not in wanted:
+        return {**given, "decoder_input_ids": later}
+    # Padding is no token of the decoder either, and behind padding on the left the start is where the tokens start.
+    later = later.scatter(1, mask.bool().int().argmax(1, keepdim=True), start)
+    return {**given, "decoder_input_ids": later, "decoder_attention_mask": mask}
 
 
 def _start_token(model: PreTrainedModel) -> int:

@@ -35,14 +35,17 @@ _watched: dict[nn.Module, "_Observation"] = {}  # attention module -> who watche
 
 
 @contextmanager
-def observe(model: nn.Module, on_call: Callable[[AttentionCall], None], *, inputs: bool = False) -> Iterator[None]:
+def observe(
+    model: nn.Module, on_call: Callable[[AttentionCall], None], *, inputs: bool = False, check: bool = True
+) -> Iterator[None]:
     """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
 
     The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
-    projected from. Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
+    projected from. check: rebuild one row of every module (models.audit); who looks again and again needs it once.
+    Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
     """
     check_observable(model)
-    observation = _Observation(model, on_call, inputs)
+    observation = _Observation(model, on_call, inputs, check)
     with ExitStack() as restore:
         _register(observation)
         restore.callback(_forget, observation)
@@ -61,7 +64,7 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None], *, input
 class _Observation:
     """What is known about one watched model while it runs."""
 
-    def __init__(self, model: nn.Module, on_call: Callable[[AttentionCall], None], inputs: bool) -> None:
+    def __init__(self, model: nn.Module, on_call: Callable[[AttentionCall], None], inputs: bool, check: bool) -> None:
         self.on_call = on_call
         self.keep_inputs = inputs
         self.sites = attention_sites(model)
@@ -69,7 +72,7 @@ class _Observation:
         self._parameters = {found: _parameters(found) for found in {type(module) for module in self.sites}}
         self.ran = False
         self.calls = 0
-        self._checked: set[nn.Module] = set()
+        self._checked: set[nn.Module] = set() if check else {*self.sites}
         self._running: dict[nn.Module, _Running] = {}
         self._layers = LayerNumbers(self.sites)
 

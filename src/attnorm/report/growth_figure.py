@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnorm.report.benchmarks import Growth
 from attnorm.report.dispersion_figure import INK, LETTERING, PALE
@@ -30,12 +31,12 @@ def growth_figure(growth: Growth) -> Figure:
     figure = Figure(figsize=(9.6, 4.4), facecolor="white")
     lengths = [point.length for point in growth.points]
     halves = (
-        ("Time", "s", 2, [p.seconds for p in growth.points], [p.plain_seconds for p in growth.points]),
-        ("Memory of the pass", "MB", 1, [p.extra_mb for p in growth.points], [p.plain_extra_mb for p in growth.points]),
+        ("Time, s", 2, [p.seconds for p in growth.points], [p.plain_seconds for p in growth.points]),
+        ("Memory of the pass, MB", 1, [p.extra_mb for p in growth.points], [p.plain_extra_mb for p in growth.points]),
     )
-    for left, (title, unit, power, ours, plain) in zip((0.07, 0.565), halves, strict=True):
+    for left, (title, power, ours, plain) in zip((0.07, 0.565), halves, strict=True):
         axes = figure.add_axes((left, 0.16, 0.36, 0.6))
-        _draw_axes(axes, title, unit, lengths)
+        _draw_axes(axes, f"{title}   (dotted: as L{'²' * (power == 2)})", lengths)
         _draw_slope(axes, lengths, ours, power)
         for values, colour, name in ((plain, PLAIN, "plain pass"), (ours, OURS, "analyze")):
             axes.plot(lengths, values, "o-", color=colour, linewidth=2, markersize=5)
@@ -50,17 +51,20 @@ def growth_figure(growth: Growth) -> Figure:
     return figure
 
 
-def _draw_axes(axes: Axes, title: str, unit: str, lengths: Sequence[int]) -> None:
+def _draw_axes(axes: Axes, title: str, lengths: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else f"{length}" for length in lengths])
     axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.grid(color="#e9ebee", linewidth=0.8)
     axes.set_axisbelow(True)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(f"{title}, {unit}", fontsize=10.5, color=INK, loc="left")
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     axes.set_xlabel("tokens", fontsize=9.5, color=INK)
 
 
@@ -68,7 +72,3 @@ def _draw_slope(axes: Axes, lengths: Sequence[int], values: Sequence[float], pow
     """Through the last point, so that it shows where the curve came from."""
     line = [values[-1] * (length / lengths[-1]) ** power for length in lengths]
     axes.plot(lengths, line, ":", color=INK, linewidth=1)
-    label = "like L²" if power == 2 else "like L"
-    axes.annotate(
-        label, (lengths[0], line[0]), xytext=(0, -5), textcoords="offset points", va="top", fontsize=8, color=INK
-    )

@@ -1,0 +1,67 @@
+"""What AttentionMonitor adds to training: steps with it and without, in turn."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.bench.model_passes import Shape, random_model, tokens
+from attnorm.bench.timing import in_turn
+from attnorm.report.benchmarks import Ratio
+
+MOST = 1.03  # promised: times the plain step, at the default of one logging step in ten
+EVERY = 10
+
+
+def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
+    """Of softmax, and of a patched model; on a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(64, layers=2, heads=2) if quick else Shape(512)
+    batch = 2 if quick or device == "cpu" else 32
+    for normalizer in (None, "ssmax"):
+        yield from _of(normalizer, shape, batch, device, quick)
+
+
+def _of(normalizer: str | None, shape: Shape, batch: int, device: str, quick: bool) -> Iterator[Ratio]:
+    from attnorm.models.patch import patch
+    from attnorm.monitor.monitor import AttentionMonitor
+
+    model = random_model(shape).to(device).train()
+    if normalizer is not None:
+        patch(model, normalizer, train_length=shape.length)
+    ids = tokens(batch * shape.length).reshape(batch, shape.length).to(device)
+    step = training_step(model, ids)
+    monitor = AttentionMonitor(every=1)
+
+    def watched_step() -> None:
+        with monitor.step(model):
+            step()
+
+    timed = in_turn(watched_step, step, rounds=1 if quick else 7)
+    topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {device}"
+    runs = normalizer or "softmax"
+    yield Ratio(
+        topic=topic, what=f"{runs}: a step with the monitor", against="the step without", ours_ms=timed.ours_ms,
+        theirs_ms=timed.theirs_ms, speedup=timed.speedup,
+    )  # fmt: skip
+    # Steps between logging steps are the plain step: the monitor does not touch them.
+    yield Ratio(
+        topic=topic, what=f"{runs}: one step in {EVERY} with it, per step", against="the step without",
+        ours_ms=((EVERY - 1) * timed.theirs_ms + timed.ours_ms) / EVERY, theirs_ms=timed.theirs_ms,
+        speedup=EVERY / (EVERY - 1 + 1 / timed.speedup), target=None if quick else 1 / MOST,
+    )  # fmt: skip
+
+
+def training_step(model: Any, ids: Tensor) -> Callable[[], None]:
+    """Forward, backward and AdamW, until the device is done."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+
+    return step

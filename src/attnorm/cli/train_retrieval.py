@@ -1,0 +1,148 @@
+"""attnorm train retrieval: models that pick from sets, trained on few items and tested on many."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from attnorm.cli.command_line import command_line
+from attnorm.cli.output import Json, show, show_json, usage_errors
+
+if TYPE_CHECKING:
+    from attnorm.training.retrieval.run import Progress
+
+_SAFE = "what is finished is kept, and the same command continues"
+_LOGGED = 4  # lines per training where stderr is no terminal
+
+# What --quick sets, where no option says otherwise.
+_QUICK: dict[str, Any] = {
+    "seeds": 3, "steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3, "sizes": "16,64,256,1024", "sets": 256,
+}  # fmt: skip
+_FULL: dict[str, Any] = {
+    "seeds": 10, "steps": 20_000, "batch": 128, "width": 128, "learning_rate": 1e-3,
+    "sizes": "16,64,256,1024,4096,16384", "sets": 1024,
+}  # fmt: skip
+
+
+def retrieval(
+    out: Annotated[Path, typer.Option(help="Folder for records, weights and manifest; finished parts are kept.")],
+    normalizers: Annotated[str, typer.Option(help="Names with commas between them.")] = "softmax,ssmax,entmax15",
+    task: Annotated[str, typer.Option(help="max, recall or majority.")] = "max",
+    seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default="10")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates of the weights.", show_default="20000")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Items per set in the tests.", show_default="16,64,256,1024,4096,16384")
+    ] = None,
+    sets: Annotated[
+        int | None, typer.Option(help="Sets per size; fewer beyond 16,384 items.", show_default="1024")
+    ] = None,
+    test_with: Annotated[
+        str, typer.Option(help="Normalizers to put in place of the trained one as further tests; may be empty.")
+    ] = "hard",
+    batch: Annotated[int | None, typer.Option(help="Sets per step and model.", show_default="128")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the models.", show_default="128")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.001")] = None,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    cosine: Annotated[bool, typer.Option(help="Let the learning rate fall to 0 along a cosine.")] = False,
+    smallest: Annotated[int, typer.Option(help="Fewest items of a set in training.")] = 5,
+    largest: Annotated[int, typer.Option(help="Most items of a set in training.")] = 16,
+    leak_penalty: Annotated[
+        float, typer.Option(help="Weight of the share of the logits' variance that comes from the class.")
+    ] = 0.0,
+    squeezed: Annotated[
+        float, typer.Option(help="Share of the training sets whose priorities are pressed together (task max).")
+    ] = 0.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Small enough for a CPU and a minute.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train models that pick from sets of items, and see where they fail on sets far larger than any they saw.
+
+    Every seed is one model, all of them trained side by side on data that is the same for every normalizer. Errors are
+    split: the logits were wrong, or they were right and the weights too dispersed. What is finished is not done again.
+    Exit code 130: interrupted.
+    """
+    with usage_errors():
+        from attnorm.training.retrieval.recipe import Recipe
+        from attnorm.training.retrieval.run import train_retrieval
+        from attnorm.training.retrieval.summary import summarise
+        from attnorm.training.retrieval.testing import Tests
+
+        usual = _QUICK if quick else _FULL
+        given = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
+        chosen = usual | {name: value for name, value in given.items() if value is not None}
+        recipe = Recipe(
+            **{name: chosen[name] for name in ("steps", "batch", "width", "learning_rate")},
+            smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
+            squeezed=squeezed, cosine=cosine,
+        )  # fmt: skip
+        tests = Tests(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
+        try:
+            with _progress() as report:
+                results = train_retrieval(
+                    _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, tests=tests,
+                    device=device, compiled=compiled, command=command_line(), report=report,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            typer.echo(f"interrupted; {_SAFE}", err=True)
+            raise typer.Exit(130) from None
+        except OSError as error:
+            typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)
+            raise typer.Exit(1) from None
+    rows = summarise(results.records)
+    if as_json:
+        show_json([{"task": task, **row.as_dict()} for row in rows])
+        return
+    from attnorm.report.retrieval import tables
+
+    show(tables(task, rows))
+    typer.echo(f"wrote {out}", err=True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(word) for word in _names(text)}))
+    except ValueError:
+        raise ValueError(f"--sizes takes whole numbers with commas between them, got {text!r}") from None
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Progress], None]]":
+    """A bar on stderr; where that is no terminal, a few lines per normalizer."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None, loss="")
+        before = ("", "", -1)
+
+        def report(now: "Progress") -> None:
+            nonlocal before
+            loss = "" if now.loss is None else f"loss {now.loss:.4f}"
+            bar.update(task, description=_where(now), completed=now.done, total=now.total, loss=loss)
+            at = (now.normalizer, now.stage, _LOGGED * now.done // now.total)
+            if not console.is_terminal and at != before:
+                what = "step" if now.stage == "training" else "size"
+                counted = f", {what} {now.done:,} of {now.total:,}" if now.done else ""
+                typer.echo(f"{_where(now)}{counted}{', ' if loss else ''}{loss}", err=True)
+            before = at
+
+        yield report
+
+
+def _where(now: "Progress") -> str:
+    return f"{now.normalizer} ({now.number} of {now.of}): {now.stage}"

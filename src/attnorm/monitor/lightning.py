@@ -1,0 +1,44 @@
+"""The monitor as a Lightning callback. Lightning is imported only here, and only when it is asked for."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnorm.monitor.monitor import AttentionMonitor
+
+
+def lightning_callback(monitor: "AttentionMonitor") -> Any:
+    """For `Trainer(callbacks=[...])`: measures on the steps that Lightning logs, and writes to its loggers."""
+    callback = _callback_class()
+
+    class LightningAttentionMonitor(callback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.monitor = monitor
+            self._measured = -1
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            step = trainer.global_step + 1
+            due = trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0
+            if trainer.is_global_zero and due and step != self._measured:
+                monitor.begin(pl_module)
+                self._measured = step  # the first part of an accumulated batch is enough
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            numbers = monitor.finish(self._measured)
+            if numbers:
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=self._measured)
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            monitor.close()
+
+    return LightningAttentionMonitor()
+
+
+def _callback_class() -> Any:
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(f"{package}.callbacks").Callback
+        except ImportError:
+            continue
+    raise ImportError("AttentionMonitor.lightning() needs Lightning, which is not installed: pip install lightning")

@@ -1,0 +1,224 @@
+"""AttentionMonitor: what attention does while a model trains, in a Trainer, in Lightning or in a loop of one's own.
+
+The numbers come from inside the ordinary training forward of a logging step. No second forward, nothing on the other
+steps, and neither outputs nor gradients change.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from attnorm.models.support import check_observable
+from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, states
+from attnorm.monitor.measure import REPORTED
+from attnorm.monitor.terminal import keep_off_the_terminal
+from attnorm.monitor.watch import Layers, Watch, trained_model, watch
+
+PREFIX = "attn/"
+
+
+class AttentionMonitor(TrainerCallback):
+    """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
+
+    rows: how many of the longest sequence's last rows are sampled. top_n: the N of separability. every: how many steps
+    of a loop of one's own make a logging step; a Trainer and Lightning have their own settings for that.
+
+    >>> monitor = AttentionMonitor()
+    >>> monitor.attach(trainer)
+    >>> trainer.train()
+    >>> monitor.alerts
+    """
+
+    def __init__(
+        self, *, every: int = 10, rows: int = 32, top_n: int = 20, thresholds: AlertThresholds | None = None
+    ) -> None:
+        for name, value in (("every", every), ("rows", rows), ("top_n", top_n)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+        self.every = every
+        self.rows = rows
+        self.top_n = top_n
+        self.thresholds = thresholds or AlertThresholds()
+        self.alerts: list[Alert] = []  # one for each time that a layer enters a state
+        self.numbers: dict[str, float] = {}  # of the last measurement
+        self.steps = 0  # of a loop of one's own
+        self._in_state: set[tuple[str, str]] = set()
+        self._checked: nn.Module | None = None
+        self._attached = False
+        self._open: ExitStack | None = None
+        self._watch: Watch | None = None
+        self._pending: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, model: nn.Module) -> Iterator[dict[str, float]]:
+        """One step of a loop of one's own: around the forward, or forward and backward; the other steps cost nothing.
+
+        What it gives is an empty dict, filled on leaving where the step was a logging step (every `every`-th).
+        """
+        self.steps += 1
+        found: dict[str, float] = {}
+        if self.steps % self.every:
+            yield found
+            return
+        with self.measuring(model, self.steps) as found:
+            yield found
+
+    @contextmanager
+    def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
+        """Measures the training forward inside, whatever the step."""
+        self.begin(model)
+        found: dict[str, float] = {}
+        try:
+            yield found
+        except BaseException:
+            self.close()
+            raise
+        found.update(self.finish(step))
+
+    def begin(self, model: nn.Module) -> None:
+        """From here on the next training forward of the model is looked into."""
+        self.close()
+        model = trained_model(model)
+        with ExitStack() as opened:
+            check = self._checked is not model
+            self._watch = opened.enter_context(watch(model, rows=self.rows, top_n=self.top_n, check=check))
+            self._open = opened.pop_all()
+        self._checked = model
+
+    def finish(self, step: int) -> dict[str, float]:
+        """The numbers of that forward, by the keys they are logged under; empty where there was none."""
+        watched = self._watch
+        self.close()
+        if watched is None:
+            return {}
+        layers = watched.layers()
+        if not layers:
+            why = "no layer that runs softmax or a normalizer was called" if watched.done else "no forward took place"
+            warnings.warn(f"attention was not measured at step {step}: {why} with gradients on", stacklevel=3)
+            return {}
+        self.numbers = _keys(layers) | self._judged(layers, step)
+        return dict(self.numbers)
+
+    def close(self) -> None:
+        """Gives the model back where a step was not finished."""
+        opened, self._open, self._watch = self._open, None, None
+        if opened is not None:
+            opened.close()
+
+    def _judged(self, layers: Layers, step: int) -> dict[str, float]:
+        """How many layers are in each state; a warning for those that have just entered it."""
+        now: set[tuple[str, str]] = set()
+        new: list[Alert] = []
+        for layer, heads in layers.items():
+            for kind, value, threshold in states(heads, self.thresholds):
+                now.add((kind, layer))
+                if (kind, layer) not in self._in_state:
+                    new.append(Alert(step=step, kind=kind, layer=layer, value=value, threshold=threshold))
+        for kind in dict.fromkeys(alert.kind for alert in new):
+            first, *others = (alert for alert in new if alert.kind == kind)
+            more = f"; so do {', '.join(alert.layer for alert in others)}" if others else ""
+            warnings.warn(f"step {step}: {first}{more}", AttentionAlert, stacklevel=4)
+        self.alerts += new
+        self._in_state = now
+        return {f"{PREFIX}alert/{kind}": float(sum(kind == found for found, _ in now)) for kind in MEANING}
+
+    def attach(self, trainer: Any) -> "AttentionMonitor":
+        """Puts the monitor in front of the Trainer's callbacks, where what it adds to the logs reaches every reporter.
+
+        (A callback that is appended, as `Trainer(callbacks=[...])` does, comes after TensorBoard, W&B, MLflow ...)
+        """
+        check_observable(trained_model(trainer.model))
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
+                "model cannot be watched; start one process per GPU (torchrun), or leave one GPU visible"
+            )
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(one, AttentionMonitor) and one is not self for one in callbacks):
+            raise ValueError("this Trainer has an AttentionMonitor already; a second one would look at the same layers")
+        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
+        keep_off_the_terminal(callbacks, PREFIX)
+        self._attached = True
+        return self
+
+    def lightning(self) -> Any:
+        """The same monitor as a Lightning callback."""
+        from attnorm.monitor.lightning import lightning_callback
+
+        return lightning_callback(self)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if state.is_world_process_zero and _logs_next(args, state, others.get("train_dataloader")):
+            self.begin(others["model"])
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self._take(state.global_step + 1)  # the first part of an accumulated batch is enough
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        self._take(state.global_step)
+
+    def _take(self, step: int) -> None:
+        if self._open is not None:
+            self._pending = self.finish(step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        if not self._pending or logs is None:
+            return
+        if not self._attached:
+            warnings.warn(
+                "the Trainer's reporters ran before this monitor, so TensorBoard, W&B and the like do not see its "
+                "numbers; call monitor.attach(trainer) instead of passing it to Trainer(callbacks=...)",
+                stacklevel=2,
+            )
+            self._attached = True
+        logs.update(self._pending)
+        if state.log_history:  # written before callbacks hear of it
+            state.log_history[-1].update(self._pending)
+        self._pending = {}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()  # of a run that an exception ended
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+
+def _logs_next(args: TrainingArguments, state: TrainerState, loader: Any) -> bool:
+    """Whether the Trainer will log at the end of the step that begins (transformers' DefaultFlowCallback decides)."""
+    step = state.global_step + 1
+    if step == 1 and args.logging_first_step:
+        return True
+    if args.logging_strategy == "steps":
+        return step % state.logging_steps == 0
+    if args.logging_strategy == "epoch" and hasattr(loader, "__len__"):
+        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
+        return step % epoch == 0 or step == state.max_steps
+    return False
+
+
+def _keys(layers: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
+    """attn/layer_03/entropy_mean and attn/layer_03/entropy_min; numbers that no row has are left out."""
+    found: dict[str, float] = {}
+    for layer, heads in layers.items():
+        for name, metric in REPORTED.items():
+            values = [value for value in heads[name] if not math.isnan(value)]
+            if values:
+                found[f"{PREFIX}{layer}/{name}_mean"] = sum(values) / len(values)
+                found[f"{PREFIX}{layer}/{name}_{metric.worst}"] = (min if metric.worst == "min" else max)(values)
+    return found

@@ -1,0 +1,134 @@
+"""What is kept of an attention call until the forward pass is over: one sequence of the batch, some of its last rows.
+
+Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing wants to free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import Measured
+from attnorm.metrics.sampling import length_bins, spread
+from attnorm.normalizers.contract import Mechanism
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some rows of a call.
+
+    Samples of one group may be measured as the heads of a single call: their queries are the sampled rows alone, and
+    their mask says what each of them sees. None: neither holds, the rows are among the queries of a whole sequence.
+    """
+
+    call: AttentionCall
+    rows: Tensor  # of the call's queries
+    group: tuple[object, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        tensors = (self.call.query_BHQD, self.call.key_BGKD, self.call.value_BGKE)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Sampler:
+    """Takes the samples of one forward pass."""
+
+    def __init__(self, tokens: Mapping[str, Tensor], rows: int) -> None:
+        """tokens: by kind of attention, which queries are no padding, (B, Q); without a kind, all are tokens."""
+        self._tokens = {kind: mask.cpu() for kind, mask in tokens.items()}
+        self._count = rows
+        self._rows: dict[tuple[object, ...], tuple[int, Tensor]] = {}
+        self._seen: dict[tuple[object, ...], tuple[object, Tensor | None]] = {}
+
+    @torch.no_grad()
+    def take(self, call: AttentionCall) -> Sample:
+        item, rows = self._item_and_rows(call)
+        one = _sequence(call, item)
+        if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
+            return Sample(_copied(one), rows, None)
+        here = rows.to(one.query_BHQD.device)
+        mask = self._visible(call, one, item, here)
+        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, here], mask=mask, causal=False)
+        per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
+        shapes = (len(rows), per_group, *call.key_BGKD.shape[2:], call.value_BGKE.shape[3])
+        settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, id(mask))
+        return Sample(
+            _copied(sampled), torch.arange(len(rows)), (*shapes, *settings, here.device, call.query_BHQD.dtype)
+        )
+
+    def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor]:
+        """The sequence with the most tokens, and rows spread over its longest bin of n, as in analysis."""
+        batch, queries = call.query_BHQD.shape[0], call.query_BHQD.shape[2]
+        key = (call.kind, batch, queries)
+        if key not in self._rows:
+            tokens = self._tokens.get(call.kind)
+            if tokens is None or tokens.shape != (batch, queries):
+                item, present = 0, torch.arange(queries)
+            else:
+                item = int(tokens.sum(-1).argmax())
+                present = tokens[item].nonzero().squeeze(-1)
+            if call.kind == "decoder" and len(present):
+                present = present[length_bins(len(present))[0][0] - 1 :]
+            self._rows[key] = item, spread(present, self._count)
+        return self._rows[key]
+
+    def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
+        """What these rows see, (1, 1, R, K); made once for all layers that share a mask."""
+        queries, keys = call.query_BHQD.shape[2], call.key_BGKD.shape[2]
+        key = (call.kind, id(call.mask), call.causal, item, queries, keys)
+        if key not in self._seen:
+            mask = one.mask
+            # A mask per query says it all, as metrics.logits has it.
+            causal = call.causal and (mask is None or mask.shape[-2] == 1 or queries == keys)
+            if mask is not None and mask.shape[-2] > 1:
+                mask = mask[:, :, rows]
+            if causal:
+                reach = (rows + (keys - queries))[:, None]
+                earlier = (torch.arange(keys, device=rows.device) <= reach)[None, None]
+                mask = earlier if mask is None else mask & earlier
+            if mask is not None:
+                mask = mask.expand(1, 1, len(rows), keys)
+            self._seen[key] = call.mask, mask
+        return self._seen[key][1]
+
+
+def _sequence(call: AttentionCall, item: int) -> AttentionCall:
+    """One sequence of the batch; mask and bias with four dimensions."""
+
+    def one(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
+        return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]
+
+    here = slice(item, item + 1)
+    return replace(
+        call,
+        query_BHQD=call.query_BHQD[here],
+        key_BGKD=call.key_BGKD[here],
+        value_BGKE=call.value_BGKE[here],
+        mask=one(call.mask),
+        bias=one(call.bias),
+        inputs_BKC=None,
+    )
+
+
+def _copied(call: AttentionCall) -> AttentionCall:
+    return replace(
+        call,
+        query_BHQD=call.query_BHQD.detach().clone(),
+        key_BGKD=call.key_BGKD.detach().clone(),
+        value_BGKE=call.value_BGKE.detach().clone(),
+    )
+
+
+def _scales_softmax(call: AttentionCall) -> bool:
+    """Softmax of logits times what depends on nothing but the head and n: rows can be looked at without the others."""
+    normalizer = call.normalizer
+    if isinstance(normalizer, Mechanism):
+        return False
+    return normalizer is None or (normalizer.sink is None and Measured("", normalizer).scaled_softmax)

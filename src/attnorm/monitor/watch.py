@@ -1,0 +1,107 @@
+"""Looks into one training forward of a model: the first that begins with gradients on while the watch lasts.
+
+Forwards without gradients - a generation or an evaluation inside a training step - are not what is trained. Neither
+counts what gradient checkpointing runs again in the backward pass (models.observe leaves it out).
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnorm.analysis.sequences import query_masks
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.observe import observe
+from attnorm.models.support import UnsupportedModel
+from attnorm.monitor.measure import BROKEN, REPORTED, measure
+from attnorm.monitor.sample import Sample, Sampler
+from attnorm.normalizers.contract import Mechanism
+
+HELD_BYTES = 2**28  # of samples, before they are measured and freed
+
+Layers = dict[str, dict[str, list[float]]]  # layer -> metric -> one number per head
+
+
+@contextmanager
+def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["Watch"]:
+    """Compiled models run uncompiled meanwhile: compiled code asks for no kernel, so there is nothing to look at."""
+    model = trained_model(model)
+    watched = Watch(rows, top_n)
+    with ExitStack() as until_exit:
+        until_exit.enter_context(torch.compiler.set_stance("force_eager"))
+        until_exit.enter_context(watched.observation)
+        watched.observation.enter_context(observe(model, watched.on_call, check=check))
+        begin = model.register_forward_pre_hook(watched.begin, with_kwargs=True)
+        until_exit.callback(begin.remove)
+        end = model.register_forward_hook(watched.end, always_call=True)
+        until_exit.callback(end.remove)
+        yield watched
+
+
+def trained_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside wrappers (DDP, PEFT, a LightningModule): its forward is the one to look into."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+class Watch:
+    """What was seen of the forward."""
+
+    def __init__(self, rows: int, top_n: int) -> None:
+        self.observation = ExitStack()
+        self._rows, self._top_n = rows, top_n
+        self._sampler: Sampler | None = None
+        self._held: list[Sample] = []
+        self._found: dict[tuple[str, int], Tensor] = {}  # by kind and layer: (metrics, heads), on the device
+        self.done = False
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self.done:
+            encoder_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+            tokens = query_masks(_tensors(module, args, kwargs), encoder_decoder=encoder_decoder)
+            self._sampler = Sampler(tokens, self._rows)
+
+    def on_call(self, call: AttentionCall) -> None:
+        if self._sampler is None or isinstance(call.normalizer, Mechanism):  # a mechanism has no rows of logits
+            return
+        self._held.append(self._sampler.take(call))
+        if sum(sample.size for sample in self._held) > HELD_BYTES:
+            self._measure()
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._sampler is None:
+            return
+        self._sampler, self.done = None, True
+        failed = output is None
+        if not failed:
+            self._measure()
+        with suppress(UnsupportedModel) if failed else nullcontext():  # it says more about itself
+            self.observation.close()  # whatever happens next, the model is its own again
+
+    def layers(self) -> Layers:
+        """By the name that a layer has in logs. The only transfer from the device."""
+        if not self._found:
+            return {}
+        first = next(iter(self._found.values()))
+        heads = [numbers.shape[1] for numbers in self._found.values()]
+        here = torch.cat([numbers.to(first.device) for numbers in self._found.values()], dim=1).cpu()
+        several = len({kind for kind, _ in self._found}) > 1
+        width = max(2, len(str(max(layer for _, layer in self._found))))
+        return {
+            f"{kind}/" * several + f"layer_{layer:0{width}}": dict(zip((*REPORTED, BROKEN), part.tolist(), strict=True))
+            for (kind, layer), part in zip(self._found, here.split(heads, dim=1), strict=True)
+        }
+
+    def _measure(self) -> None:
+        for sample, numbers in measure(self._held, self._top_n):
+            self._found[sample.call.kind, sample.call.layer] = numbers
+        self._held.clear()
+
+
+def _tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = inspect.signature(module.forward).parameters
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}

@@ -1,0 +1,104 @@
+"""Where a trained stack fails, size by size: is the right item's logit not the largest, or is it and does not prevail?
+
+Memory is bounded at every size: sets come in blocks, and the items of a block are read a slice at a time, once for
+their logits and once for their values.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.contract import Normalizer
+from attnorm.training.retrieval.model import Retrievers, mixture
+from attnorm.training.retrieval.streams import sets_for_testing
+from attnorm.training.retrieval.tasks import Sets, Task
+
+SLICE_BYTES = {"cuda": 2**32, "cpu": 2**27}
+ITEMS_IN_ALL = 2**24  # for each model and size: 1024 sets of 16,384 items, 128 of 131,072
+
+
+def sets_at(size: int, wanted: int) -> int:
+    """How many sets of this size are tested: fewer where they are very large."""
+    return max(1, min(wanted, ITEMS_IN_ALL // size))
+
+
+@torch.no_grad()
+def evaluate(
+    models: Retrievers,
+    task: Task,
+    seeds: Sequence[int],
+    size: int,
+    sets: int,
+    normalizers: Mapping[str, Normalizer | None],
+) -> list[dict[str, Any]]:
+    """One record per seed and normalizer used at test time (None: the one trained with).
+
+    accuracy + logits_wrong + dispersed = 1 where the task has a target: an error is "logits wrong" where the largest
+    logit is not the right item's, and "dispersed" where it is and the answer is wrong all the same.
+    """
+    device = models.to_key.weight_SIO.device
+    totals: dict[str, dict[str, Tensor]] = {name: {} for name in normalizers}
+    for drawn in sets_for_testing(task, seeds, size, sets, device):
+        logits = torch.cat([models.logits(models.read(part), drawn.query) for part in _slices(models, drawn)], -1)
+        weights = {name: models.weights(logits, drawn.visible, chosen) for name, chosen in normalizers.items()}
+        for name, mixed in _mixtures(models, drawn, weights).items():
+            right = models.classes(mixed).argmax(-1) == drawn.label
+            for key, value in _outcomes(drawn, logits, weights[name], right).items():
+                totals[name][key] = totals[name].get(key, torch.zeros((), device=device)) + value.double().sum(-1)
+    return [
+        {
+            "seed": seed,
+            "size": size,
+            "sets": sets,
+            "tested_with": name,
+            **{key: _number(float(total[copy]) / sets) for key, total in sums.items()},
+        }
+        for name, sums in totals.items()
+        for copy, seed in enumerate(seeds)
+    ]
+
+
+def _slices(models: Retrievers, drawn: Sets) -> Iterator[Tensor]:
+    """Of the items; their number in a slice is such that what the model keeps of them fits into SLICE_BYTES."""
+    copies, sets, items, _ = drawn.items.shape
+    per_item = copies * sets * models.width * drawn.items.element_size() * 4
+    length = max(1, SLICE_BYTES.get(drawn.items.device.type, SLICE_BYTES["cpu"]) // per_item)
+    return (drawn.items[:, :, start : start + length] for start in range(0, items, length))
+
+
+def _mixtures(models: Retrievers, drawn: Sets, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    mixed: dict[str, Tensor] = {}
+    start = 0
+    for part in _slices(models, drawn):
+        values = models.values(models.read(part), part.shape[1])
+        for name, own in weights.items():
+            more = mixture(own[..., start : start + part.shape[2]], values)
+            mixed[name] = mixed[name] + more if name in mixed else more
+        start += part.shape[2]
+    return mixed
+
+
+def _outcomes(drawn: Sets, logits: Tensor, weights: Tensor, right: Tensor) -> dict[str, Tensor]:
+    outcome = {"accuracy": right}
+    if drawn.target is None:
+        return outcome
+    target = drawn.target[..., None]
+    others = logits.scatter(-1, target, -torch.inf).amax(-1)
+    margin = logits.gather(-1, target).squeeze(-1) - others
+    found = logits.argmax(-1) == drawn.target
+    return outcome | {
+        "logits_wrong": ~found & ~right,
+        "dispersed": found & ~right,
+        "logits_right": found,
+        "winner_weight": weights.gather(-1, target).squeeze(-1),
+        "margin": margin,
+        "spread": logits.amax(-1) - logits.amin(-1),
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN: a model that broke down has no figures."""
+    return value if math.isfinite(value) else None

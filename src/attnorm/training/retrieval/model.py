@@ -1,0 +1,115 @@
+"""The model of Velickovic et al. 2024: an MLP reads each item, one attention head mixes them, an MLP names the class.
+
+https://arxiv.org/abs/2410.01104, appendix A. S copies with different seeds are trained side by side as one module. They
+share nothing: every weight has a leading dimension S, and the normalizer takes the copies as its heads, so that what it
+learns is learned for each copy alone.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import get
+from attnorm.training.retrieval.streams import stream
+from attnorm.training.retrieval.tasks import CLASSES, Task
+
+
+class StackedLinear(nn.Module):
+    """S linear layers; copy s starts as torch.nn.Linear does, from its own generator."""
+
+    def __init__(self, generators: list[torch.Generator], inputs: int, outputs: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs)
+
+        def drawn(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.stack([(torch.rand(*shape, generator=g) * 2 - 1) * bound for g in generators]))
+
+        self.weight_SIO = drawn(inputs, outputs)
+        self.bias_S1O = drawn(1, outputs)
+
+    def forward(self, x_SNI: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias_S1O, x_SNI, self.weight_SIO)
+
+
+class StackedMLP(nn.Module):
+    def __init__(self, generators: list[torch.Generator], inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.first = StackedLinear(generators, inputs, width)
+        self.second = StackedLinear(generators, width, outputs)
+
+    def forward(self, x_SNI: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x_SNI)))  # type: ignore[no-any-return]
+
+
+class Retrievers(nn.Module):
+    """One model per seed; the starting weights of each follow from its seed."""
+
+    def __init__(self, task: Task, normalizer: Normalizer, seeds: Sequence[int], width: int) -> None:
+        super().__init__()
+        generators = [stream("weights", seed, 0, torch.device("cpu")) for seed in seeds]
+        self.copies, self.width = len(seeds), width
+        self.normalizer = normalizer
+        self.read_item = StackedMLP(generators, task.item_width, width, width)
+        self.read_query = StackedMLP(generators, task.query_width, width, width)
+        self.to_query, self.to_key, self.to_value = (StackedLinear(generators, width, width) for _ in range(3))
+        self.name_class = StackedMLP(generators, width, width, CLASSES)
+
+    def read(self, items_SBNF: Tensor) -> Tensor:
+        """What keys and values are made from, (S, B * N, D)."""
+        read: Tensor = self.read_item(items_SBNF.flatten(1, 2))
+        return read
+
+    def logits(self, read_SXD: Tensor, query_SBF: Tensor) -> Tensor:
+        """(S, B, N) of the items that were read."""
+        keys = self.to_key(read_SXD).unflatten(1, (query_SBF.shape[1], -1))
+        queries = self.to_query(self.read_query(query_SBF))
+        logits: Tensor = (keys @ queries[..., None]).squeeze(-1) / math.sqrt(self.width)
+        return logits
+
+    def values(self, read_SXD: Tensor, sets: int) -> Tensor:
+        """(S, B, N, D) of the items that were read, which belong to so many sets."""
+        values: Tensor = self.to_value(read_SXD).unflatten(1, (sets, -1))
+        return values
+
+    def weights(self, logits_SBN: Tensor, visible_SBN: Tensor, normalizer: Normalizer | None = None) -> Tensor:
+        """(S, B, N): the copies are the normalizer's heads, each set is one row. None: the one trained with."""
+        rows, mask = (x.transpose(0, 1)[:, :, None] for x in (logits_SBN, visible_SBN))
+        weights: Tensor = (normalizer or self.normalizer)(rows, mask)
+        return weights[:, :, 0].transpose(0, 1)
+
+    def classes(self, mixed_SBD: Tensor) -> Tensor:
+        """Scores of the classes, (S, B, C)."""
+        scores: Tensor = self.name_class(mixed_SBD)
+        return scores
+
+
+def mixture(weights_SBN: Tensor, values_SBND: Tensor) -> Tensor:
+    return (weights_SBN[:, :, None] @ values_SBND).squeeze(2)
+
+
+def normalizer_for(name: str, copies: int) -> Normalizer:
+    """The named normalizer, with parameters for each copy where it learns any.
+
+    Raises:
+        ValueError: Unknown, or one that cannot be asked for the weights of a set.
+    """
+    chosen = get(name)
+    if not isinstance(chosen, Normalizer):
+        raise ValueError(
+            f"{name!r} is a mechanism: it needs q, k and v of a sequence, and sets of items are rows of logits; "
+            "choose a normalizer, `attnorm normalizers` lists them"
+        )
+    if not any(True for _ in chosen.parameters()):
+        return chosen
+    try:
+        per_copy = get(name, heads=copies)
+    except TypeError:
+        raise ValueError(
+            f"{name!r} learns parameters but has no option `heads`, so the models of a stack would share them"
+        ) from None
+    assert isinstance(per_copy, Normalizer)
+    return per_copy

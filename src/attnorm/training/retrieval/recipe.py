@@ -1,0 +1,51 @@
+"""How a stack is trained: every number here changes the weights, whichever the normalizer and the task."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The defaults are those of Velickovic et al. 2024 (https://arxiv.org/abs/2410.01104), with fewer steps.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    steps: int = 20_000
+    batch: int = 128
+    smallest: int = 5
+    largest: int = 16
+    width: int = 128
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-3
+    # Ours, 0 = off. Penalty on the share of the logits' variance that comes from the class, which must not matter.
+    leak_penalty: float = 0.0
+    # Ours, 0 = off. Share of the sets whose priorities are squeezed toward 1, by up to a factor 2^-12.
+    squeezed: float = 0.0
+    cosine: bool = False  # the learning rate falls to 0 along a cosine; the paper keeps it
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 2 <= self.smallest <= self.largest:
+            raise ValueError(
+                f"sets in training must have at least 2 items, and the smallest no more than the largest; "
+                f"got {self.smallest} to {self.largest}"
+            )
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"the learning rate must be above 0, got {self.learning_rate}")
+        for name in ("weight_decay", "leak_penalty"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name.replace('_', ' ')} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.squeezed <= 1:
+            raise ValueError(f"squeezed is a share of the sets, between 0 and 1; got {self.squeezed}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return self.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / self.steps) if self.cosine else 1.0)

@@ -1,0 +1,186 @@
+"""Train and test stacks for several normalizers in one folder; what is finished there is not done again.
+
+    records.jsonl   a line per normalizer, seed, size and normalizer at test time
+    models/         the weights of each stack, safetensors
+    manifest.json   versions, command, and how each stack was made
+
+The folder may hold several tasks and recipes: lines and models carry the key of their run. It is whole at any moment,
+so a run that was stopped goes on with the same call.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnorm.analysis.manifest import now, versions
+from attnorm.training import atomic
+from attnorm.training.lm import chosen_device
+from attnorm.training.retrieval.model import normalizer_for
+from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.retrieval.records import RECORDS, Record
+from attnorm.training.retrieval.stacks import FOLDER, Stack, found_stacks, run_key, save_stack
+from attnorm.training.retrieval.tasks import Task, find_task
+from attnorm.training.retrieval.testing import Tests, tested
+from attnorm.training.retrieval.training import check_recipe, train
+
+MANIFEST = "manifest.json"
+SEEDS = tuple(range(10))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Training steps (with the loss) or test sizes done, of the normalizer at hand, which is the number-th of `of`."""
+
+    normalizer: str
+    number: int
+    of: int
+    stage: str
+    done: int
+    total: int
+    loss: float | None = None
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Results:
+    records: list[Record]  # those asked for, in the order of normalizers, tests, sizes and seeds
+    manifest: dict[str, Any]
+
+
+def train_retrieval(
+    normalizers: Sequence[str],
+    out: Path,
+    *,
+    task: str = "max",
+    seeds: Sequence[int] = SEEDS,
+    recipe: Recipe | None = None,
+    tests: Tests | None = None,
+    device: str | None = None,
+    compiled: bool | None = None,
+    command: str = "",
+    report: Report = lambda progress: None,
+) -> Results:
+    """Trains one model per normalizer and seed, and tests each on sets of every size.
+
+    Args:
+        device: A GPU where none is named and there is one.
+        compiled: torch.compile the training step; on CUDA unless said otherwise.
+        command: How this was called, for the manifest.
+
+    Raises:
+        ValueError: Unknown names, numbers out of range, a folder of something else, or damaged files.
+    """
+    recipe, tests = recipe or Recipe(), tests or Tests()
+    sort, place = find_task(task), chosen_device(device)
+    compiled = place.type == "cuda" if compiled is None else compiled
+    check_recipe(recipe, sort)
+    _check_names(normalizers, seeds)
+    _claim(out)
+    records: list[Record] = []
+    manifest: dict[str, Any] = {}
+    for number, name in enumerate(normalizers, 1):
+        here = Progress(name, number, len(normalizers), "training", 0, recipe.steps)
+        job = _Job(sort, name, recipe, place, compiled, command)
+        for stack in _stacks(out, job, seeds, here, report):
+            testing = replace(here, stage="testing", total=len(tests.sizes))
+            found = tested(out, stack, sort, tests, place, partial(_tell_tests, report, testing))
+            records += [record for record in found if record["seed"] in seeds]
+        manifest = _write_manifest(out, command, place)  # after each: the folder speaks for itself if we are stopped
+    return Results(_in_order(records, normalizers, tests.names), manifest)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that the weights of one normalizer's models depend on but their seeds, and how they came about."""
+
+    task: Task
+    normalizer: str
+    recipe: Recipe
+    device: torch.device
+    compiled: bool
+    command: str
+
+
+def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: Report) -> list[Stack]:
+    """Those in the folder that hold the seeds; seeds that none holds are trained as one more."""
+    key = run_key(job.task.name, job.normalizer, job.recipe, job.device.type)
+    held = [stack for stack in found_stacks(out, key) if set(stack.seeds) & set(seeds)]
+    missing = sorted(set(seeds) - {seed for stack in held for seed in stack.seeds})
+    if not missing:
+        return held
+    report(here)
+    trained = train(
+        job.task,
+        normalizer_for(job.normalizer, len(missing)),
+        missing,
+        job.recipe,
+        device=job.device,
+        compiled=job.compiled,
+        report=lambda step, loss: report(replace(here, done=step, loss=loss)),
+    )
+    about = {
+        "task": job.task.name,
+        "normalizer": job.normalizer,
+        "recipe": job.recipe.as_dict(),
+        "device": job.device.type,
+        "compiled": job.compiled,
+        "train_losses": [loss if math.isfinite(loss) else None for loss in trained.losses],
+        "train_seconds": round(trained.seconds, 2),
+        "command": job.command,
+        "versions": versions(),
+    }
+    return [*held, save_stack(out, key, missing, trained.models, about)]
+
+
+def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, Any]:
+    manifest = {
+        "command": command,
+        "written": now(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": versions(),
+        "models": [{"file": stack.path.relative_to(out).as_posix(), **stack.about} for stack in found_stacks(out)],
+    }
+    atomic.write_json(out / MANIFEST, manifest)
+    return manifest
+
+
+def _tell_tests(report: Report, testing: Progress, done: int) -> None:
+    report(replace(testing, done=done))
+
+
+def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
+    for what, values in (("normalizers", normalizers), ("seeds", seeds)):
+        if not values:
+            raise ValueError(f"no {what}; at least one is needed")
+        twice = [value for value in values if list(values).count(value) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is among the {what} twice; give it once")
+    if min(seeds) < 0:
+        raise ValueError(f"seeds must not be negative, got {min(seeds)}")
+    for name in normalizers:
+        normalizer_for(name, len(seeds))
+
+
+def _claim(out: Path) -> None:
+    """Makes the folder; one with files of another kind is left alone."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; name a folder for the output")
+    ours = {RECORDS, MANIFEST, FOLDER}
+    if out.is_dir() and any(not path.name.startswith(".") and path.name not in ours for path in out.iterdir()):
+        raise ValueError(f"{out} holds files of something else; choose an empty or a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _in_order(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:
+    def place(record: Record) -> tuple[int, int, int, int]:
+        first, second = list(normalizers).index(record["normalizer"]), list(tests).index(record["tested_with"])
+        return first, second, record["size"], record["seed"]
+
+    return sorted(records, key=place)

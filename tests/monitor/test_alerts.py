@@ -1,0 +1,108 @@
+"""Alerts: each at its threshold, once per layer and occasion, in words, in the log keys and in monitor.alerts."""
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from attnorm.monitor.alerts import MEANING, AlertThresholds, AttentionAlert, states
+from attnorm.monitor.monitor import AttentionMonitor
+from tests.models.tiny import llama, tokens
+
+HEALTHY = {
+    "entropy": [2.0, 1.5],
+    "entropy_ratio": [0.4, 0.3],
+    "max_logit": [9.0, 7.0],
+    "sink_mass": [0.1, 0.2],
+    "separability": [0.9, 0.8],
+    "separability_null": [0.5, 0.5],
+    "broken_rows": [0.0, 0.0],
+}
+CASES: list[tuple[dict[str, list[float]], set[str]]] = [
+    ({}, set()),
+    ({"entropy": [0.05, 2.0]}, {"entropy_collapse"}),
+    ({"entropy": [0.051, 2.0]}, set()),
+    ({"entropy": [0.01, 0.01], "sink_mass": [0.99, 0.98]}, set()),  # parked, not collapsed
+    ({"entropy_ratio": [0.95, 0.2]}, {"dispersion"}),
+    ({"entropy_ratio": [0.95, 0.2, 0.2], "entropy": [1.0] * 3, "sink_mass": [0.0] * 3}, set()),
+    ({"separability": [0.4, 0.5]}, {"saturation"}),
+    ({"separability": [0.97, 0.98], "separability_null": [0.99, 0.99]}, set()),  # everything is told apart
+    ({"separability": [math.nan] * 2, "separability_null": [math.nan] * 2}, set()),  # n <= N
+    ({"max_logit": [3.0, 100.0]}, {"exploding_logits"}),
+    ({"max_logit": [math.nan, 99.0]}, set()),
+    ({"broken_rows": [0.0, 0.1], "entropy": [math.nan] * 2, "max_logit": [math.nan] * 2}, {"not_finite"}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CASES)
+def test_each_state_begins_at_its_threshold(change: dict[str, list[float]], expected: set[str]) -> None:
+    assert {kind for kind, _, _ in states({**HEALTHY, **change}, AlertThresholds())} == expected
+
+
+def test_thresholds_can_be_moved() -> None:
+    assert [kind for kind, _, _ in states(HEALTHY, AlertThresholds(exploding_logit=8.0))] == ["exploding_logits"]
+    assert not [*states({**HEALTHY, "entropy": [0.0, 2.0]}, AlertThresholds(heads=0.6))]
+
+
+@pytest.mark.parametrize(("name", "value"), [("heads", 1.5), ("heads", 0.0), ("exploding_logit", math.nan)])
+def test_thresholds_that_make_no_sense(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"threshold {name}"):
+        AlertThresholds(**{name: value})
+
+
+def queries_times(factor: float) -> Callable[[PreTrainedModel], None]:
+    def change(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.weight.mul_(factor)
+
+    return change
+
+
+def test_a_layer_is_told_of_when_it_enters_a_state_and_again_after_it_has_left_it() -> None:
+    model, ids = llama(), tokens(1, 40)
+    monitor = AttentionMonitor(every=1)
+    heard: list[list[str]] = []
+    counts: list[float] = []
+    for factor in (1.0, 1e-3, 1.0, 1e3, 1e-3):  # flat, flat, as it was, flat
+        queries_times(factor)(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with monitor.step(model) as numbers:
+                model(input_ids=ids)
+        heard.append([str(one.message) for one in caught if "smeared" in str(one.message)])
+        assert all(issubclass(one.category, AttentionAlert) for one in caught)
+        counts.append(numbers["attn/alert/dispersion"])
+    assert counts == [0, 2, 2, 0, 2]
+    assert [len(words) for words in heard] == [0, 1, 0, 0, 1]
+    assert heard[1][0].startswith("step 2: layer_00 is smeared over the context")
+    assert "layer_01" in heard[1][0]
+    alerts = [(alert.step, alert.layer) for alert in monitor.alerts if alert.kind == "dispersion"]
+    assert alerts == [(2, "layer_00"), (2, "layer_01"), (5, "layer_00"), (5, "layer_01")]
+
+
+@pytest.mark.parametrize(("factor", "kinds"), [(1e-4, {"dispersion"}), (1e4, {"entropy_collapse", "exploding_logits"})])
+def test_a_model_that_goes_wrong(factor: float, kinds: set[str]) -> None:
+    model = llama()
+    queries_times(factor)(model)
+    monitor = AttentionMonitor(every=1)
+    with pytest.warns(AttentionAlert), monitor.step(model) as numbers:
+        model(input_ids=tokens(1, 40))
+    assert kinds <= {alert.kind for alert in monitor.alerts}
+    assert {f"attn/alert/{kind}" for kind in MEANING} <= {*numbers}
+
+
+def test_weights_that_are_not_finite_are_told_of_and_not_averaged() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(torch.inf)
+    monitor = AttentionMonitor(every=1)
+    told = pytest.warns(AttentionAlert, match="layer_01 has logits or weights that are not finite")
+    with told, monitor.step(model) as numbers:
+        model(input_ids=tokens(1, 40))
+    assert all(math.isfinite(value) for value in numbers.values())
+    assert "attn/layer_00/entropy_mean" in numbers
+    assert "attn/layer_01/entropy_mean" not in numbers

@@ -1,0 +1,31 @@
+"""Small stacks that learn in seconds on a CPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attnorm.training.retrieval.evaluation import evaluate
+from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.retrieval.tasks import find_task
+from attnorm.training.retrieval.training import Trained, train
+
+CPU = torch.device("cpu")
+
+
+def small(**changed: Any) -> Recipe:
+    usual: dict[str, Any] = {"steps": 250, "batch": 64, "width": 32, "learning_rate": 5e-3}
+    return Recipe(**{**usual, **changed})
+
+
+def trained(normalizer: str = "softmax", seeds: Sequence[int] = (0,), task: str = "max", **changed: Any) -> Trained:
+    chosen = normalizer_for(normalizer, len(seeds))
+    return train(find_task(task), chosen, seeds, small(**changed), device=CPU)
+
+
+def outcomes(
+    models: Retrievers, seeds: Sequence[int], size: int, task: str = "max", sets: int = 256, others: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    tests = {"own": None} | {name: normalizer_for(name, len(seeds)) for name in others}
+    return evaluate(models, find_task(task), seeds, size, sets, tests)

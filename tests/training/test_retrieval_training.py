@@ -1,0 +1,122 @@
+"""Stacks learn, seeds stand alone, penalties do what they are for."""
+
+import pytest
+import torch
+
+from attnorm.training.retrieval.leak import class_leak
+from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.retrieval.tasks import TASKS, find_task
+from attnorm.training.retrieval.training import Trained
+from tests.training.retrieval_stack import outcomes, small, trained
+
+
+@pytest.fixture(scope="module")
+def stack() -> Trained:
+    """Two seeds that have learned to pick the largest of 16."""
+    return trained(seeds=(0, 1))
+
+
+def test_the_loss_falls_and_16_items_are_mostly_right(stack: Trained) -> None:
+    first = trained(seeds=(0, 1), steps=1)
+    assert max(stack.losses) < 0.5 * min(first.losses)
+    assert all(record["accuracy"] > 0.75 for record in outcomes(stack.models, (0, 1), 16))
+
+
+@pytest.mark.parametrize("task", ["recall", "majority"])
+def test_the_other_tasks_can_be_learned(task: str) -> None:
+    record = outcomes(trained(task=task, steps=200).models, (0,), 16, task)[0]
+    assert record["accuracy"] > 0.3, "chance is 0.1"
+    assert ("dispersed" in record) == (task == "recall")
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "ssmax", "asentmax"])
+def test_a_stack_equals_separate_trainings(normalizer: str) -> None:
+    options = {"steps": 12, "width": 16, "leak_penalty": 0.3, "squeezed": 0.5, "cosine": True}
+    together = trained(normalizer, (0, 1, 2), **options)
+    records = outcomes(together.models, (0, 1, 2), 50, sets=300)
+    for place, seed in enumerate((0, 1, 2)):
+        alone = trained(normalizer, (seed,), **options)
+        ours, theirs = together.models.state_dict(), alone.models.state_dict()
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name][place], weight[0], rtol=1e-3, atol=1e-4, msg=f"{name} of seed {seed}")
+        torch.testing.assert_close(together.losses[place], alone.losses[0], rtol=1e-4, atol=1e-5)
+        (record,) = outcomes(alone.models, (seed,), 50, sets=300)
+        assert records[place]["seed"] == seed
+        assert records[place]["spread"] == pytest.approx(record["spread"], rel=1e-2)
+        assert records[place]["accuracy"] == pytest.approx(record["accuracy"], abs=0.02)
+
+
+def test_starting_weights_do_not_depend_on_normalizer_or_neighbours() -> None:
+    first, second = (
+        Retrievers(find_task("max"), normalizer_for(name, len(seeds)), seeds, 16)
+        for name, seeds in (("softmax", [3, 7]), ("ssmax", [7]))
+    )
+    assert torch.equal(first.to_key.weight_SIO[1], second.to_key.weight_SIO[0])
+    assert not torch.equal(first.to_key.weight_SIO[0], first.to_key.weight_SIO[1])
+    assert first.to_key.weight_SIO.abs().max() <= 16**-0.5
+
+
+def test_what_a_normalizer_learns_it_learns_for_each_seed() -> None:
+    models = trained("ssmax", (0, 1), steps=20).models
+    learned = dict(models.normalizer.named_parameters())
+    assert learned and all(len(set(value.flatten().tolist())) == 2 for value in learned.values())
+
+
+def test_the_penalty_lowers_the_leak() -> None:
+    plain, penalised = (trained(leak_penalty=penalty, steps=300).models for penalty in (0.0, 0.3))
+    (before,), (after,) = class_leak(plain), class_leak(penalised)
+    assert before["leak"] is not None and after["leak"] is not None
+    assert after["leak"] < 0.7 * before["leak"]
+
+
+def test_a_logit_that_falls_with_the_priority_has_no_leak() -> None:
+    models = Retrievers(find_task("max"), normalizer_for("softmax", 2), [0, 1], 8)
+    with torch.no_grad():
+        models.to_key.weight_SIO.zero_()
+    assert [entry["leak"] for entry in class_leak(models)] == [None, None]
+
+
+def test_the_cosine_ends_near_zero_and_the_rate_is_kept_without_it() -> None:
+    falling, kept = small(steps=100, cosine=True), small(steps=100)
+    assert falling.rate_at(0) == kept.rate_at(0) == kept.rate_at(99) == 5e-3
+    assert falling.rate_at(50) == pytest.approx(2.5e-3)
+    assert 0 < falling.rate_at(99) < 1e-5
+    assert trained(steps=10, cosine=True).losses != trained(steps=10).losses
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch": -1}, "batch must be at least 1, got -1"),
+        ({"width": 0}, "width must be at least 1"),
+        ({"smallest": 1}, "at least 2 items"),
+        ({"smallest": 17}, "got 17 to 16"),
+        ({"learning_rate": 0.0}, "above 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "above 0, got nan"),
+        ({"weight_decay": -1.0}, "weight decay must be 0 or more"),
+        ({"leak_penalty": float("inf")}, "leak penalty must be 0 or more, got inf"),
+        ({"squeezed": 1.5}, "between 0 and 1; got 1.5"),
+    ],
+)
+def test_a_recipe_out_of_range_is_refused(changed: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe(**changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not task.has_priority])
+def test_there_is_nothing_to_squeeze_without_priorities(task: str) -> None:
+    with pytest.raises(ValueError, match="leave it at 0"):
+        trained(task=task, squeezed=0.5, steps=1)
+
+
+def test_mechanisms_and_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="'linear' is a mechanism"):
+        normalizer_for("linear", 2)
+    with pytest.raises(ValueError, match="did you mean 'softmax'"):
+        normalizer_for("sofmax", 2)
+    with pytest.raises(ValueError, match="did you mean 'recall'"):
+        find_task("recal")
+    with pytest.raises(ValueError, match="known are max, recall, majority"):
+        find_task("zzz")
