@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from attnorm.analysis import parts, store
 from attnorm.analysis.parts import Progress
 from attnorm.analysis.result import Analysis
 from attnorm.cli import app
+from attnorm.cli.measuring import texts_of
 from attnorm.cli.progress import Watch, duration, memory_words
 from tests.cli.saved_model import save_model, save_text
 
@@ -136,6 +138,13 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert result.exit_code == 2, result.output
     assert complaint in flat(result.output)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_file_name_that_is_no_text_still_names_its_text(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xffar.txt"))
+    path.write_text("w1 w2")
+    (name,) = texts_of([path]) or {}
+    assert name.encode().endswith(b"/w\\xffar.txt")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,12 @@ def test_a_half_precision_checkpoint_runs_in_float32_on_a_cpu(tmp_path: Path) ->
         load(tmp_path, device="cpu", dtype="float23")
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta:x"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(CannotLoad, match=f"cannot use the device '{device}'.*use 'cpu'"):
+        load("bundled", device=device)
+
+
 def test_a_model_in_memory_is_taken_as_it_is() -> None:
     model = tiny("llama").train()
     loaded = load(model, tokenizer=tiny_tokenizer())

@@ -3,12 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from attnorm.monitor.alerts import MEANING, AlertThresholds, AttentionAlert, states
+from attnorm.monitor import monitor as monitoring
+from attnorm.monitor.alerts import MEANING, AlertThresholds, AttentionAlert, Levels, levels, states
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tokens
 
@@ -21,15 +23,18 @@ HEALTHY = {
     "separability_null": [0.5, 0.5],
     "broken_rows": [0.0, 0.0],
 }
+AT_FIRST = levels(HEALTHY, AlertThresholds())
 CASES: list[tuple[dict[str, list[float]], set[str]]] = [
     ({}, set()),
     ({"entropy": [0.05, 2.0]}, {"entropy_collapse"}),
     ({"entropy": [0.051, 2.0]}, set()),
     ({"entropy": [0.01, 0.01], "sink_mass": [0.99, 0.98]}, set()),  # parked, not collapsed
     ({"entropy_ratio": [0.95, 0.2]}, {"dispersion"}),
-    ({"entropy_ratio": [0.95, 0.2, 0.2], "entropy": [1.0] * 3, "sink_mass": [0.0] * 3}, set()),
-    ({"separability": [0.4, 0.5]}, {"saturation"}),
-    ({"separability": [0.97, 0.98], "separability_null": [0.99, 0.99]}, set()),  # everything is told apart
+    ({**{name: [values[0]] * 3 for name, values in HEALTHY.items()}, "entropy_ratio": [0.95, 0.2, 0.2]}, set()),
+    ({"separability": [0.4, 0.49]}, {"saturation"}),
+    ({"separability": [0.75, 0.8], "separability_null": [0.99, 0.99]}, set()),  # below chance, as it always was
+    ({"separability": [0.1, 0.8], "sink_mass": [0.6, 0.2]}, set()),  # parked, the first of them
+    ({"separability": [0.49, 0.49]}, set()),  # chance, give or take
     ({"separability": [math.nan] * 2, "separability_null": [math.nan] * 2}, set()),  # n <= N
     ({"max_logit": [3.0, 100.0]}, {"exploding_logits"}),
     ({"max_logit": [math.nan, 99.0]}, set()),
@@ -39,12 +44,27 @@ CASES: list[tuple[dict[str, list[float]], set[str]]] = [
 
 @pytest.mark.parametrize(("change", "expected"), CASES)
 def test_each_state_begins_at_its_threshold(change: dict[str, list[float]], expected: set[str]) -> None:
-    assert {kind for kind, _, _ in states({**HEALTHY, **change}, AlertThresholds())} == expected
+    assert {state.kind for state in states({**HEALTHY, **change}, AT_FIRST, AlertThresholds())} == expected
+
+
+def test_large_logits_explode_only_if_they_have_grown() -> None:
+    large = {**HEALTHY, "max_logit": [220.0, 3.0]}
+    assert not [*states(large, replace(AT_FIRST, logit=111.0), AlertThresholds())]
+    (state,) = states(large, replace(AT_FIRST, logit=110.0), AlertThresholds())
+    assert state.words == "220, at first 110"
+
+
+def test_what_was_not_known_at_first_is_not_held_against_a_layer() -> None:
+    nothing = Levels(logit=math.nan, separability=math.nan, chance=math.nan)
+    worse = {**HEALTHY, "separability": [0.1, 0.1], "max_logit": [500.0, 1.0]}
+    assert not [*states({**worse, "max_logit": [5.0, 1.0]}, nothing, AlertThresholds())]
+    assert [state.kind for state in states(worse, nothing, AlertThresholds())] == ["exploding_logits"]
 
 
 def test_thresholds_can_be_moved() -> None:
-    assert [kind for kind, _, _ in states(HEALTHY, AlertThresholds(exploding_logit=8.0))] == ["exploding_logits"]
-    assert not [*states({**HEALTHY, "entropy": [0.0, 2.0]}, AlertThresholds(heads=0.6))]
+    moved = AlertThresholds(exploding_logit=8.0, logit_growth=1.0)
+    assert [state.kind for state in states(HEALTHY, AT_FIRST, moved)] == ["exploding_logits"]
+    assert not [*states({**HEALTHY, "entropy": [0.0, 2.0]}, AT_FIRST, AlertThresholds(heads=0.6))]
 
 
 @pytest.mark.parametrize(("name", "value"), [("heads", 1.5), ("heads", 0.0), ("exploding_logit", math.nan)])
@@ -62,12 +82,15 @@ def queries_times(factor: float) -> Callable[[PreTrainedModel], None]:
     return change
 
 
-def test_a_layer_is_told_of_when_it_enters_a_state_and_again_after_it_has_left_it() -> None:
+def test_a_layer_is_told_of_when_it_enters_a_state_and_again_when_that_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitoring, "FORGOTTEN", 2)
     model, ids = llama(), tokens(1, 40)
     monitor = AttentionMonitor(every=1)
     heard: list[list[str]] = []
     counts: list[float] = []
-    for factor in (1.0, 1e-3, 1.0, 1e3, 1e-3):  # flat, flat, as it was, flat
+    for factor in (1.0, 1e-3, 1e3, 1e-3, 1e3, 1.0, 1e-3):  # flat in the second, the fourth and the last
         queries_times(factor)(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -76,21 +99,24 @@ def test_a_layer_is_told_of_when_it_enters_a_state_and_again_after_it_has_left_i
         heard.append([str(one.message) for one in caught if "smeared" in str(one.message)])
         assert all(issubclass(one.category, AttentionAlert) for one in caught)
         counts.append(numbers["attn/alert/dispersion"])
-    assert counts == [0, 2, 2, 0, 2]
-    assert [len(words) for words in heard] == [0, 1, 0, 0, 1]
+    assert counts == [0, 2, 0, 2, 0, 0, 2]
+    assert [len(words) for words in heard] == [0, 1, 0, 0, 0, 0, 1]
     assert heard[1][0].startswith("step 2: layer_00 is smeared over the context")
     assert "layer_01" in heard[1][0]
     alerts = [(alert.step, alert.layer) for alert in monitor.alerts if alert.kind == "dispersion"]
-    assert alerts == [(2, "layer_00"), (2, "layer_01"), (5, "layer_00"), (5, "layer_01")]
+    assert alerts == [(2, "layer_00"), (2, "layer_01"), (7, "layer_00"), (7, "layer_01")]
 
 
 @pytest.mark.parametrize(("factor", "kinds"), [(1e-4, {"dispersion"}), (1e4, {"entropy_collapse", "exploding_logits"})])
 def test_a_model_that_goes_wrong(factor: float, kinds: set[str]) -> None:
-    model = llama()
-    queries_times(factor)(model)
+    model, ids = llama(), tokens(1, 40)
     monitor = AttentionMonitor(every=1)
+    with monitor.step(model):
+        model(input_ids=ids)
+    assert not kinds & {alert.kind for alert in monitor.alerts}
+    queries_times(factor)(model)
     with pytest.warns(AttentionAlert), monitor.step(model) as numbers:
-        model(input_ids=tokens(1, 40))
+        model(input_ids=ids)
     assert kinds <= {alert.kind for alert in monitor.alerts}
     assert {f"attn/alert/{kind}" for kind in MEANING} <= {*numbers}
 

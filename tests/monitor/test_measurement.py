@@ -9,14 +9,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import attnorm
+from attnorm.metrics import vectors
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from attnorm.monitor import watch as watching
-from attnorm.monitor.measure import REPORTED
+from attnorm.monitor.measure import REPORTED, SEPARABILITY_ROWS
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tiny, tokens
 
 ALL = 64  # rows: more than any sequence here has
+
+
+@pytest.fixture(autouse=True)
+def the_same_rows_for_separability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "NULL_ROWS", SEPARABILITY_ROWS)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.streams import STEPS_AT_ONCE, Batch, stream, sets_for_testing, training_batches
+from attnorm.training.retrieval.streams import STEPS_AT_ONCE, Batch, sets_for_testing, stream, training_batches
 from attnorm.training.retrieval.tasks import CLASSES, TASKS, find_task
 from tests.training.retrieval_stack import CPU
 
@@ -52,7 +52,7 @@ def test_majority_counts_visible_items_only() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_data_of_a_seed_do_not_depend_on_its_neighbours(task: str) -> None:
-    options = {"leak_penalty": 1.0, "squeezed": 0.5 if find_task(task).has_priority else 0.0}
+    options = {"leak_penalty": 1.0, "leak_from": 0.0, "squeezed": 0.5 if find_task(task).has_priority else 0.0}
     together = batches([4, 0, 9], STEPS_AT_ONCE + 2, task, **options)
     for place, seed in enumerate((4, 0, 9)):
         for ours, alone in zip(together, batches([seed], STEPS_AT_ONCE + 2, task, **options), strict=True):
@@ -83,7 +83,7 @@ def test_a_longer_training_and_another_recipe_begin_with_the_same_data() -> None
 def test_fewer_test_sets_are_the_first_of_more() -> None:
     few, many = (list(sets_for_testing(find_task("max"), [1], 16, count, CPU)) for count in (300, 600))
     ours, all_of_them = (torch.cat([sets.items for sets in each], 1) for each in (few, many))
-    assert ours.shape[1] == 300 and all_of_them.shape[1] == 600
+    assert (ours.shape[1], all_of_them.shape[1]) == (300, 600)
     assert torch.equal(ours, all_of_them[:, :300])
 
 
@@ -92,12 +92,15 @@ def test_squeezing_keeps_the_order_and_narrows_the_gaps() -> None:
     before, after = plain.items_SBNF[..., 0], squeezed.items_SBNF[..., 0]
     assert torch.equal(before.argsort(-1), after.argsort(-1))
     assert torch.equal(plain.items_SBNF[..., 1:], squeezed.items_SBNF[..., 1:])
-    assert (after.amin(-1) > before.amin(-1)).all() and (after <= 1).all()
+    assert (after.amin(-1) > before.amin(-1)).all()
+    assert (after <= 1).all()
     share = torch.cat([(a.items_SBNF != b.items_SBNF).any(-1).any(-1).flatten()
                        for a, b in zip(batches([0], 64), batches([0], 64, squeezed=0.25), strict=True)])  # fmt: skip
     assert 0.15 < share.float().mean() < 0.35
 
 
 def test_other_classes_cover_all_of_them() -> None:
-    other = batches([0], 1, leak_penalty=1.0)[0].other_SBN
-    assert other is not None and set(other.flatten().tolist()) == set(range(CLASSES))
+    first, *_, last = batches([0], 8, leak_penalty=1.0, leak_from=0.5)
+    assert first.other_SBN is None
+    assert last.other_SBN is not None
+    assert set(last.other_SBN.flatten().tolist()) == set(range(CLASSES))

@@ -1,20 +1,30 @@
 """Stacks learn, seeds stand alone, penalties do what they are for."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from attnorm.training.retrieval.leak import class_leak
+from attnorm.training.retrieval.leak import class_leak, leaked_share
 from attnorm.training.retrieval.model import Retrievers, normalizer_for
 from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.retrieval.streams import training_batches
 from attnorm.training.retrieval.tasks import TASKS, find_task
 from attnorm.training.retrieval.training import Trained
-from tests.training.retrieval_stack import outcomes, small, trained
+from tests.training.retrieval_stack import CPU, learned, outcomes, small, trained
 
 
 @pytest.fixture(scope="module")
 def stack() -> Trained:
-    """Two seeds that have learned to pick the largest of 16."""
-    return trained(seeds=(0, 1))
+    return learned()
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 def test_the_loss_falls_and_16_items_are_mostly_right(stack: Trained) -> None:
@@ -25,13 +35,14 @@ def test_the_loss_falls_and_16_items_are_mostly_right(stack: Trained) -> None:
 
 @pytest.mark.parametrize("task", ["recall", "majority"])
 def test_the_other_tasks_can_be_learned(task: str) -> None:
-    record = outcomes(trained(task=task, steps=200).models, (0,), 16, task)[0]
+    record = outcomes(trained(task=task, steps=150).models, (0,), 16, task)[0]
     assert record["accuracy"] > 0.3, "chance is 0.1"
     assert ("dispersed" in record) == (task == "recall")
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "ssmax", "asentmax"])
-def test_a_stack_equals_separate_trainings(normalizer: str) -> None:
+def test_a_stack_equals_separate_trainings(normalizer: str, in_float64: None) -> None:
+    """In float64: the key's bias shifts all logits, so its gradient is rounding, which Adam blows up to full steps."""
     options = {"steps": 12, "width": 16, "leak_penalty": 0.3, "squeezed": 0.5, "cosine": True}
     together = trained(normalizer, (0, 1, 2), **options)
     records = outcomes(together.models, (0, 1, 2), 50, sets=300)
@@ -39,12 +50,12 @@ def test_a_stack_equals_separate_trainings(normalizer: str) -> None:
         alone = trained(normalizer, (seed,), **options)
         ours, theirs = together.models.state_dict(), alone.models.state_dict()
         for name, weight in theirs.items():
-            torch.testing.assert_close(ours[name][place], weight[0], rtol=1e-3, atol=1e-4, msg=f"{name} of seed {seed}")
-        torch.testing.assert_close(together.losses[place], alone.losses[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours[name][place], weight[0], rtol=1e-6, atol=1e-7, msg=f"{name} of seed {seed}")
+        torch.testing.assert_close(together.losses[place], alone.losses[0], rtol=1e-7, atol=1e-9)
         (record,) = outcomes(alone.models, (seed,), 50, sets=300)
         assert records[place]["seed"] == seed
-        assert records[place]["spread"] == pytest.approx(record["spread"], rel=1e-2)
-        assert records[place]["accuracy"] == pytest.approx(record["accuracy"], abs=0.02)
+        assert records[place]["spread"] == pytest.approx(record["spread"], rel=1e-6)
+        assert records[place]["accuracy"] == pytest.approx(record["accuracy"], abs=0.004)  # one set
 
 
 def test_starting_weights_do_not_depend_on_normalizer_or_neighbours() -> None:
@@ -59,15 +70,37 @@ def test_starting_weights_do_not_depend_on_normalizer_or_neighbours() -> None:
 
 def test_what_a_normalizer_learns_it_learns_for_each_seed() -> None:
     models = trained("ssmax", (0, 1), steps=20).models
-    learned = dict(models.normalizer.named_parameters())
-    assert learned and all(len(set(value.flatten().tolist())) == 2 for value in learned.values())
+    parameters = dict(models.normalizer.named_parameters())
+    assert parameters
+    assert all(len(set(value.flatten().tolist())) == 2 for value in parameters.values())
 
 
-def test_the_penalty_lowers_the_leak() -> None:
-    plain, penalised = (trained(leak_penalty=penalty, steps=300).models for penalty in (0.0, 0.3))
-    (before,), (after,) = class_leak(plain), class_leak(penalised)
-    assert before["leak"] is not None and after["leak"] is not None
-    assert after["leak"] < 0.7 * before["leak"]
+def test_the_penalty_lowers_what_the_class_adds_to_the_logits() -> None:
+    """On fresh sets, to a fraction; and the models still learn."""
+    fresh = small(steps=1, batch=256, leak_penalty=1.0, leak_from=0.0)
+    batch = next(training_batches(find_task("max"), (8, 9), fresh, CPU))
+    shares = []
+    for penalty in (0.0, 300.0):
+        stack = trained(seeds=(0, 1), steps=160, leak_penalty=penalty, leak_from=0.5, cosine=True)
+        assert max(stack.losses) < 1, "a guess costs log 10 = 2.3"
+        with torch.no_grad():
+            logits = stack.models.logits(stack.models.read(batch.items_SBNF), batch.query_SBF)
+            shares.append(leaked_share(stack.models, batch, logits))
+    assert (shares[1] < 0.3 * shares[0]).all()
+
+
+def test_the_leak_is_in_units_of_priority() -> None:
+    """A logit 3 p + b with b = -1 or 1 by class: two items 2/3 apart in priority are level."""
+    models = Retrievers(find_task("max"), normalizer_for("softmax", 1), [0], 8)
+
+    def logits(read: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        items = read.unflatten(1, (query.shape[1], -1))
+        return 3 * items[..., 0] + torch.where(items[..., 1:].argmax(-1) % 2 == 0, 1.0, -1.0)
+
+    models.read = lambda items: items.flatten(1, 2)  # type: ignore[method-assign]
+    models.logits = logits  # type: ignore[method-assign]
+    (found,) = class_leak(models)
+    assert found == pytest.approx({"slope": 3.0, "leak": 1 / 3}, rel=1e-4)
 
 
 def test_a_logit_that_falls_with_the_priority_has_no_leak() -> None:
@@ -97,6 +130,7 @@ def test_the_cosine_ends_near_zero_and_the_rate_is_kept_without_it() -> None:
         ({"learning_rate": float("nan")}, "above 0, got nan"),
         ({"weight_decay": -1.0}, "weight decay must be 0 or more"),
         ({"leak_penalty": float("inf")}, "leak penalty must be 0 or more, got inf"),
+        ({"leak_from": 1.0}, "below 1; got 1.0"),
         ({"squeezed": 1.5}, "between 0 and 1; got 1.5"),
     ],
 )

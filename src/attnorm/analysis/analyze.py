@@ -75,7 +75,7 @@ def analyze(
         chosen, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
     check_observable(loaded.model)
-    texts = [default_text(bundled=chosen == BUNDLED)] if inputs is None else texts_from(inputs)
+    texts = texts_from(default_text(bundled=chosen == BUNDLED) if inputs is None else inputs)
     planned = plan(loaded, texts, lengths)
     source = str(chosen) if isinstance(chosen, str | Path) else None
     manifest = new_manifest(loaded, texts, planned, settings, source)

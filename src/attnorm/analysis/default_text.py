@@ -6,15 +6,14 @@ find the same 13 heads dispersed as the passage does; Python's own text, which i
 
 from importlib.resources import files
 
-from attnorm.models.inputs import Text
-
 PASSAGE = "the bundled model's own passage"
 TOPICS = "pydoc_data.topics"
 NAMES = (PASSAGE, TOPICS)
 
 
-def default_text(*, bundled: bool) -> Text:
-    return Text(PASSAGE, passage()) if bundled else Text(TOPICS, topics())
+def default_text(*, bundled: bool) -> dict[str, str]:
+    """Under its name."""
+    return {PASSAGE: passage()} if bundled else {TOPICS: topics()}
 
 
 def passage() -> str:

@@ -136,11 +136,12 @@ def _ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs:
         return ["Whether the ceiling binds was not measured: no head has a horizon."]
     if runs != "softmax":
         what = "which not every layer runs" if runs is None else f"and this is {runs}"
-        return [
+        would = (
             f"The ceiling is that of softmax, {what}. With softmax on these logits {limit.beyond} of {limit.heads} "
             f"heads would be beyond their horizon at {limit.length:,} keys, the length after which it can give no key "
             "half of the weight."
-        ]
+        )
+        return [would]
     now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
     sentence = (
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "

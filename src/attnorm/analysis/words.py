@@ -3,13 +3,12 @@
 from html import escape
 from typing import Any
 
-import pyarrow.compute as pc
-
+from attnorm.analysis.head_rows import Row, head_rows
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts import VERDICTS
+from attnorm.analysis.verdicts import VERDICTS, representative
 
 _WORST = 8
-_SHOWN = ("layer", "head", "verdict", "evidence")
+_SHOWN = ("kind", "layer", "head", "verdict", "evidence")
 
 
 def summary(analysis: Analysis) -> str:
@@ -39,9 +38,10 @@ def _about(analysis: Analysis) -> list[str]:
     lengths = sorted(set(analysis.heads["length"].to_pylist()))
     texts = [text["name"] for text in analysis.manifest["texts"]]
     measured = f"{_listed(texts)}; {_listed(lengths)} tokens; {_listed(settings['normalizers'])}"
+    rows = settings["rows"] or "different from run to run"  # None: merged
     return [
         f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",
-        f"Measured: {measured}; rows: {settings['rows']}",
+        f"Measured: {measured}; rows: {rows}",
     ]
 
 
@@ -49,16 +49,11 @@ def _counts(analysis: Analysis) -> str:
     return "Heads: " + ", ".join(f"{number} {name}" for name, number in analysis.verdict.counts.items() if number)
 
 
-def _worst(analysis: Analysis) -> list[dict[str, Any]]:
-    """Heads that are not healthy, of the longest length and the first normalizer and text."""
-    heads = analysis.heads
-    if not heads.num_rows:
-        return []
-    heads = heads.filter(pc.equal(heads["length"], pc.max(heads["length"])))
-    for name in ("normalizer", "text"):
-        heads = heads.filter(pc.equal(heads[name], heads[name][0]))
-    rows = [row for row in heads.select(_SHOWN).to_pylist() if row["verdict"] not in ("healthy", None)]
-    return sorted(rows, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
+def _worst(analysis: Analysis) -> list[Row]:
+    """Heads that are not healthy, of those that the headline counts."""
+    heads, _ = representative(head_rows(analysis.heads))
+    unwell = [row for row in heads if row["verdict"] not in ("healthy", None)]
+    return sorted(unwell, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
 
 
 def _listed(values: list[Any], limit: int = 6) -> str:

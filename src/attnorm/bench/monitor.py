@@ -1,5 +1,6 @@
 """What AttentionMonitor adds to training: steps with it and without, in turn."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
 
 def _of(normalizer: str | None, shape: Shape, batch: int, device: str, quick: bool) -> Iterator[Ratio]:
     from attnorm.models.patch import patch
+    from attnorm.monitor.alerts import AttentionAlert
     from attnorm.monitor.monitor import AttentionMonitor
 
     model = random_model(shape).to(device).train()
@@ -38,7 +40,9 @@ def _of(normalizer: str | None, shape: Shape, batch: int, device: str, quick: bo
         with monitor.step(model):
             step()
 
-    timed = in_turn(watched_step, step, rounds=1 if quick else 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionAlert)  # random weights do select at random
+        timed = in_turn(watched_step, step, rounds=1 if quick else 7)
     topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {device}"
     runs = normalizer or "softmax"
     yield Ratio(

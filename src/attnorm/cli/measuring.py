@@ -1,5 +1,6 @@
 """What analyze and compare share: the options of a measurement, the texts, and failures told in one sentence."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,9 @@ def texts_of(files: list[Path] | None) -> dict[str, str] | None:
     texts = {}
     for path in files:
         try:
-            texts[str(path)] = path.read_text(encoding="utf-8")
+            # A file name may be any bytes; tables and manifests hold text.
+            name = os.fsencode(path).decode("utf-8", "backslashreplace")
+            texts[name] = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
         except OSError as error:

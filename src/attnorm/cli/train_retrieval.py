@@ -54,6 +54,7 @@ def retrieval(
     leak_penalty: Annotated[
         float, typer.Option(help="Weight of the share of the logits' variance that comes from the class.")
     ] = 0.0,
+    leak_from: Annotated[float, typer.Option(help="Share of the steps before that penalty sets in.")] = 0.25,
     squeezed: Annotated[
         float, typer.Option(help="Share of the training sets whose priorities are pressed together (task max).")
     ] = 0.0,
@@ -74,7 +75,7 @@ def retrieval(
         from attnorm.training.retrieval.recipe import Recipe
         from attnorm.training.retrieval.run import train_retrieval
         from attnorm.training.retrieval.summary import summarise
-        from attnorm.training.retrieval.testing import Tests
+        from attnorm.training.retrieval.trials import Trials
 
         usual = _QUICK if quick else _FULL
         given = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
@@ -82,13 +83,13 @@ def retrieval(
         recipe = Recipe(
             **{name: chosen[name] for name in ("steps", "batch", "width", "learning_rate")},
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
-            squeezed=squeezed, cosine=cosine,
+            leak_from=leak_from, squeezed=squeezed, cosine=cosine,
         )  # fmt: skip
-        tests = Tests(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
+        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
         try:
             with _progress() as report:
                 results = train_retrieval(
-                    _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, tests=tests,
+                    _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
                     device=device, compiled=compiled, command=command_line(), report=report,
                 )  # fmt: skip
         except KeyboardInterrupt:

@@ -51,6 +51,7 @@ def load(
     if isinstance(model, nn.Module):
         return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
     source, name = _source(model)
+    _check_device(device)
     local_only = isinstance(source, Path) or not _hub_answers()
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explained(name, source, local_only), _quietly():
@@ -121,6 +122,17 @@ def _hub_answers() -> bool:
     except OSError:
         return False
     return True
+
+
+def _check_device(device: str | None) -> None:
+    """Tried with an empty tensor: torch has a different error for each way of not having a device."""
+    try:
+        torch.empty(0, device=None if device == "auto" else device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CannotLoad(
+            f"cannot use the device {device!r} here ({_first_line(error)}); use 'cpu', a GPU that torch sees such as "
+            "'cuda' or 'mps', or 'auto'"
+        ) from error
 
 
 def _check_weights(folder: Path, name: str) -> None:

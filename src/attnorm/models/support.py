@@ -79,9 +79,11 @@ def supported_families() -> tuple[str, ...]:
 
 
 def _watchable_classes(model: nn.Module) -> set[type[nn.Module]]:
-    return {found for found in {type(module) for module in model.modules()} if _dispatches(found)}
+    classes = {type(module) for module in model.modules()}
+    return {found for found in classes if _dispatches(found)}  # type: ignore[arg-type] # a class can be hashed
 
 
+@cache  # reading the code of every class takes longer than measuring a small model
 def _dispatches(module_class: type[nn.Module]) -> bool:
     """Whether a method of the class, or of one it inherits from, asks the interface."""
     members = [member for parent in module_class.__mro__ for member in vars(parent).values()]

@@ -1,5 +1,6 @@
 """What counts as going wrong in training, every number that decides it, and one word about each layer it happens to."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
@@ -21,23 +22,30 @@ class AttentionAlert(UserWarning):
 class AlertThresholds:
     """A head is in a state if its mean over the sampled rows says so; a layer, if enough of its heads are.
 
-    collapsed_entropy   nats up to which a head has collapsed. 0.05 is a largest weight of about 0.99 ...
-    parked_sink         ... unless its first key holds this much: a head parked on a sink is common and harmless.
+    parked_sink         mass on the first key from which a head is parked: common, harmless, and neither a collapse nor
+                        a saturation.
+    collapsed_entropy   nats up to which a head has collapsed. 0.05 is a largest weight of about 0.99.
     dispersed_entropy   entropy / log n from which a head is smeared. Stricter than the verdict of analyze (0.7), which
                         also knows how the head behaves as n grows; fresh weights start at 0.95 and more.
-    separable           separability from which a layer is not saturated, whatever chance does. Below it, it is where
-                        the heads' mean is no higher than that of the same weights dealt out to the keys at random.
-    exploding_logit     largest logit, mean over rows, from which one head is enough. 100 is where Kimi K2's
-                        QK-clip steps in (https://arxiv.org/abs/2507.20534).
     heads               share of a layer's heads that must have collapsed or be smeared: single ones are in every model.
+    below_chance        how far the mean separability of a layer's heads must be below that of the same weights dealt
+                        out at random: a few rows of a few heads waver by some hundredths ...
+    separability_loss   ... and below its own value when the monitor first looked. The keys that a trained head picks
+                        have similar values, so that chance does better in many layers; what falls is news.
+    exploding_logit     largest logit, mean over rows, from which one head is enough. 100 is where Kimi K2's
+                        QK-clip steps in (https://arxiv.org/abs/2507.20534) ...
+    logit_growth        ... and times its value when the monitor first looked: trained models live with larger ones,
+                        of which softmax sees only the differences. What grows is in danger.
     """
 
-    collapsed_entropy: float = 0.05
     parked_sink: float = 0.5
+    collapsed_entropy: float = 0.05
     dispersed_entropy: float = 0.9
-    separable: float = 0.95
-    exploding_logit: float = 100.0
     heads: float = 0.5
+    below_chance: float = 0.05
+    separability_loss: float = 0.1
+    exploding_logit: float = 100.0
+    logit_growth: float = 2.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,44 +57,71 @@ class AlertThresholds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class State:
+    """What a layer is in, and the number that says so."""
+
+    kind: str  # of MEANING
+    value: float
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Alert:
     step: int
-    kind: str  # of MEANING
     layer: str  # as in the keys: layer_03
+    kind: str
     value: float
-    threshold: float
+    words: str
 
     def __str__(self) -> str:
-        return f"{self.layer} {MEANING[self.kind]} ({self.value:.3g}, threshold {self.threshold:.3g})"
+        return f"{self.layer} {MEANING[self.kind]} ({self.words})"
 
 
 Heads = Mapping[str, list[float]]  # by metric, one number per head
 
 
-def states(heads: Heads, thresholds: AlertThresholds) -> Iterator[tuple[str, float, float]]:
-    """The states that a layer is in: kind, the number that says so, and its threshold."""
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """What is judged against the layer's own beginning; NaN where nothing is known."""
+
+    logit: float  # the largest
+    separability: float  # mean over the heads that are not parked
+    chance: float  # the same, dealt out at random
+
+
+def levels(heads: Heads, thresholds: AlertThresholds) -> Levels:
+    selecting = _selecting(heads, thresholds)
+    apart, chance = (_mean([heads[name][head] for head in selecting]) for name in ("separability", "separability_null"))
+    logit = max((value for value in heads["max_logit"] if not math.isnan(value)), default=math.nan)
+    return Levels(logit=logit, separability=apart, chance=chance)
+
+
+def states(heads: Heads, first: Levels, thresholds: AlertThresholds) -> Iterator[State]:
+    """The states that a layer is in. first: its levels when the monitor first looked."""
     broken = max(heads["broken_rows"])
     if broken > 0:
-        yield "not_finite", broken, 0.0
-    rows = zip(heads["entropy"], heads["sink_mass"], heads["entropy_ratio"], strict=True)
+        yield State(kind="not_finite", value=broken, words=f"up to {broken:.0%} of a head's rows")
     count = len(heads["entropy"])
-    collapsed, dispersed = 0, 0
-    for entropy, sink, ratio in rows:
-        collapsed += entropy <= thresholds.collapsed_entropy and not sink >= thresholds.parked_sink
-        dispersed += ratio >= thresholds.dispersed_entropy
-    if collapsed / count >= thresholds.heads:
-        yield "entropy_collapse", collapsed / count, thresholds.heads
-    if dispersed / count >= thresholds.heads:
-        yield "dispersion", dispersed / count, thresholds.heads
-    measured, chance = _mean(heads["separability"]), _mean(heads["separability_null"])
-    if measured <= chance and measured < thresholds.separable:
-        yield "saturation", measured, chance
-    largest = max((logit for logit in heads["max_logit"] if logit == logit), default=float("nan"))
-    if largest >= thresholds.exploding_logit:
-        yield "exploding_logits", largest, thresholds.exploding_logit
+    collapsed = sum(heads["entropy"][head] <= thresholds.collapsed_entropy for head in _selecting(heads, thresholds))
+    dispersed = sum(ratio >= thresholds.dispersed_entropy for ratio in heads["entropy_ratio"])
+    for kind, many in (("entropy_collapse", collapsed), ("dispersion", dispersed)):
+        if many / count >= thresholds.heads:
+            yield State(kind=kind, value=many / count, words=f"{many} of {count} heads")
+    now = levels(heads, thresholds)
+    fallen = now.separability <= first.separability - thresholds.separability_loss
+    if fallen and now.separability <= now.chance - thresholds.below_chance:
+        words = f"{now.separability:.2f}, by chance {now.chance:.2f}, at first {first.separability:.2f}"
+        yield State(kind="saturation", value=now.separability, words=words)
+    if now.logit >= thresholds.exploding_logit and not now.logit < thresholds.logit_growth * first.logit:
+        words = f"{now.logit:.3g}, at first {first.logit:.3g}"
+        yield State(kind="exploding_logits", value=now.logit, words=words)
+
+
+def _selecting(heads: Heads, thresholds: AlertThresholds) -> list[int]:
+    return [head for head, mass in enumerate(heads["sink_mass"]) if not mass >= thresholds.parked_sink]
 
 
 def _mean(values: list[float]) -> float:
     """NaN left out; NaN where nothing is left."""
-    known = [value for value in values if value == value]
-    return sum(known) / len(known) if known else float("nan")
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -8,18 +8,20 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from attnorm.models.support import check_observable
-from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, states
+from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, Levels, levels, states
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.terminal import keep_off_the_terminal
 from attnorm.monitor.watch import Layers, Watch, trained_model, watch
 
 PREFIX = "attn/"
+FORGOTTEN = 10  # measurements out of a state after which entering it is news again; at a threshold numbers waver
 
 
 class AttentionMonitor(TrainerCallback):
@@ -44,10 +46,12 @@ class AttentionMonitor(TrainerCallback):
         self.rows = rows
         self.top_n = top_n
         self.thresholds = thresholds or AlertThresholds()
-        self.alerts: list[Alert] = []  # one for each time that a layer enters a state
+        self.alerts: list[Alert] = []  # one for each time that a layer enters a state anew
         self.numbers: dict[str, float] = {}  # of the last measurement
         self.steps = 0  # of a loop of one's own
-        self._in_state: set[tuple[str, str]] = set()
+        self._measurements = 0
+        self._first: dict[str, Levels] = {}  # by layer
+        self._last_in_state: dict[tuple[str, str], int] = {}  # by kind and layer: the measurement
         self._checked: nn.Module | None = None
         self._attached = False
         self._open: ExitStack | None = None
@@ -112,20 +116,22 @@ class AttentionMonitor(TrainerCallback):
 
     def _judged(self, layers: Layers, step: int) -> dict[str, float]:
         """How many layers are in each state; a warning for those that have just entered it."""
-        now: set[tuple[str, str]] = set()
-        new: list[Alert] = []
+        self._measurements += 1
+        counts = dict.fromkeys(MEANING, 0)
+        new: dict[str, list[Alert]] = {}
         for layer, heads in layers.items():
-            for kind, value, threshold in states(heads, self.thresholds):
-                now.add((kind, layer))
-                if (kind, layer) not in self._in_state:
-                    new.append(Alert(step=step, kind=kind, layer=layer, value=value, threshold=threshold))
-        for kind in dict.fromkeys(alert.kind for alert in new):
-            first, *others = (alert for alert in new if alert.kind == kind)
-            more = f"; so do {', '.join(alert.layer for alert in others)}" if others else ""
-            warnings.warn(f"step {step}: {first}{more}", AttentionAlert, stacklevel=4)
-        self.alerts += new
-        self._in_state = now
-        return {f"{PREFIX}alert/{kind}": float(sum(kind == found for found, _ in now)) for kind in MEANING}
+            first = self._first.setdefault(layer, levels(heads, self.thresholds))
+            for state in states(heads, first, self.thresholds):
+                counts[state.kind] += 1
+                last = self._last_in_state.get((state.kind, layer))
+                if last is None or self._measurements - last > FORGOTTEN:
+                    new.setdefault(state.kind, []).append(Alert(step=step, layer=layer, **asdict(state)))
+                self._last_in_state[state.kind, layer] = self._measurements
+        for alert, *others in new.values():
+            more = f"; the same for {', '.join(other.layer for other in others)}" if others else ""
+            warnings.warn(f"step {step}: {alert}{more}", AttentionAlert, stacklevel=1)
+            self.alerts += [alert, *others]
+        return {f"{PREFIX}alert/{kind}": float(count) for kind, count in counts.items()}
 
     def attach(self, trainer: Any) -> "AttentionMonitor":
         """Puts the monitor in front of the Trainer's callbacks, where what it adds to the logs reaches every reporter.

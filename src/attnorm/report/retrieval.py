@@ -7,14 +7,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from attnorm.training.retrieval.summary import Mean, Row
+from attnorm.training.retrieval.tasks import find_task
 
 
 def tables(task: str, rows: Sequence[Row]) -> RenderableType:
     """Rows of one task and recipe."""
     seeds = max(row.seeds for row in rows)
     among = f"mean over {seeds} seeds ± 95 % confidence" if seeds > 1 else "one seed"
+    leak = find_task(task).has_priority
     parts: list[RenderableType] = [
-        _by_size(f"{task}: right answers in %, {among}", rows, lambda row: percent(row.accuracy), leak=True)
+        _by_size(f"{task}: right answers in %, {among}", rows, lambda row: percent(row.accuracy), leak=leak)
     ]
     if any(row.logits_wrong is not None for row in rows):
         title = "Errors in %: logits wrong (the largest is not the right item's) + dispersed (it is)"
@@ -24,7 +26,6 @@ def tables(task: str, rows: Sequence[Row]) -> RenderableType:
 
 def _by_size(title: str, rows: Sequence[Row], cell: Callable[[Row], str], *, leak: bool) -> Table:
     sizes = sorted({row.size for row in rows})
-    leak = leak and any(row.leak is not None for row in rows)
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("normalizer", no_wrap=True)
     table.add_column("tested with", no_wrap=True)

@@ -171,4 +171,5 @@ def _about(analysis: Analysis) -> str:
     texts = [text["name"] for text in analysis.manifest["texts"]]
     what = texts[0] if len(texts) == 1 else f"{len(texts)} texts"
     lengths = ", ".join(f"{length:,}" for length in sorted(set(analysis.heads["length"].to_pylist())))
-    return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {lengths} tokens; rows: {settings['rows']}"
+    rows = settings["rows"] or "different from run to run"  # None: merged
+    return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {lengths} tokens; rows: {rows}"

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from attnorm.analysis.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
 from attnorm.report.html import page as report
-from attnorm.report.html.data import payload
+from attnorm.report.html.data import default_choice, payload
 from attnorm.report.html.numbers import plain
-from attnorm.report.html.written import what_if_table
+from attnorm.report.html.written import table_rows, what_if_table
 from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample
 
 
@@ -139,6 +140,18 @@ def test_lengths_that_were_not_asked_for_are_called_whole_input() -> None:
     page = report.render(replace(analysis, **{name: whole(getattr(analysis, name)) for name in names}))
     assert "prose, whole input" in page
     assert page.count('<tr><th scope="row">L') == 12
+
+
+def test_what_is_shown_first_was_measured_where_texts_have_different_lengths() -> None:
+    whole = sample()
+    short, long = (pc.equal(whole.heads["text"], text) for text in ("prose", "code"))
+    uneven = pc.or_(
+        pc.and_(short, pc.equal(whole.heads["length"], 64)), pc.and_(long, pc.equal(whole.heads["length"], 160))
+    )
+    analysis = replace(whole, heads=whole.heads.filter(uneven))
+    choice = default_choice(analysis)
+    assert (choice["text"], choice["length"]) == ("code", 160)
+    assert len(table_rows(analysis.heads, choice)) == 12
 
 
 def test_saving_is_whole_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

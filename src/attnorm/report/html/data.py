@@ -67,16 +67,15 @@ def payload(analysis: Any) -> dict[str, Any]:
 
 
 def default_choice(analysis: Any) -> dict[str, Any]:
-    """What is shown first: the first text and kind, the longest length, the model as it runs."""
+    """What is shown first: the longest length, the first text and kind that have it, the model as it runs."""
+    choice: dict[str, Any] = {"text": "", "length": None, "normalizer": "", "kind": ""}
     heads = analysis.heads
-    normalizers = _distinct(heads, "normalizer")
-    texts, kinds = _distinct(heads, "text"), _distinct(heads, "kind")
-    return {
-        "text": texts[0] if texts else "",
-        "length": next(reversed(_distinct(heads, "length")), None),
-        "normalizer": MODEL if MODEL in normalizers else (normalizers[0] if normalizers else ""),
-        "kind": kinds[0] if kinds else "",
-    }
+    for name in ("length", "normalizer", "text", "kind"):
+        values = _distinct(heads, name)  # of what is left: a text need not have every length
+        if values:
+            choice[name] = values[-1] if name == "length" else MODEL if MODEL in values else values[0]
+            heads = chosen_rows(heads, {name: choice[name]})
+    return choice
 
 
 def column(table: pa.Table, name: str) -> NDArray[np.float64]:

@@ -25,7 +25,7 @@ def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor
     other = F.one_hot(batch.other_SBN, CLASSES).to(logits_SBN.dtype)
     swapped = torch.cat([batch.items_SBNF[..., :-CLASSES], other], -1)
     change = models.logits(models.read(swapped), batch.query_SBF) - logits_SBN
-    variance = logits_SBN.detach().var(-1).mean(-1).clamp(min=1e-6)
+    variance = logits_SBN.var(-1).mean(-1).clamp(min=1e-6)
     return change.square().mean((-1, -2)) / variance
 
 

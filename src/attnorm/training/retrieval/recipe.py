@@ -22,6 +22,9 @@ class Recipe:
     weight_decay: float = 1e-3
     # Ours, 0 = off. Penalty on the share of the logits' variance that comes from the class, which must not matter.
     leak_penalty: float = 0.0
+    # Share of the steps without that penalty. A logit that still falls with the priority would have to pass through
+    # one that only the class moves, where the penalty is largest: it must rise first.
+    leak_from: float = 0.25
     # Ours, 0 = off. Share of the sets whose priorities are squeezed toward 1, by up to a factor 2^-12.
     squeezed: float = 0.0
     cosine: bool = False  # the learning rate falls to 0 along a cosine; the paper keeps it
@@ -40,11 +43,17 @@ class Recipe:
         for name in ("weight_decay", "leak_penalty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name.replace('_', ' ')} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.leak_from < 1:
+            raise ValueError(f"leak_from is a share of the steps, at least 0 and below 1; got {self.leak_from}")
         if not 0 <= self.squeezed <= 1:
             raise ValueError(f"squeezed is a share of the sets, between 0 and 1; got {self.squeezed}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def penalised(self, step: int) -> bool:
+        """Whether a step, counted from 0, has the leak penalty."""
+        return self.leak_penalty > 0 and step >= self.leak_from * self.steps
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -25,8 +25,8 @@ from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.records import RECORDS, Record
 from attnorm.training.retrieval.stacks import FOLDER, Stack, found_stacks, run_key, save_stack
 from attnorm.training.retrieval.tasks import Task, find_task
-from attnorm.training.retrieval.testing import Tests, tested
 from attnorm.training.retrieval.training import check_recipe, train
+from attnorm.training.retrieval.trials import Trials, records_of
 
 MANIFEST = "manifest.json"
 SEEDS = tuple(range(10))
@@ -61,7 +61,7 @@ def train_retrieval(
     task: str = "max",
     seeds: Sequence[int] = SEEDS,
     recipe: Recipe | None = None,
-    tests: Tests | None = None,
+    trials: Trials | None = None,
     device: str | None = None,
     compiled: bool | None = None,
     command: str = "",
@@ -77,7 +77,7 @@ def train_retrieval(
     Raises:
         ValueError: Unknown names, numbers out of range, a folder of something else, or damaged files.
     """
-    recipe, tests = recipe or Recipe(), tests or Tests()
+    recipe, trials = recipe or Recipe(), trials or Trials()
     sort, place = find_task(task), chosen_device(device)
     compiled = place.type == "cuda" if compiled is None else compiled
     check_recipe(recipe, sort)
@@ -89,11 +89,11 @@ def train_retrieval(
         here = Progress(name, number, len(normalizers), "training", 0, recipe.steps)
         job = _Job(sort, name, recipe, place, compiled, command)
         for stack in _stacks(out, job, seeds, here, report):
-            testing = replace(here, stage="testing", total=len(tests.sizes))
-            found = tested(out, stack, sort, tests, place, partial(_tell_tests, report, testing))
+            testing = replace(here, stage="testing", total=len(trials.sizes))
+            found = records_of(out, stack, sort, trials, place, partial(_tell_trials, report, testing))
             records += [record for record in found if record["seed"] in seeds]
         manifest = _write_manifest(out, command, place)  # after each: the folder speaks for itself if we are stopped
-    return Results(_in_order(records, normalizers, tests.names), manifest)
+    return Results(_in_order(records, normalizers, trials.names), manifest)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
     return manifest
 
 
-def _tell_tests(report: Report, testing: Progress, done: int) -> None:
+def _tell_trials(report: Report, testing: Progress, done: int) -> None:
     report(replace(testing, done=done))
 
 

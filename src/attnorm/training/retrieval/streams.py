@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     query_SBF: Tensor
     visible_SBN: Tensor
     label_SB: Tensor
-    other_SBN: Tensor | None  # for every item another class at random, where the recipe asks for it
+    other_SBN: Tensor | None  # for every item another class at random, in steps with a leak penalty
 
 
 def stream(purpose: str, seed: int, block: int, device: torch.device) -> torch.Generator:
@@ -43,11 +43,11 @@ def training_batches(task: Task, seeds: Sequence[int], recipe: Recipe, device: t
         sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
             sets = _squeezed(sets, recipe.squeezed, seeds, block)
-        other = _other_classes(sets, seeds, block) if recipe.leak_penalty else None
-        for i in range(min(STEPS_AT_ONCE, recipe.steps - block * STEPS_AT_ONCE)):
-            yield Batch(
-                sets.items[i], sets.query[i], sets.visible[i], sets.label[i], None if other is None else other[i]
-            )
+        steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
+        other = _other_classes(sets, seeds, block) if recipe.penalised(steps[-1]) else None
+        for i, step in enumerate(steps):
+            classes = other[i] if other is not None and recipe.penalised(step) else None
+            yield Batch(sets.items[i], sets.query[i], sets.visible[i], sets.label[i], classes)
 
 
 def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, device: torch.device) -> Iterator[Sets]:

@@ -92,7 +92,7 @@ def _loss(models: Retrievers, batch: Batch, leak_penalty: float) -> tuple[Tensor
     entropies = F.cross_entropy(scores.flatten(0, 1), batch.label_SB.flatten(), reduction="none")
     losses = entropies.unflatten(0, batch.label_SB.shape).mean(-1)
     total = losses.sum()
-    if leak_penalty:
+    if batch.other_SBN is not None:
         total = total + leak_penalty * leaked_share(models, batch, logits).sum()
     return total, losses.detach()
 

@@ -20,7 +20,7 @@ OWN = "own"  # tested with the normalizer it was trained with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tests:
+class Trials:
     """Sets of every size, fewer of very large ones; `others` are normalizers put in place of the trained one.
 
     Raises:
@@ -46,7 +46,7 @@ class Tests:
         return (OWN, *self.others)
 
     def asked(self, record: Record) -> bool:
-        """Whether a record is among the results of these tests."""
+        """Whether a record is among the results of these trials."""
         return (
             record["size"] in self.sizes
             and record["sets"] == sets_at(record["size"], self.sets)
@@ -54,21 +54,23 @@ class Tests:
         )
 
 
-def tested(
+def records_of(
     out: Path,
     stack: Stack,
     task: Task,
-    tests: Tests,
+    trials: Trials,
     device: torch.device,
     report: Callable[[int], None],
 ) -> list[Record]:
     """All records of the stack that the tests ask for. `report(sizes done)` comes before each size and at the end."""
     path = out / RECORDS
-    known = [r for r in read_records(path) if r.get("run") == stack.run and r["seed"] in stack.seeds and tests.asked(r)]
+    known = [
+        r for r in read_records(path) if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)
+    ]
     models: Retrievers | None = None
-    for done, size in enumerate(tests.sizes):
+    for done, size in enumerate(trials.sizes):
         there = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}
-        missing = [name for name in tests.names if any((name, seed) not in there for seed in stack.seeds)]
+        missing = [name for name in trials.names if any((name, seed) not in there for seed in stack.seeds)]
         if not missing:
             continue
         report(done)
@@ -76,12 +78,12 @@ def tested(
         others: dict[str, Normalizer | None] = {
             name: None if name == OWN else normalizer_for(name, len(stack.seeds)).to(device) for name in missing
         }
-        made = evaluate(models, task, stack.seeds, size, sets_at(size, tests.sets), others)
+        made = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), others)
         about = _about(stack, models, task)
         new = [about[r["seed"]] | r for r in made if (r["tested_with"], r["seed"]) not in there]
         append_records(path, new)
         known += new
-    report(len(tests.sizes))
+    report(len(trials.sizes))
     return known
 
 

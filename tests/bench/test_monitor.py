@@ -1,0 +1,26 @@
+"""The monitor's overhead: both ways run, and what it costs per step follows from what it costs on a logging step."""
+
+import pytest
+
+from attnorm.bench.monitor import EVERY, MOST
+from attnorm.bench.suites import run_benchmarks
+from attnorm.report.benchmarks import Ratio, benchmark_markdown
+
+
+@pytest.mark.as_installed
+def test_a_quick_run_measures_both_and_judges_nothing() -> None:
+    results = run_benchmarks("monitor", threads=1, quick=True)
+    assert len(results.ratios) == 4
+    assert all(ratio.target is None for ratio in results.ratios)
+    for watched, per_step in zip(results.ratios[::2], results.ratios[1::2], strict=True):
+        assert 1 / per_step.speedup == pytest.approx(1 + (1 / watched.speedup - 1) / EVERY)
+        extra = watched.ours_ms - watched.theirs_ms
+        assert per_step.ours_ms - per_step.theirs_ms == pytest.approx(extra / EVERY)
+    assert "AdamW" in benchmark_markdown(results)
+
+
+def test_three_percent_are_promised() -> None:
+    assert MOST == 1.03
+    step = {"topic": "", "what": "", "against": "", "ours_ms": 1.0, "theirs_ms": 1.0, "target": 1 / MOST}
+    assert Ratio(**step, speedup=1 / 1.029).met
+    assert not Ratio(**step, speedup=1 / 1.031).met
