@@ -65,6 +65,7 @@ def main() -> None:
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to="none",  # "tensorboard", "wandb", "mlflow", "trackio": they all get the monitor's numbers
+            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
         ),
         train_dataset=[{"input_ids": example, "labels": example} for example in train],

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -122,6 +123,12 @@ def test_most_of_the_mass_on_the_first_key_is_sink_dominated_even_if_it_froze_th
     assert verdict(**frozen) == "frozen"
 
 
+def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
+    assert told(sink_mass=0.9, row_sum=1.0).evidence.startswith("90% of the weight lies on the first of 1,024 keys")
+    assert "70% on the learned one" in told(sink_mass=0.9, row_sum=0.3).evidence
+    assert "learned" not in told(runs="sigmoid", sink_mass=0.9, row_sum=0.3).evidence
+
+
 def test_a_sharp_head_that_still_has_a_gradient_is_not_frozen() -> None:
     assert verdict(max_weight=0.995, jacobian_norm=0.1) == "healthy"
 
@@ -136,6 +143,19 @@ def test_sensitive_is_measured_against_the_normalizers_own_worst_case() -> None:
     unknown = told(runs="hard", jacobian_norm_q75=0.5)
     assert unknown.verdict == "healthy"
     assert "sensitive (no worst case known for hard)" in unknown.evidence
+
+
+def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
+    """A patched model may have learned a scale under which the worst case is many times that of the starting one."""
+    case = Case(row=head(jacobian_norm_q75=2.0), top_n=[SEPARATE], thresholds=Thresholds(), runs="ssmax")
+    assert judge_head(case).verdict == "sensitive"
+    assert judge_head(replace(case, bound=12.0)).verdict == "healthy"
+    tables = synthetic_tables(cast=[["torn"]], **SMALL)
+    rows = [{**row, "bound": 50.0 / row["temperature"]} for row in tables["sensitivity"].to_pylist()]
+    steep = pa.Table.from_pylist(rows, schema=tables["sensitivity"].schema)
+    arguments = tables["heads"], tables["by_length"], tables["top_n"]
+    assert judge(*arguments, sensitivity=tables["sensitivity"])["verdict"].to_pylist() == ["sensitive"]
+    assert "sensitive" not in judge(*arguments, sensitivity=steep)["verdict"].to_pylist()
 
 
 def test_only_softmax_is_forced_by_its_spread() -> None:
@@ -217,7 +237,7 @@ def test_bins_that_gave_no_slope_do_not_give_one_through_the_back_door() -> None
     tables = dict(synthetic_tables(**SMALL))
     rows = [{**row, "gap_slope": math.nan, "gap_slope_without_sink": math.nan} for row in tables["heads"].to_pylist()]
     tables["heads"] = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
-    assert not any("the gap grows" in row["evidence"] for row in judged(tables)["heads"].to_pylist())
+    assert not any("the gap" in row["evidence"] for row in judged(tables)["heads"].to_pylist())
 
 
 def test_one_length_only_leaves_the_rate_open_and_says_so() -> None:

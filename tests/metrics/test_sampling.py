@@ -40,7 +40,7 @@ def test_a_causal_sample_reaches_every_bin_and_favours_the_longest() -> None:
     rows = rows_to_measure(64, 4096, causal=True) + 1
     counts = [int(((rows >= low) & (rows <= high)).sum()) for low, high in length_bins(4096)]
     assert min(counts) >= 1
-    assert max(counts) == counts[0]
+    assert counts[0] >= 16
 
 
 def test_all_and_last() -> None:

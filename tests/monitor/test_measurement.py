@@ -36,7 +36,7 @@ def measured(model: PreTrainedModel, monitor: AttentionMonitor, **inputs: Any) -
 
 def analyzed(model: PreTrainedModel, **inputs: Tensor) -> dict[str, float]:
     """What the monitor shall say of one sequence, from the tables of analyze."""
-    found = attnorm.analyze(model, inputs, top_n=(5,), vector_rows=ALL)
+    found = attnorm.analyze(model, inputs, top_n=(5,), vector_rows=ALL, metrics="vectors")
     expected: dict[str, float] = {}
     kinds = found.heads.column("kind").to_pylist()
     for table, names in ((found.heads, [name for name in REPORTED if "separability" not in name]),

@@ -45,6 +45,7 @@ def trainer_of(model: PreTrainedModel, folder: Path, reporter: Reporter, **optio
         "report_to": "none",
         "save_strategy": "no",
         "use_cpu": True,
+        "dataloader_pin_memory": False,
         "disable_tqdm": True,
         "seed": 0,
         **options,

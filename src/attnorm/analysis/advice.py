@@ -39,8 +39,8 @@ def _broken(chosen: Rows) -> Advice | None:
         return None
     return Advice(
         title="Repair the checkpoint first",
-        text="Logits or weights that are not finite spoil every later layer, so other numbers of those layers are "
-        "about the rows that escaped. Look for NaN in the weights, or take float32 instead of half precision.",
+        text="Logits or weights that are not finite spoil every later layer; what is said about those layers comes "
+        "only from rows that stayed finite. Look for NaN in the weights, or take float32 instead of half precision.",
         heads=len(broken),
     )
 
@@ -52,8 +52,8 @@ def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str,
     forced = len(with_verdict(dispersed, ("dispersed-forced",)))
     if forced:
         text = (
-            f"{forced} of {_count(len(dispersed), 'dispersed head')} cannot select with softmax at this length: logits "
-            "must be scaled up with the length, or small weights cut off."
+            f"{forced} of {_count(len(dispersed), 'dispersed head')} are beyond their horizon, where softmax gives no key "
+            "half of the weight: logits must be scaled up with the length, or small weights cut off."
         )
     else:
         text = (

@@ -33,7 +33,7 @@ def analyze(
     rows: Rows = "all",
     normalizers: str | Normalizer | Iterable[str | Normalizer] = ("model",),
     vectors: str = "values",
-    vector_rows: int = 64,
+    vector_rows: int | None = None,
     metrics: str | Iterable[str] = "all",
     temperatures: Sequence[float] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0),
     seed: int = 0,
@@ -52,7 +52,8 @@ def analyze(
     inputs: a text, texts, a dict name -> text, token ids, or a dict of model inputs; None for a text of Python's own.
     lengths: tokens from the start of each text; None for as many as the text has and the model was made for.
     rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
-    numbers (distances, separability, sensitivity, coverage). vectors: what they compare, "values" or layer "inputs".
+    numbers (distances, separability, sensitivity, coverage); None for 64, or a sixteenth of a number of rows.
+    vectors: what they compare, "values" or layer "inputs".
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
     metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
     out: a folder for the result; an interrupted run that is started again with it goes on where it stopped.

@@ -11,9 +11,9 @@ from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS, with_quantiles
 Row = Mapping[str, Any]
 
 NUMBERS = (
-    "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "sink_mass", "logit_spread",
-    "horizon", "jacobian_norm", "entropy_ratio_without_sink", "effective_keys_without_sink", "max_weight_without_sink",
-    "logit_spread_without_sink", "gap_slope", "gap_slope_without_sink", "gap_slope_error",
+    "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "row_sum", "sink_mass",
+    "logit_spread", "horizon", "jacobian_norm", "entropy_ratio_without_sink", "effective_keys_without_sink",
+    "max_weight_without_sink", "logit_spread_without_sink", "gap_slope", "gap_slope_without_sink", "gap_slope_error",
 )  # fmt: skip
 
 

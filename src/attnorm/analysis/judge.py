@@ -31,15 +31,17 @@ def judge(
     top_n: pa.Table,
     thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
     *,
+    sensitivity: pa.Table | None = None,
     model_runs: str | None = "softmax",
 ) -> pa.Table:
     """`heads` with the columns verdict, flags and evidence.
 
+    sensitivity: where measured, it has the worst case of the Jacobian norm for the normalizers' own parameters.
     model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax, and only
     softmax is bound by the ceiling of its spread. None where it is not known.
     """
     slopes = _slopes_over_lengths(by_length)
-    sets = _rows_by_head(top_n)
+    sets, bounds = _rows_by_head(top_n), _bounds(sensitivity)
     judged = [
         judge_head(
             Case(
@@ -48,6 +50,7 @@ def judge(
                 thresholds=thresholds,
                 runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
                 slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
+                bound=bounds.get(_key(row, _HEAD)),
             )
         )
         for row in head_rows(heads)
@@ -84,6 +87,16 @@ def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
     for row in top_n.select(columns).to_pylist():
         rows.setdefault(_key(row, _HEAD), []).append(row)
     return rows
+
+
+def _bounds(sensitivity: pa.Table | None) -> dict[tuple[Any, ...], float]:
+    """At the model's own temperature."""
+    rows = [] if sensitivity is None else sensitivity.select([*_HEAD, "temperature", "bound"]).to_pylist()
+    return {
+        _key(row, _HEAD): bound
+        for row in rows
+        if row["temperature"] == 1 and (bound := number(row, "bound")) is not None
+    }
 
 
 def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:

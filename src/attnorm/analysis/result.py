@@ -47,7 +47,8 @@ class Analysis:
         """Measured tables, judged."""
         plain = tables["heads"].select(SCHEMAS["heads"].names)
         runs = manifest["model"]["runs"]
-        heads = judge(plain, tables["by_length"], tables["top_n"], thresholds, model_runs=runs)
+        by_length, top_n, sensitivity = (tables[name] for name in ("by_length", "top_n", "sensitivity"))
+        heads = judge(plain, by_length, top_n, thresholds, sensitivity=sensitivity, model_runs=runs)
         return cls(**{**tables, "heads": heads}, manifest={**manifest, "thresholds": thresholds.as_dict()})
 
     @classmethod
@@ -174,7 +175,7 @@ class Analysis:
 
     def __repr__(self) -> str:
         model = self.manifest["model"]["name"]
-        return f"<Analysis of {model}: {self.heads.num_rows} heads x texts x lengths x normalizers; see .summary()>"
+        return f"<Analysis of {model}: {self.heads.num_rows} rows (head, text, length, normalizer); see .summary()>"
 
     def _repr_html_(self) -> str:
         from attnorm.analysis.words import notebook

@@ -28,11 +28,17 @@ class Case:
     thresholds: Thresholds
     runs: str | None  # the normalizer's name; None: not known
     slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
+    bound: float | None = None  # on the Jacobian norm, of the normalizer as it was measured
 
     @property
     def n(self) -> int:
         keys_of_longest_row: int = self.row["n_high"]
         return keys_of_longest_row
+
+    @property
+    def worst_norm(self) -> float | None:
+        """By its name alone a normalizer has the parameters that it starts with, not those that it learned."""
+        return worst_norm(self.runs, self.n) if self.bound is None else self.bound
 
     def number(self, name: str) -> float | None:
         return number(self.row, name)
@@ -45,7 +51,7 @@ def sink_dominated(case: Case) -> Findings:
     elif mass >= case.thresholds.sink_dominated:
         rest = case.number("effective_keys_without_sink")
         shared = "" if rest is None else f"; the rest is shared by {keys(rest)} others"
-        yield "sink-dominated", f"{mass:.0%} of the weight lies on the first of {case.n:,} keys{shared}"
+        yield "sink-dominated", f"{mass:.0%} of the weight lies on {_sink(case)}{shared}"
 
 
 def frozen(case: Case) -> Findings:
@@ -54,13 +60,13 @@ def frozen(case: Case) -> Findings:
         return
     if norm is None:
         yield OPEN, "frozen (no Jacobian norm)"
-    elif norm <= case.thresholds.frozen_norm * (worst_norm(case.runs, case.n) or 0.5):
+    elif norm <= case.thresholds.frozen_norm * (case.worst_norm or 0.5):
         words = f"The largest weight is {largest:.4f} and the Jacobian norm {norm:.2g}"
         yield "frozen", f"{words}: no gradient reaches the logits"
 
 
 def sensitive(case: Case) -> Findings:
-    thresholds, worst = case.thresholds, worst_norm(case.runs, case.n)
+    thresholds, worst = case.thresholds, case.worst_norm
     norm = case.row.get(f"jacobian_norm_q{thresholds.sensitive_quantile:02d}")
     if norm is None or not math.isfinite(norm):
         yield OPEN, "sensitive (no Jacobian norm)"
@@ -95,7 +101,7 @@ def dispersed(case: Case) -> Findings:
         whom = case.runs or "what the model runs"
         yield "dispersed-by-choice", f"{words}; the ceiling of softmax does not hold for {whom}"
     elif case.n > horizon:
-        yield "dispersed-forced", f"{words}; its horizon is {keys(horizon)} keys, so its logits allow nothing else"
+        yield "dispersed-forced", f"{words}; beyond its horizon of {keys(horizon)} keys its logits let none have half of the weight"
     else:
         yield "dispersed-by-choice", f"{words}, although its horizon is {keys(horizon)} keys"
 
@@ -165,11 +171,20 @@ def worst_norm(runs: str | None, n: int) -> float | None:
     return normalizer.lipschitz(n) if isinstance(normalizer, Normalizer) else None
 
 
+def _sink(case: Case) -> str:
+    """What the mass lies on: with softmax a row sums to less than 1 only beside a learned sink of the model."""
+    row_sum, first = case.number("row_sum"), f"the first of {case.n:,} keys"
+    if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
+        return first
+    return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
+
+
 def _selectivity(case: Case) -> str:
     suffix = judged_keys(case.row, case.thresholds)
     ratio, slope, mass = case.number(f"entropy_ratio{suffix}"), _slope(case, suffix), case.number("sink_mass")
     among = f"the {case.n - 1:,} keys beside the sink (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
-    rate = "" if slope is None else f" and the gap grows by {round(slope, 2) + 0.0:.2f} per e-fold of n"
+    change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
+    rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"
     return f"Entropy is {ratio:.2f} of log n among {among}{rate}"
 
 

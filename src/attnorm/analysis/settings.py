@@ -44,7 +44,7 @@ def settings_of(
     top_n: Sequence[int] | int,
     rows: Rows,
     vectors: str,
-    vector_rows: int,
+    vector_rows: int | None,
     metrics: str | Iterable[str],
     temperatures: Sequence[float],
     seed: int,
@@ -53,6 +53,8 @@ def settings_of(
         raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
         raise ValueError(f"unknown vectors {vectors!r}; {_hint(vectors, get_args(Vectors))}")
+    if vector_rows is None:
+        vector_rows = max(4, int(rows) // 16) if _is_integer(rows) else 64
     if not _is_integer(vector_rows) or vector_rows < 1:
         raise ValueError(f"vector_rows must be a whole number of at least 1, got {vector_rows!r}")
     if not _is_integer(seed):

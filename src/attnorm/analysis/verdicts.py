@@ -153,7 +153,9 @@ def _ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs:
     )
     growing = [_from(length) for length in limit.binding]
     if growing != [_from(length) for length in limit.horizons]:
-        when += f"; if it keeps growing with n as it does inside the text, {', '.join(growing)}"
+        never = min(limit.binding) >= FARTHEST
+        when += "; if it keeps growing with n as it does inside the text, "
+        when += "for less than a tenth at any length in use" if never else ", ".join(growing)
     when += "."
     trained = manifest.get("model", {}).get("max_positions")
     made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""

@@ -36,7 +36,7 @@ def compare(
     text: Texts = None,
     lengths: Lengths = None,
     rows: Rows = "all",
-    metrics: Metrics = "core,gradient",
+    metrics: Metrics = "all",
     dtype: Dtype = None,
     device: Device = None,
     trust_remote_code: Trust = False,

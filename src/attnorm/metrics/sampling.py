@@ -34,8 +34,8 @@ def length_bins(longest: int) -> list[tuple[int, int]]:
 def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None = None) -> Tensor:
     """Query indices, sorted. A number of rows: spread over the bins of n where the call is causal, else evenly.
 
-    The last row is always among them. What does not divide evenly goes to the longest bin. keys: where there are more
-    of them than queries (a cache), row i sees i + 1 + keys - queries.
+    The last row is always among them. A quarter of the rows go to the longest bin, by which a head is judged, the rest
+    evenly over all. keys: where there are more of them than queries (a cache), row i sees i + 1 + keys - queries.
     """
     if queries < 1:
         raise ValueError(f"there must be at least one query, got {queries}")
@@ -53,10 +53,12 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     members = [inside.nonzero().squeeze(-1) for inside in bins]
     members = [some for some in members if len(some)]
     chosen: list[Tensor] = []
-    left = count
+    for_longest = count // 4
+    left = count - for_longest
     for place, some in enumerate(members):
-        quota = min(len(some), left // (len(members) - place))
-        left -= quota
+        last = place == len(members) - 1
+        quota = min(len(some), left // (len(members) - place) + (for_longest if last else 0))
+        left += (for_longest if last else 0) - quota
         if quota:
             chosen.append(spread(some, quota))
     if left:  # more than the bins hold: rows of fewer than SHORTEST keys, or bins that are full

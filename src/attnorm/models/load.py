@@ -23,6 +23,7 @@ from transformers.utils import logging
 from attnorm.models.describe import describe
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context
+from attnorm.models.saving import restore_normalizers
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "describe", "load", "longest_context"]
 
@@ -60,6 +61,7 @@ def load(
         _check_weights(source, name)
     with _explained(name, source, local_only), _quietly():
         found = _read(source, config, dtype, device, options)
+        restore_normalizers(found, source, revision=revision, local_files_only=local_only)
         read, problem = _tokenizer(tokenizer, source, options)
     found.train(False)
     return LoadedModel(found, read, name, getattr(found.config, "_commit_hash", None), problem)

@@ -73,12 +73,25 @@ def from_pretrained(
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
     where: dict[str, Any] = {name: options[name] for name in PLACE if name in options}
-    recipes = _read_recipes(directory, where)
+    if _saved_file(directory, RECIPE_FILE, where) is None:
+        raise FileNotFoundError(
+            f"{directory} has no {RECIPE_FILE}: no patched model was saved there by attnorm.save_pretrained; "
+            "an ordinary model loads with transformers' from_pretrained"
+        )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
     with _expecting_normalizers(chosen):
         model: PreTrainedModel = chosen.from_pretrained(directory, **options)
-    values_file = cached_file(directory, VALUES_FILE, **where, _raise_exceptions_for_missing_entries=False)
+    restore_normalizers(model, directory, **where)
+    return model
+
+
+def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str], **where: Any) -> None:
+    """Puts the normalizers that lie beside the model's files into the model; an ordinary model stays as it is."""
+    recipe_file, values_file = (_saved_file(directory, name, where) for name in (RECIPE_FILE, VALUES_FILE))
+    if recipe_file is None:
+        return
+    recipes = _read_recipes(recipe_file)
     values = {} if values_file is None else load_file(values_file)
     modules = {_base_path(model, path): module for path, module in model.named_modules()}
     parts = {}
@@ -88,7 +101,6 @@ def from_pretrained(
         parts[modules[path]] = (_restored(path, recipe, values).to(device_of(modules[path])), recipe)
     attach(model, parts)
     keep_when_saved(model)
-    return model
 
 
 def keep_when_saved(model: nn.Module) -> None:
@@ -166,13 +178,19 @@ def _replace(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def _read_recipes(directory: str | os.PathLike[str], where: Mapping[str, Any]) -> dict[str, Recipe]:
-    file = cached_file(directory, RECIPE_FILE, **where, _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        raise FileNotFoundError(
-            f"{directory} has no {RECIPE_FILE}: no patched model was saved there by attnorm.save_pretrained; "
-            "an ordinary model loads with transformers' from_pretrained"
-        )
+def _saved_file(directory: str | os.PathLike[str], name: str, where: Mapping[str, Any]) -> str | None:
+    """Where the file is, once fetched; None where there is none, or none in the cache of a machine without network."""
+    found: str | None = cached_file(
+        directory,
+        name,
+        **where,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return found
+
+
+def _read_recipes(file: str) -> dict[str, Recipe]:
     content = json.loads(Path(file).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(

@@ -23,6 +23,8 @@ LOW_SINK = -10.0
 # With the factor c, d log p / dz is 1 for softmax's weights and c p^(1 - alpha) for entmax's: equal at this weight if
 # c = p^(alpha - 1). Of the factors tried on SmolLM2, those of 1/4 were best for entmax15 and for sparsemax.
 MATCHED_WEIGHT = 0.25
+# Options that say what the layer is rather than where to start: given without a warm start too.
+FACTS = ("heads", "train_length")
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def build(name: str, given: Options, layer: Layer, *, warm: bool) -> tuple[Norma
     entry = WARM_STARTS.get(name) or WarmStart("unknown", "not from attnorm", options=_of_others(name))
     start = entry.options(layer, given)
     if not warm:
-        start = {option: value for option, value in start.items() if option == "heads"}
+        start = {option: value for option, value in start.items() if option in FACTS}
     options = {**start, **given}
     normalizer = get(name, **options)
     if warm:

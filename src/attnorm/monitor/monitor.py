@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from attnorm.models.support import check_observable
-from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, Levels, levels, states
+from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.terminal import keep_off_the_terminal
 from attnorm.monitor.watch import Layers, Watch, trained_model, watch
@@ -50,7 +50,7 @@ class AttentionMonitor(TrainerCallback):
         self.numbers: dict[str, float] = {}  # of the last measurement
         self.steps = 0  # of a loop of one's own
         self._measurements = 0
-        self._first: dict[str, Levels] = {}  # by layer
+        self._first_logits: dict[str, float] = {}  # by layer: the largest
         self._last_in_state: dict[tuple[str, str], int] = {}  # by kind and layer: the measurement
         self._checked: nn.Module | None = None
         self._attached = False
@@ -120,8 +120,8 @@ class AttentionMonitor(TrainerCallback):
         counts = dict.fromkeys(MEANING, 0)
         new: dict[str, list[Alert]] = {}
         for layer, heads in layers.items():
-            first = self._first.setdefault(layer, levels(heads, self.thresholds))
-            for state in states(heads, first, self.thresholds):
+            first_logit = self._first_logits.setdefault(layer, largest_logit(heads))
+            for state in states(heads, first_logit, self.thresholds):
                 counts[state.kind] += 1
                 last = self._last_in_state.get((state.kind, layer))
                 if last is None or self._measurements - last > FORGOTTEN:

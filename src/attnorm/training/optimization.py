@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, and a learning rate that climbs for a while and then follows a cosine to 0."""
+"""AdamW with decay on the model's matrices only, and a learning rate that climbs for a while and then follows a cosine to 0."""
 
 import math
 from typing import Any
@@ -12,12 +12,18 @@ LARGEST_GRADIENT = 1.0  # norm over all parameters; longer gradients are shorten
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
+    from attnorm.models.support import NORMALIZER
+
+    decaying, free = [], []
+    for name, parameter in model.named_parameters():
+        # What a normalizer learns is a scale or a threshold: 0 is no better a guess for it than any other number.
+        decays = parameter.dim() > 1 and NORMALIZER not in name.split(".")
+        (decaying if decays else free).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=parameters[0].is_cuda)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=decaying[0].is_cuda)
 
 
 def learning_rate(step: int, settings: Settings) -> float:

@@ -1,6 +1,6 @@
 """What makes one training run different from another: every number here changes the weights."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
@@ -29,6 +29,8 @@ class Settings:
     weight_decay: float = 0.1
     seed: int = 0
     dtype: str = "float32"
+    normalizer: str = "softmax"
+    normalizer_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from attnorm.training.architectures import ARCHITECTURES
@@ -42,6 +44,11 @@ class Settings:
             raise ValueError(
                 f"width must be a multiple of heads, so that every head gets the same share; got width {self.width} "
                 f"and {self.heads} heads, try width {self.heads * max(1, round(self.width / self.heads))}"
+            )
+        if ARCHITECTURES[self.architecture].rotary and self.width // self.heads % 2:
+            raise ValueError(
+                f"{self.architecture} turns the coordinates of a head in pairs, so width / heads must be even; got width "
+                f"{self.width} and {self.heads} heads, try width {self.width + self.heads}"
             )
         if not SMALLEST_VOCABULARY <= self.vocab <= LARGEST_VOCABULARY:
             raise ValueError(f"vocab must be between {SMALLEST_VOCABULARY} and {LARGEST_VOCABULARY}, got {self.vocab}")
@@ -59,8 +66,15 @@ class Settings:
     def tokens_per_step(self) -> int:
         return self.batch * self.context
 
+    @property
+    def patched(self) -> bool:
+        """Whether the model's own softmax is replaced."""
+        return self.normalizer != "softmax" or bool(self.normalizer_options)
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without the normalizer where it is the model's own: runs from before there was a choice keep their name."""
+        plain = asdict(self)
+        return plain if self.patched else {key: plain[key] for key in plain if not key.startswith("normalizer")}
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

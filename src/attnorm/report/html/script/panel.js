@@ -66,7 +66,7 @@ function tile(row, name) {
 
 function beside(row) {
   if (!BESIDE.some((name) => Number.isFinite(headValue(row, name)))) return "";
-  const caption = h("figcaption", null, "Its logits and vectors", h("small", null, "each hair is a head of the map"));
+  const caption = h("figcaption", null, "Its logits and vectors", h("small", null, "each tick is one head; the tall one is this head"));
   return h("figure", { class: "chart" }, caption, tiles(row, BESIDE));
 }
 

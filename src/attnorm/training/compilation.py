@@ -1,0 +1,68 @@
+"""Compiled blocks, with the attention of a replaced softmax beside the graphs where it brings kernels of its own.
+
+A rescaled softmax is traced like the rest of a block. Every other normalizer runs on FlexAttention, which is compiled
+already, or block by block with a backward pass of its own: traced into the graph of a block they would be compiled
+twice, or unrolled. So a graph ends before such an attention call and another begins after it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.softmax import Softmax
+from attnorm.training.architectures import ARCHITECTURES
+from attnorm.training.settings import Settings
+
+LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; past it torch would go on uncompiled, and say so only in a log
+
+
+def compile_blocks(model: Any, settings: Settings) -> None:
+    for block in ARCHITECTURES[settings.architecture].blocks(model):
+        block.compile(dynamic=False)
+
+
+@contextmanager
+def compiled_training(model: Any) -> Iterator[None]:
+    """While a model with compiled blocks is trained."""
+    from transformers import AttentionInterface
+
+    from attnorm.models import kernel
+    from attnorm.models.attach import normalizer_of, patched_modules
+
+    normalizers = [normalizer_of(module) for module in patched_modules(model).values()]
+    if not all(_is_rescaled_softmax(normalizer) for normalizer in normalizers):
+        AttentionInterface.register(kernel.KERNEL, torch.compiler.disable(kernel.patched_attention))
+    try:
+        with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS):
+            yield
+    finally:
+        kernel.register()
+
+
+@contextmanager
+def without_compiled_blocks(model: Any, settings: Settings) -> Iterator[None]:
+    """The blocks as written, for other shapes than in training: compiling for them would cost more than it saves.
+
+    Nothing else is kept from compiling: FlexAttention uncompiled would hold all weights at once.
+    """
+    blocks = list(ARCHITECTURES[settings.architecture].blocks(model))
+    compiled = [block._compiled_call_impl for block in blocks]
+    for block in blocks:
+        block._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for block, call in zip(blocks, compiled, strict=True):
+            block._compiled_call_impl = call
+
+
+def _is_rescaled_softmax(normalizer: Any) -> bool:
+    return (
+        isinstance(normalizer, Normalizer)
+        and isinstance(normalizer.map, Softmax)
+        and not normalizer.selections
+        and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    )
