@@ -67,6 +67,14 @@ def test_what_is_not_comparable_is_noted() -> None:
     assert "short float32, long bfloat16" in notes
 
 
+def test_sides_that_measured_other_rows_or_groups_are_noted() -> None:
+    whole, quick = made(), made()
+    quick.manifest["settings"] |= {"rows": 5, "metrics": ["core", "gradient"]}
+    notes = compare({"whole": whole, "quick": quick}).notes
+    assert "the measured rows differ: whole all, quick 5" in notes
+    assert any(note.startswith("the groups of metrics differ: ") and "quick core + gradient" in note for note in notes)
+
+
 def test_one_analysis_is_compared_over_its_normalizers() -> None:
     found = compare({"run": made(normalizers=("model", "entmax15"))})
     assert [side.label for side in found.sides] == ["model", "entmax15"]

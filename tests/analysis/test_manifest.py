@@ -46,7 +46,21 @@ def test_a_hash_tells_texts_ids_and_inputs_apart() -> None:
 def test_differences_name_what_is_there_and_what_is_asked_for() -> None:
     here = run()
     there = run(settings=here["settings"] | {"lengths": [64, 128]}, model=here["model"] | {"fingerprint": "g"})
-    assert manifest.differences(there, here) == ['weights: "g" there, "f" here', "lengths: [64, 128] there, [64] here"]
+    assert manifest.differences(there, here) == ["other weights", "lengths: 64, 128 there, 64 here"]
+
+
+def test_differences_are_told_in_words_without_hashes_or_what_follows_from_others() -> None:
+    here = run()
+    other = run(
+        texts=[{"name": "book.txt", "sha256": "b" * 64, "size": ""}],
+        model=here["model"] | {"name": "gpt2", "fingerprint": "g", "revision": "0123"},
+        settings=here["settings"] | {"normalizers": ["ssmax"], "normalizer_details": {"ssmax": "SSMax() 12ab"}},
+    )
+    assert manifest.differences(other, here) == [
+        "model: gpt2 there, m here", "texts: book.txt there, t here", "normalizers: ssmax there, model here",
+    ]  # fmt: skip
+    rewritten = run(texts=[{"name": "t", "sha256": "b" * 64, "size": ""}])
+    assert manifest.differences(rewritten, here) == ["texts: other content under the name t"]
 
 
 @pytest.mark.parametrize(

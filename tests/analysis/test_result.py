@@ -106,6 +106,12 @@ def test_a_merged_analysis_can_be_saved_and_read(analysis: Analysis, tmp_path: P
         analysis.save(tmp_path)
 
 
+def test_a_run_that_measured_less_is_named_by_what_it_lacks() -> None:
+    core, full = (analyze(gpt2(layers=1), ids(16), metrics=groups) for groups in ("core", ("core", "vectors")))
+    with pytest.raises(ValueError, match="one run did not measure the group vectors, on a text"):
+        Analysis.merged([core, full])
+
+
 def test_what_cannot_be_merged_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to merge"):
         Analysis.merged([])

@@ -84,6 +84,17 @@ def test_a_head_near_its_entropy_floor_is_never_dispersed() -> None:
     assert verdict(**{**near, "entropy_floor": 5.0}) == "dispersed-forced"
 
 
+def test_the_floor_is_compared_with_the_entropy_of_the_same_row() -> None:
+    """The median of rows with 725 to 1,024 keys has 875: at its floor it is sharp, whatever log 1,024 would say."""
+    floor = 0.95 * math.log(875)
+    at_floor = {"entropy_ratio": 0.95, "entropy_nats": floor, "entropy_floor": floor, "gap_slope": 0.1, "n_low": 725}
+    assert "only 0% of the way" in told(**at_floor).evidence
+    spread = 2.0
+    content = float(entropy_floor(spread, 874)) / math.log(874)
+    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "logit_spread_without_sink": spread}
+    assert "only 0% of the way" in told(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
+
+
 def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
     spread = 2.0
     floor = float(entropy_floor(spread, 1023)) / math.log(1023)
@@ -273,13 +284,58 @@ def test_judging_twice_changes_nothing() -> None:
 
 def test_the_headline_counts_the_heads() -> None:
     model = verdict_of(synthetic_tables(normalizers=("model",)))
-    assert model.headline.startswith("12 of 24 heads still select among 1,024 keys")
-    for part in ("3 dispersed by choice", "3 dispersed by force", "3 sink-dominated", "1 broken", "binds for 6"):
+    assert model.headline.startswith("1 of 24 heads is broken; 12 of 24 heads still select among 1,024 keys")
+    for part in ("3 dispersed by choice", "3 dispersed by force", "3 sink-dominated", "binds for 6"):
         assert part in model.headline
     assert sum(model.counts.values()) == 24
     assert "In part: 6 of 23 heads" in model.sentences[0]
     assert "made for 1,024 positions" in model.sentences[1]
     assert model.sentences[2].startswith("Rate test: the effective gap grows by")
+
+
+def windowed(tables: dict[str, pa.Table], layer: int, n: int) -> dict[str, pa.Table]:
+    """The heads of one layer see no more than n keys."""
+    rows = [row | ({"n_low": n, "n_high": n} if row["layer"] == layer else {}) for row in tables["heads"].to_pylist()]
+    return {**tables, "heads": pa.Table.from_pylist(rows, schema=tables["heads"].schema)}
+
+
+def test_heads_behind_a_window_are_told_apart_from_those_that_see_every_key() -> None:
+    tables = synthetic_tables(cast=[["selects", "selects", "flat"], ["flat", "flat", "selects"]], **SMALL)
+    model = verdict_of(windowed(tables, layer=1, n=64))
+    assert model.headline.startswith("2 of 3 heads without a window still select among 512 keys; 1 dispersed by force")
+    assert model.ceiling is not None
+    assert (model.ceiling.heads, model.ceiling.beyond) == (3, 1)
+    assert any(
+        sentence.startswith("3 heads see at most 64 keys (1 healthy, 2 dispersed by force)")
+        for sentence in model.sentences
+    )
+    assert sum(model.counts.values()) == 6
+
+
+def test_a_shorter_text_is_no_window() -> None:
+    tables = synthetic_tables(cast=[["selects", "flat"]], texts=("a", "b"), lengths=(256, 512), normalizers=("model",))
+    heads = [row for row in tables["heads"].to_pylist() if row["length"] == (256 if row["text"] == "a" else 512)]
+    model = verdict_of({**tables, "heads": pa.Table.from_pylist(heads, schema=tables["heads"].schema)})
+    assert "window" not in model.headline
+    assert not any(sentence.startswith("At 256") for sentence in model.sentences), "no text has two lengths"
+
+
+def test_several_lengths_of_one_text_are_told_in_one_line() -> None:
+    model = verdict_of(synthetic_tables(cast=[["selects", "flat", "parked"]], normalizers=("model",)))
+    line = "At 256 tokens: 1 of 3 heads select, 1 is dispersed; at 1,024: 1 of 3 select, 1 is dispersed."
+    assert line in model.sentences
+    alone = verdict_of(synthetic_tables(cast=[["selects", "flat", "parked"]], **SMALL))
+    assert not any(sentence.startswith("At ") for sentence in alone.sentences)
+
+
+@pytest.mark.parametrize(("rows", "told"), [(1, "1 row "), (15, "15 rows "), (16, None)])
+def test_verdicts_from_few_rows_say_so(rows: int, told: str | None) -> None:
+    tables = synthetic_tables(cast=[["selects", "flat"]], **SMALL)
+    heads = [row | {"rows": rows} for row in tables["heads"].to_pylist()]
+    tables = {**tables, "heads": pa.Table.from_pylist(heads, schema=tables["heads"].schema)}
+    sampled = {**synthetic_manifest(), "settings": {"rows": rows}}
+    found = [sentence for sentence in model_verdict(judged(tables), sampled).sentences if "rest on" in sentence]
+    assert found == ([] if told is None else [f"Verdicts rest on {told}per head; --rows all is surer."])
 
 
 def test_a_model_without_fault_is_told_so() -> None:
@@ -333,7 +389,13 @@ def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:
     (advice,) = (one for one in model.advice if "normalizer" in one.title)
     gains = {(one.change, one.quantity): one for one in advice.what_if}
     assert gains["entmax15", "dispersed heads"].after < gains["entmax15", "dispersed heads"].before == 6
-    assert gains["entmax15", "frozen heads"].after > gains["entmax15", "frozen heads"].before, "the price is told too"
+    frozen = gains["entmax15", "frozen, of all heads"]
+    assert frozen.after > frozen.before, "the price is told too"
+    for name in ("ssmax", "entmax15"):
+        fates = [one.after for (change, quantity), one in gains.items() if change == name and "of these" in quantity]
+        assert sum(fates) + gains[name, "dispersed heads"].after == 6, "no head goes missing"
+    quantities = [{quantity for change, quantity in gains if change == name} for name in ("ssmax", "entmax15")]
+    assert quantities[0] == quantities[1], "a count of 0 is told, not left out"
     assert ("ssmax", "entropy / log n") in gains
     assert advice.command is None
 

@@ -3,6 +3,9 @@
 import errno
 import json
 import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +175,33 @@ def test_a_folder_with_another_run_is_left_alone(model: Path, text: Path, tmp_pa
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     result = run(model, text, "--out", str(out), "--seed", "9")
     assert result.exit_code == 2
-    assert "holds another run" in flat(result.output)
+    assert "holds another run (seed: 0 there, 9 here); choose another folder" in flat(result.output)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = run(model, text, "--out", str(tmp_path / "file" / "run"))
+    assert result.exit_code == 2
+    assert "cannot create the output folder" in flat(result.output)
+    assert "Not a directory" in flat(result.output)
+
+
+@pytest.mark.parametrize("wrong", ["--metrics", "--normalizers"])
+def test_a_wrong_name_is_refused_before_transformers_is_imported(wrong: str) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from attnorm.cli import app; "
+        f"result = CliRunner().invoke(app, ['analyze', '{wrong}', 'nonsense']); "
+        "assert result.exit_code == 2 and 'nonsense' in result.output, result.output; "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_version_and_an_example_are_told() -> None:
+    told = runner.invoke(app, ["--version"])
+    assert (told.exit_code, told.stdout) == (0, f"attnorm {version('attnorm')}\n")
+    assert "Example: attnorm analyze" in flat(runner.invoke(app, ["analyze", "--help"]).output)
 
 
 def test_a_finished_run_is_not_measured_again(model: Path, text: Path, tmp_path: Path) -> None:
@@ -226,7 +254,7 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_kept(
 def test_a_broken_checkpoint_is_flagged_and_exits_with_1(text: Path, tmp_path: Path) -> None:
     result = run(save_model(tmp_path / "nan", broken=True), text)
     assert result.exit_code == 1, result.output
-    assert "2 broken" in result.stdout
+    assert "2 of 4 heads are broken; " in result.stdout
     assert "Repair the checkpoint" in result.stdout
     assert (tmp_path / "attnorm-nan.html").is_file()
 
@@ -273,6 +301,7 @@ def test_progress_tells_share_pace_and_time_left() -> None:
     assert watch.pace.startswith("10 tokens/s, 15 s left, "), "parts that were found finished took no time"
     watch.see(state(3, 300, layers=10))
     assert watch.share == 1
+    assert "left" not in watch.pace
 
 
 def test_durations_and_memory_are_told_briefly() -> None:

@@ -50,7 +50,11 @@ def test_page_and_figures_go_where_they_are_asked_for(folder: Path, tmp_path: Pa
     assert not (folder / "report.html").exists()
     suffixes = {path.suffix for path in figures.iterdir()}
     assert suffixes == {".svg", ".pdf"}
-    assert result.stderr.count("figure: ") == len(list(figures.iterdir()))
+    files = {path.stem for path in figures.iterdir()}
+    assert {"verdicts", "map-entropy_ratio", "map-sink_mass", "map-horizon", "map-gap_slope"} < files
+    assert len(files) == 6, "the worst head besides"
+    assert f"figures: 12 files in {figures}" in result.stderr
+    assert "verdicts.svg" not in result.stderr
 
 
 @pytest.mark.parametrize("damage", ["no folder", "empty", "half", "unreadable"])

@@ -42,6 +42,29 @@ def test_tokens_in_place_of_steps_and_json(call: list[str]) -> None:
     assert record["result"]["tokens"] == 192
 
 
+def test_another_normalizer_and_other_lengths(call: list[str], tmp_path: Path) -> None:
+    more = ["--architecture", "llama", "--normalizer", "entmax", "--normalizer-options", "alpha=1.3, learned=True"]
+    result = runner.invoke(app, [*call, *more, "--steps", "2", "--eval-lengths", "16,48"])
+    assert result.exit_code == 0, result.output
+    assert "windows of 48" in result.stdout
+    assert "tokens/s" in result.stdout
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert record["run"]["normalizer_options"] == {"alpha": 1.3, "learned": True}
+    assert [each["length"] for each in record["result"]["validation"]["by_length"]] == [16, 48]
+    assert "`entmax` with alpha=1.3, learned=True" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(call: list[str], tmp_path: Path) -> None:
+    result = runner.invoke(app, [*call, "--normalizer", "sparsemax", "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    (tmp_path / "text.txt").write_text("A rose is a rose.\n\n" * 20)
+    measuring = ["--text", str(tmp_path / "text.txt"), "--lengths", "16", "--metrics", "core", "--device", "cpu"]
+    measured = runner.invoke(app, ["analyze", str(tmp_path / "out"), *measuring, "--out", str(tmp_path / "measured")])
+    assert measured.exit_code == 0, measured.output
+    kernel = json.loads((tmp_path / "measured" / "manifest.json").read_text())["model"]["kernel"]
+    assert kernel == "attnorm_patched"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -50,6 +73,10 @@ def test_tokens_in_place_of_steps_and_json(call: list[str]) -> None:
         (["--context", "5000"], "too short for one window of 5000"),
         (["--device", "abacus"], "cannot use device"),
         (["--valid", "absent.txt"], "no such text file: absent.txt"),
+        (["--normalizer", "entmax51"], "unknown normalizer 'entmax51'"),
+        (["--normalizer-options", "alpha"], "key=value with commas between, each key once; got 'alpha'"),
+        (["--eval-lengths", "64"], "gpt2 has 16 positions and none beyond"),
+        (["--eval-lengths", "long"], "--eval-lengths takes whole numbers"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(call: list[str], more: list[str], message: str) -> None:

@@ -245,3 +245,14 @@ def test_compiled_blocks_train_to_the_same_loss(train: Train, uninterrupted: Pat
     train(tmp_path / "run", options={"compiled": True})
     plain, compiled = (metrics(out)[-1]["valid_loss"] for out in (uninterrupted, tmp_path / "run"))
     assert compiled == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.nightly
+@pytest.mark.as_installed
+@pytest.mark.parametrize("name", ["ssmax", "entmax15"])  # traced with its block, and beside the graphs
+def test_compiled_blocks_train_with_any_normalizer(name: str, train: Train, tmp_path: Path) -> None:
+    change: dict[str, Any] = {"architecture": "llama", "normalizer": name, "layers": 9}
+    for compiled in (False, True):
+        train(tmp_path / str(compiled), **change, options={"compiled": compiled, "evaluate_every": 10})
+    plain, fast = ([entry["valid_loss"] for entry in metrics(tmp_path / str(compiled))] for compiled in (False, True))
+    assert fast == pytest.approx(plain, rel=1e-2)

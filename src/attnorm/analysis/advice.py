@@ -5,17 +5,20 @@ command that measures them. A what-if is about the logits as they are: a model t
 learns other logits.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.thresholds import DISPERSED
+from attnorm.analysis.thresholds import DISPERSED, VERDICTS
 from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
 from attnorm.normalizers.registry import get
 
 TO_MEASURE = "model,ssmax,entmax15"  # one length-aware, one sparse
 MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
+
+_BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in DISPERSED)
 
 
 def advise(chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any]) -> list[Advice]:
@@ -52,24 +55,23 @@ def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str,
     forced = len(with_verdict(dispersed, ("dispersed-forced",)))
     if forced:
         text = (
-            f"{forced} of {_count(len(dispersed), 'dispersed head')} are beyond their horizon, where softmax gives no key "
-            "half of the weight: logits must be scaled up with the length, or small weights cut off."
+            f"{forced} of {_count(len(dispersed), 'dispersed head')} are beyond their horizon, where softmax gives no "
+            "key half of the weight: logits must be scaled up with the length, or small weights cut off."
         )
     else:
         text = (
             f"The logits of {_count(len(dispersed), 'dispersed head')} would allow sharper weights: a length-aware or "
             "sparse normalizer takes what is there."
         )
+    sharper = {name: pairs(dispersed, rows) for name, rows in others.items() if _sharpens(name)}
     what_if: list[WhatIf] = []
-    for name, rows in others.items():
-        both = pairs(dispersed, rows)
-        if not both or not _sharpens(name):
+    for name, both in sharper.items():
+        if not both:
             continue
-        still = len(with_verdict([other for _, other in both], DISPERSED))
-        what_if.append(WhatIf(change=name, quantity="dispersed heads", before=len(both), after=still, heads=len(both)))
-        before, after = len(with_verdict(chosen, ("frozen",))), len(with_verdict(rows, ("frozen",)))
-        if before or after:
-            what_if.append(WhatIf(change=name, quantity="frozen heads", before=before, after=after, heads=len(chosen)))
+        what_if += _fates(name, sharper)
+        all_heads = pairs(chosen, others[name])
+        before, after = (len(with_verdict(side, ("frozen",))) for side in zip(*all_heads, strict=True))
+        what_if.append(_counts(name, "frozen, of all heads", before, after, len(all_heads)))
         what_if += medians(name, "entropy / log n", "entropy_ratio", both)
         what_if += medians(name, "Jacobian norm", "jacobian_norm", both)
     return Advice(
@@ -79,6 +81,21 @@ def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str,
         what_if=tuple(what_if),
         command=None if what_if else command(manifest, normalizers=TO_MEASURE),
     )
+
+
+def _fates(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]) -> list[WhatIf]:
+    """What the dispersed heads become: every verdict that any of the normalizers gives them, for each of them."""
+    verdicts = {change: Counter(other["verdict"] for _, other in both) for change, both in sharper.items()}
+    mine, heads = verdicts[name], verdicts[name].total()
+    fates = [one for one in (*_BETTER_FIRST, None) if any(counts[one] for counts in verdicts.values())]
+    return [
+        _counts(name, "dispersed heads", heads, sum(mine[one] for one in DISPERSED), heads),
+        *(_counts(name, f"of these {one or 'not judged'}", 0, mine[one], heads) for one in fates),
+    ]
+
+
+def _counts(change: str, quantity: str, before: int, after: int, heads: int) -> WhatIf:
+    return WhatIf(change=change, quantity=quantity, before=before, after=after, heads=heads)
 
 
 def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
@@ -164,15 +181,15 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
         return Advice(
             title=title,
             text="It sharpens every row alike, raises the worst case of the Jacobian norm as 1/T, and moves the "
-            "ceiling without lifting it.",
+            "horizon out without making it infinite.",
             heads=len(concerned),
             command=command(manifest, metrics="all"),
         )
     what_if += medians(what_if[0].change, "its bound", "bound", pairs(now, then))
     text = (
         f"Dividing the logits by {lower:g} takes the Jacobian norm of {_count(len(concerned), 'head')} from "
-        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T, and the ceiling is moved, "
-        "not lifted."
+        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T, and the horizon moves "
+        "out but stays finite."
     )
     return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
 

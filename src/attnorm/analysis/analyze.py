@@ -87,6 +87,7 @@ def analyze(
         if resume and _is_finished(folder):
             return _saved(Analysis.load(folder).judged(judged_by), folder)
         with store.explained_when_full(folder):
+            store.make_folder(folder)
             store.write_json(folder / store.MANIFEST, manifest)
     job = Job(loaded, named, settings)
     done = measured_parts(job, planned, manifest, folder, resume, progress or _silent)

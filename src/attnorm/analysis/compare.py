@@ -155,8 +155,17 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
     texts = {label: frozenset(text["sha256"] for text in run.manifest["texts"]) for label, run in runs.items()}
     if len(set(texts.values())) > 1:
         notes.append("the texts differ, so that differences between heads may be differences between texts")
+    for name, what in (("rows", "the measured rows differ"), ("metrics", "the groups of metrics differ")):
+        asked = {label: _words(run.manifest["settings"].get(name)) for label, run in runs.items()}
+        if len(set(asked.values())) > 1:
+            notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in asked.items())}")
     for name in ("dtype", "device"):
         found = {label: str(run.manifest["model"].get(name)) for label, run in runs.items()}
         if len(set(found.values())) > 1:
             notes += [f"the {name} differs: {', '.join(f'{label} {value}' for label, value in found.items())}"]
     return notes
+
+
+def _words(value: Any) -> str:
+    """None: merged runs that differ."""
+    return "several" if value is None else " + ".join(value) if isinstance(value, list) else str(value)

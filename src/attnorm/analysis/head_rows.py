@@ -19,7 +19,11 @@ NUMBERS = (
 
 def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
     """Without the columns that no verdict reads, which are most of them: a large model has many thousand heads."""
-    names = [name for name, _ in HEAD_KEY] + ["broken_rows", "n_low", "n_high"] + [name for name, _ in VERDICT_COLUMNS]
+    names = (
+        [name for name, _ in HEAD_KEY]
+        + ["rows", "broken_rows", "n_low", "n_high"]
+        + [name for name, _ in VERDICT_COLUMNS]
+    )
     names += [column for number in NUMBERS for column in with_quantiles(number)]
     rows: list[dict[str, Any]] = heads.select([name for name in names if name in heads.column_names]).to_pylist()
     return rows

@@ -77,13 +77,16 @@ def part_key(model: Mapping[str, Any], text: Mapping[str, Any], length: int | No
 
 
 def differences(there: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """What two manifests disagree on, one "name: there, here" each; empty if they describe the same run."""
+    """What two manifests disagree on, in words, one "name: there, here" each; empty if they describe the same run."""
     ours, theirs = _identity(asked), _identity(there)
-    return [
-        f"{name}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
-    ]
+    different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+    implied: set[str] = set()  # by what is told already
+    if "model" in different:
+        implied |= {_WORDS.get(name, name) for one in (there, asked) for name in one.get("model", {})}
+        implied -= {"model", "dtype", "device"}
+    implied |= {"normalizer_details"} if "normalizers" in different else set()
+    implied |= {"vector_rows"} if "rows" in different else set()
+    return [_told(name, theirs.get(name), ours.get(name)) for name in different if name not in implied]
 
 
 def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "device": _device_type(model),  # two GPUs of one machine are the same to a run
         "texts": [[text["name"], text["sha256"][:12]] for text in manifest.get("texts", [])],
         **settings,
-        "runs": [_identity(original) for original in manifest.get("merged", [])],
+        "merged runs": [_identity(original) for original in manifest.get("merged", [])],
     }
 
 
@@ -129,6 +132,21 @@ def _device_type(model: Mapping[str, Any]) -> str:
     return str(model.get("device", "")).partition(":")[0]
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
+def _told(name: str, there: Any, here: Any) -> str:
+    """Without hashes and descriptions that only a program compares."""
+    if name in ("weights", "merged runs"):
+        return f"other {name}"
+    if name in ("normalizer_details", "runs_details"):
+        return "other parameters of the normalizers"
+    if name == "texts":
+        there, here = ([text[0] for text in texts or []] for texts in (there, here))
+        if there == here:
+            return f"texts: other content under the name {_plain(here)}"
+    return f"{name.replace('_', ' ')}: {_plain(there)} there, {_plain(here)} here"
+
+
+def _plain(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if value in (None, [], ""):
+        return "none"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -9,6 +9,10 @@ from attnorm.analysis.tables import HEAD_KEY
 _KEYS = {name for name, _ in HEAD_KEY} | {"n_low", "n_high", "top_n", "temperature"}
 
 
+class NotMeasuredError(ValueError):
+    """A row that is in several runs lacks a number in one of them."""
+
+
 def merged_table(name: str, tables: Sequence[pa.Table]) -> pa.Table:
     """The tables one below the other; a row that is in several of them must be the same in all, and is kept once."""
     together = pa.concat_tables(tables)
@@ -31,7 +35,8 @@ def merged_table(name: str, tables: Sequence[pa.Table]) -> pa.Table:
         for at, (a, b) in enumerate(zip(once[column].to_pylist(), again[column].to_pylist(), strict=True)):
             if a != b and not (a != a and b != b):
                 where = ", ".join(f"{key} {once[key][at].as_py()!r}" for key in keys)
-                raise ValueError(
+                refusal = NotMeasuredError if (a != a) != (b != b) else ValueError
+                raise refusal(
                     f"two runs disagree on {column} ({a} and {b}) of the same row of {name!r}: {where}; they measured "
                     "different things under one name: give the texts different names, or merge only one of the runs"
                 )

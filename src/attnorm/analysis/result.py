@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
-from attnorm.analysis.merge import merged_table
+from attnorm.analysis.merge import NotMeasuredError, merged_table
 from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
 
@@ -63,10 +63,19 @@ class Analysis:
                 f"these runs measured different models ({', '.join(map(repr, models.values()))}), whose heads cannot "
                 "share one table; put them side by side with `attnorm compare`"
             )
-        tables = {
-            name: merged_table(name, [run.tables[name].select(schema.names) for run in runs])
-            for name, schema in SCHEMAS.items()
-        }
+        try:
+            tables = {
+                name: merged_table(name, [run.tables[name].select(schema.names) for run in runs])
+                for name, schema in SCHEMAS.items()
+            }
+        except NotMeasuredError as error:
+            groups = _measured_by_some(runs)
+            if not groups:
+                raise
+            raise ValueError(
+                f"one run did not measure the group{'s' * (len(groups) > 1)} {', '.join(groups)}, on a text and length "
+                "that another did; measure it again with the same metrics, or leave it out"
+            ) from error
         return Analysis.of(tables, manifests.merged([run.manifest for run in runs]), runs[0].thresholds)
 
     @property
@@ -203,6 +212,12 @@ def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"{folder} holds another run ({'; '.join(different)}); choose another folder. "
             "Runs on one model can be put together afterwards: Analysis.merged([...])"
         )
+
+
+def _measured_by_some(runs: Sequence[Analysis]) -> list[str]:
+    """The groups of metrics that not all of the runs have."""
+    groups = [set(run.manifest["settings"].get("metrics") or ()) for run in runs]
+    return sorted(set().union(*groups) - set.intersection(*groups))
 
 
 def _where(table: pa.Table, values: Mapping[str, Any]) -> pa.Table:

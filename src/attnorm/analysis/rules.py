@@ -101,7 +101,10 @@ def dispersed(case: Case) -> Findings:
         whom = case.runs or "what the model runs"
         yield "dispersed-by-choice", f"{words}; the ceiling of softmax does not hold for {whom}"
     elif case.n > horizon:
-        yield "dispersed-forced", f"{words}; beyond its horizon of {keys(horizon)} keys its logits let none have half of the weight"
+        yield (
+            "dispersed-forced",
+            f"{words}; beyond its horizon of {keys(horizon)} keys its logits let none have half of the weight",
+        )
     else:
         yield "dispersed-by-choice", f"{words}, although its horizon is {keys(horizon)} keys"
 
@@ -194,10 +197,23 @@ def _slope(case: Case, suffix: str) -> float | None:
 
 
 def _above_floor(case: Case, suffix: str, ratio: float) -> float | None:
-    """Where the entropy lies between its floor, 0, and log n, 1."""
-    n = case.n - (1 if suffix else 0)
-    entropy, floor = ratio * math.log(n), None if suffix else case.number("entropy_floor")
+    """Where the entropy lies between its floor, 0, and log n, 1: all three of the median row."""
+    n = _median_n(case) - (1 if suffix else 0)
+    entropy = None if suffix else case.number("entropy_nats")
+    floor = None if suffix else case.number("entropy_floor")
     spread = case.number(f"logit_spread{suffix}")
     if suffix and spread is not None:
         floor = float(entropy_floor(spread, n))
-    return None if floor is None else (entropy - floor) / max(math.log(n) - floor, 1e-12)
+    if floor is None:
+        return None
+    entropy = ratio * math.log(n) if entropy is None else entropy
+    return (entropy - floor) / max(math.log(n) - floor, 1e-12)
+
+
+def _median_n(case: Case) -> int:
+    """Keys of the median row, by its entropy and its share of log n: fewer than those of the longest row."""
+    entropy, ratio = case.number("entropy_nats"), case.number("entropy_ratio")
+    if entropy is None or not ratio:
+        return case.n
+    quotient = math.exp(min(entropy / ratio, 700.0))
+    return round(min(max(quotient, case.row.get("n_low") or 2), case.n))

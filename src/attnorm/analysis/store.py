@@ -38,6 +38,16 @@ class Part:
     tables: dict[str, pa.Table]
 
 
+def make_folder(folder: Path) -> None:
+    """The folder of a run; where it cannot be, that is said with the reason."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise
+        raise OSError(error.errno, f"cannot create the output folder {folder}: {error.strerror}") from error
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     _write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 

@@ -11,7 +11,8 @@ MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
     "sink-dominated": "most of the weight on the first key: the head is parked",
     "frozen": "one key takes everything and no gradient reaches the logits",
-    "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight at this length",
+    "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
+    "at this length",
     "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
     "saturated": "concentrates its weight, but on keys told apart no better than with permuted values",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",

@@ -4,13 +4,15 @@ Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 
 the machine gave out (disk, memory), 2 wrong usage or input, 130 interrupted.
 """
 
+from typing import Annotated
+
 import typer
 
 from attnorm.cli import analyze, bench, compare, dispersion, doctor, frontier, normalizers, report, train, verify
+from attnorm.cli.output import show_version
 
 app = typer.Typer(
     name="attnorm",
-    help="How sharply attention selects: measure any model, know the limit, replace softmax.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,5 +23,15 @@ for verb in (
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(train.train)
+
+
+@app.callback()
+def attnorm(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """How sharply attention selects: measure any model, know the limit, replace softmax."""
+
 
 __all__ = ["app"]

@@ -17,8 +17,8 @@ from attnorm.cli.measuring import (
     Threads,
     Trust,
     failures,
+    groups_of,
     measure,
-    names_of,
     numbers_of,
     rows_of,
     texts_of,
@@ -67,6 +67,8 @@ def analyze(
     The summary goes to stdout, progress to stderr, the report to DIR/report.html or attnorm-MODEL.html here.
     Exit code 0: measured; 1: heads with logits or weights that are not finite, or the disk or memory gave out;
     2: wrong usage or input; 130: interrupted - run the same command again and finished parts in --out are kept.
+
+    Example: attnorm analyze gpt2 --text book.txt --lengths 256,1024 --normalizers model,ssmax,entmax15 --out run
     """
     use_threads(threads)
     with usage_errors():
@@ -75,7 +77,7 @@ def analyze(
             "lengths": numbers_of("--lengths", lengths),
             "normalizers": _normalizers(normalizers),
             "rows": rows_of(rows),
-            "metrics": names_of(metrics),
+            "metrics": groups_of(metrics),
             "top_n": numbers_of("--top-n", top_n),
         }
     analysis = measure(

@@ -16,8 +16,8 @@ from attnorm.cli.measuring import (
     Threads,
     Trust,
     failures,
+    groups_of,
     measure,
-    names_of,
     numbers_of,
     rows_of,
     texts_of,
@@ -60,7 +60,7 @@ def compare(
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
             "rows": rows_of(rows),
-            "metrics": names_of(metrics),
+            "metrics": groups_of(metrics),
         }
     options |= {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "seed": seed}
     analyses = {name: _side(name, options) for name in sides}

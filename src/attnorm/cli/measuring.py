@@ -70,10 +70,12 @@ def rows_of(value: str) -> Any:
         raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
 
 
-def names_of(value: str) -> str | tuple[str, ...]:
-    """'all' or one name as it is, several as a tuple."""
+def groups_of(value: str) -> tuple[str, ...]:
+    """The groups of metrics, checked before a model is loaded for nothing."""
+    from attnorm.analysis.settings import groups
+
     names = tuple(name.strip() for name in value.split(",") if name.strip())
-    return names[0] if len(names) == 1 else names
+    return groups(names[0] if len(names) == 1 else names)
 
 
 def use_threads(threads: int | None) -> None:

@@ -39,3 +39,12 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def show_version(asked: bool) -> bool:
+    if asked:
+        from attnorm import __version__
+
+        typer.echo(f"attnorm {__version__}")
+        raise typer.Exit
+    return asked

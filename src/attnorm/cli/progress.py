@@ -55,7 +55,8 @@ class Watch:
         if self.last is None or measured <= 0 or seconds <= 0:
             return memory
         left = (self.last.tokens_total - self._tokens()) * seconds / measured
-        return f"{measured / seconds:,.0f} tokens/s, {duration(left)} left, {memory}"
+        remaining = f", {duration(left)} left" if self.last.parts_done < self.last.parts_total else ""
+        return f"{measured / seconds:,.0f} tokens/s{remaining}, {memory}"
 
     def _tokens(self) -> float:
         state = self.last

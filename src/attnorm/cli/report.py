@@ -13,7 +13,9 @@ from attnorm.cli.output import Json
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What analyze --out wrote.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; default: DIR/report.html.")] = None,
-    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for SVG and PDF figures.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for SVG and PDF: verdicts, main metrics, worst head.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the report of a saved analysis again, and figures for a paper; nothing is measured.
@@ -31,5 +33,5 @@ def report(
 
             drawn = save_head_figures(analysis, figures)
     show_analysis(analysis, as_json, folder, page)
-    for path in drawn:
-        typer.echo(f"figure: {path}", err=True)
+    if drawn:
+        typer.echo(f"figures: {len(drawn)} files in {figures}", err=True)

@@ -1,5 +1,6 @@
 """attnorm train: small models, of text or of sets to pick from."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnorm.cli.command_line import command_line
+from attnorm.cli.measuring import numbers_of
 from attnorm.cli.output import Json, show, show_json, usage_errors
 from attnorm.cli.train_retrieval import retrieval
 
@@ -28,7 +30,13 @@ def lm(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on: .txt or .txt.xz.")],
     valid: Annotated[Path, typer.Option(help="Text file held out for the validation loss.")],
     out: Annotated[Path, typer.Option(help="Folder for the model; one that holds this run continues it.")],
-    architecture: Annotated[str, typer.Option(help="Model family.")] = "gpt2",
+    architecture: Annotated[str, typer.Option(help="gpt2, or llama (rotary positions).")] = "gpt2",
+    normalizer: Annotated[
+        str, typer.Option(metavar="NAME", help="What takes softmax's place; `attnorm normalizers` lists them.")
+    ] = "softmax",
+    normalizer_options: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3,learned=true.")
+    ] = "",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
@@ -47,6 +55,14 @@ def lm(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
     eval_every: Annotated[int, typer.Option(help="Steps between validation losses.")] = 250,
+    eval_lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Window lengths for the final loss.",
+            show_default="1, 2 and 4 times the context, as far as the model has positions",
+        ),
+    ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
     resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint, or start over.")] = True,
     max_minutes: Annotated[
@@ -80,12 +96,14 @@ def lm(
             architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
             steps=1000 if steps is None else steps, batch=batch, learning_rate=lr, warmup=warmup,
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
+            normalizer=normalizer, normalizer_options=_options(normalizer_options),
         )  # fmt: skip
         try:
             with _progress() as report:
                 record = train_lm(
                     texts, valid, out, settings, data=data, device=device, compiled=compiled, resume=resume,
                     evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
+                    lengths=numbers_of("--eval-lengths", eval_lengths),
                     sample_tokens=sample, note=note, command=command_line(), report=report,
                 )  # fmt: skip
         except TrainingInterrupted as stopped:
@@ -109,17 +127,42 @@ def _losses(result: dict[str, Any]) -> Table:
     validation = result["validation"]
     table = Table(
         title=f"Validation loss after {result['tokens']:,} tokens",
-        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes",
+        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes{_speed(result)}",
     )
     table.add_column("")
     for name in ("nats per token", "perplexity", "bits per byte"):
         table.add_column(name, justify="right")
-    for name in ("model", "bigram", "unigram"):
-        figures = validation[name]
+    lengths = validation.get("by_length", ())
+    rows = {name: validation[name] for name in ("model", "bigram", "unigram")}
+    if len(lengths) > 1:
+        rows |= {f"model, windows of {figures['length']:,}": figures for figures in lengths}
+    for name, figures in rows.items():
         table.add_row(
             name, f"{figures['nats_per_token']:.3f}", f"{figures['perplexity']:.1f}", f"{figures['bits_per_byte']:.3f}"
         )
     return table
+
+
+def _speed(result: dict[str, Any]) -> str:
+    speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
+    memory = "" if peak is None else f"; at most {peak / 2**30:.2f} GiB of memory"
+    return ("" if speed is None else f"; {speed:,.0f} tokens/s") + memory
+
+
+def _options(text: str) -> dict[str, Any]:
+    """'alpha=1.3,learned=true' -> {"alpha": 1.3, "learned": True}; what is neither number nor truth is a word."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not (key and equals and value) or key in found:
+            raise ValueError(
+                f"--normalizer-options takes key=value with commas between, each key once; got {part!r} in {text!r}"
+            )
+        try:
+            found[key] = json.loads(value.lower())
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from attnorm.theory.selection import at_least_float32
 LOW = -1e30
 GROUP = 16
 # Logits of one block for each thread: two arrays of this size fit a core's cache; a GPU needs more to be busy.
-BLOCK_ELEMENTS = 2**18
+BLOCK_ELEMENTS = 2**19
 MOST_THREADS = 8
 CUDA_BLOCK_ELEMENTS = 2**25
 
@@ -115,9 +115,17 @@ class Visibility:
 
 
 def logit_blocks(
-    call: AttentionCall, rows: Tensor, *, all_heads: bool = False, block_elements: int | None = None
+    call: AttentionCall,
+    rows: Tensor,
+    *,
+    all_heads: bool = False,
+    key_heads: range | None = None,
+    block_elements: int | None = None,
 ) -> Iterator[LogitBlock]:
-    """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together."""
+    """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together.
+
+    key_heads: those whose queries are wanted; all by default.
+    """
     batch, heads = call.query_BHQD.shape[:2]
     groups = call.key_BGKD.shape[1]
     per_group = heads // groups
@@ -136,8 +144,9 @@ def logit_blocks(
         while start < len(rows):
             taken, together = _size(reach, start, per_group, groups, elements, all_heads)
             part = slice(start, start + taken)
-            for group in range(0, groups, together):
-                some = slice(group, min(group + together, groups))
+            wanted = range(groups) if key_heads is None else key_heads
+            for group in range(wanted.start, wanted.stop, together):
+                some = slice(group, min(group + together, wanted.stop))
                 owners = slice(some.start * per_group, some.stop * per_group)
                 yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part])
             start += taken

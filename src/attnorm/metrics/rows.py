@@ -6,11 +6,11 @@ logits or weights are not finite, and that one is marked as broken.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import without_autocast
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.jacobian import jacobian_norm, sampled_norm
@@ -18,6 +18,7 @@ from attnorm.metrics.logits import LogitBlock, Workspace, logit_blocks
 from attnorm.metrics.normalized import Choice, Measured, measured, rows_block
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
+from attnorm.metrics.threads import in_threads
 from attnorm.metrics.weight_rows import weight_rows
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
@@ -58,10 +59,14 @@ def measure_rows(
     chosen.sort(key=lambda one: one.scaled_softmax and not one.rescales)
     together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
     query = at_least_float32(call.query_BHQD)
-    workspace = Workspace(query)
     limits, *found = (_Arrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
-    with without_autocast(query.device):
-        for block in logit_blocks(call, rows.to(query.device), all_heads=together, block_elements=block_elements):
+
+    def measure(key_heads: range) -> None:
+        workspace = Workspace(query)
+        blocks = logit_blocks(
+            call, rows.to(query.device), all_heads=together, key_heads=key_heads, block_elements=block_elements
+        )
+        for block in blocks:
             logits = block.logits.view(-1, block.logits.shape[-1])
             apart = set_apart(logits, block)
             limits.put(block, n=block.n, logits=torch.cat([apart.sink, apart.largest, apart.smallest], -1))
@@ -73,6 +78,8 @@ def measure_rows(
                     assert one.normalizer is not None
                     values = _from_weights(one.normalizer, call, block, len(rows), top_n)
                 arrays.put(block, **values)
+
+    in_threads(measure, call.key_BGKD.shape[1], query.device, whole=together)
     return {one.name: _finished(limits.values, arrays.values, top_n) for one, arrays in zip(chosen, found, strict=True)}
 
 
@@ -85,6 +92,7 @@ class _Arrays:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
+        self._lock = Lock()  # threads fill in the numbers of their own heads
         self.values: dict[str, Tensor] = {}
 
     def put(self, block: LogitBlock, **values: Tensor) -> None:
@@ -92,8 +100,9 @@ class _Arrays:
         shape = block.logits.shape[:-1]
         for name, value in values.items():
             value = value.reshape(*shape, -1) if len(value) == shape.numel() else value.expand(shape).unsqueeze(-1)
-            if name not in self.values:
-                self.values[name] = value.new_empty((*self._shape, value.shape[-1]))
+            with self._lock:
+                if name not in self.values:
+                    self.values[name] = value.new_empty((*self._shape, value.shape[-1]))
             self.values[name][block.item, block.heads, block.rows] = value
 
 

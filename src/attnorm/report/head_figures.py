@@ -1,4 +1,4 @@
-"""Figures of an analysis for papers, as SVG and PDF: the verdicts, a heat map per metric, the curves of one head.
+"""Figures of an analysis for papers, as SVG and PDF: the verdicts, a few heat maps, the curves of one head.
 
 White ground, letters as paths, no date inside: the same analysis gives the same bytes. Drawn from the tables alone.
 """
@@ -14,25 +14,24 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from attnorm.metrics.catalogue import BY_NAME
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import heat_map, verdict_map
 from attnorm.report.html.data import chosen_rows, default_choice, shown
-from attnorm.report.html.vocabulary import VERDICTS
+from attnorm.report.html.vocabulary import PANEL_METRICS, VERDICTS
 from attnorm.report.palette import LETTERING
 
 
 def save_head_figures(analysis: Any, folder: Path) -> list[Path]:
-    """The verdicts, one heat map per metric that was measured, and the curves of the worst head; the paths.
+    """The verdicts, a heat map of each metric at the top of a head's panel, the curves of the worst head; the paths.
 
     All of the first text and the longest length, for the model as it runs; verdict_map, heat_map and head_curves draw
-    any other choice.
+    any other choice and metric.
     """
     heads = chosen_rows(analysis.heads, default_choice(analysis))
     if not heads.num_rows:
         raise ValueError("there is nothing to draw: the analysis holds no head")
     paths = _saved(partial(verdict_map, analysis), folder / "verdicts")
-    for name in BY_NAME:
+    for name in PANEL_METRICS:
         if np.isfinite(shown(heads, name)).any():
             paths += _saved(partial(heat_map, analysis, name), folder / f"map-{name}")
     layer, head = worst_head(heads)

@@ -2,9 +2,26 @@
 
 from typing import Any
 
+from attnorm.normalizers.registry import entries
 from attnorm.training.architectures import ARCHITECTURES
 
 QUOTED = 600  # characters of the model's own writing
+
+_LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained("path/to/this/folder") for kind in (AutoModelForCausalLM, AutoTokenizer))
+```"""
+
+_LOADING_PATCHED = """\
+```python
+import attnorm
+from transformers import AutoTokenizer
+model = attnorm.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+`transformers` alone would load the same weights and run them with softmax: another model than the trained one."""
 
 
 def model_card(record: dict[str, Any], sample: str = "") -> str:
@@ -22,17 +39,26 @@ def _front_matter() -> str:
 
 
 def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
+    loading = _LOADING_PATCHED if "normalizer" in run else _LOADING
     return f"""
 # A language model of {result["parameters"] / 1e6:.2f} million parameters
 
-{ARCHITECTURES[run["architecture"]].description}. {run["layers"]} layers of {run["heads"]} heads, width \
-{run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of {result["vocabulary"]}. Trained with \
+{ARCHITECTURES[run["architecture"]].description}. {_attention(run)}{run["layers"]} layers of {run["heads"]} heads, \
+width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of {result["vocabulary"]}. Trained with \
 `attnorm train lm`; weights in float16.
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = (kind.from_pretrained("path/to/this/folder") for kind in (AutoModelForCausalLM, AutoTokenizer))
-```"""
+{loading}"""
+
+
+def _attention(run: dict[str, Any]) -> str:
+    """Nothing for softmax."""
+    if "normalizer" not in run:
+        return ""
+    name, options = run["normalizer"], run["normalizer_options"]
+    entry = entries().get(name)
+    paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
+    chosen = ", ".join(f"{option}={value}" for option, value in options.items())
+    return f"In place of softmax, attention has `{name}`{f' with {chosen}' if chosen else ''}{paper}. "
 
 
 def _figures(result: dict[str, Any]) -> str:
@@ -54,7 +80,16 @@ Every token but the first of a text held out from training ({validation["tokens"
 {validation["bytes"]:,} bytes), in windows side by side: on average half a window is visible. Weights as saved, \
 computed in float32. The counts come from the training text; the bigram is interpolated with the unigram, with the \
 strength ({validation["bigram"]["strength"]:g}) that does best on the validation text itself, so the comparison \
-favours it.{rise}"""
+favours it.{_longer(validation)}{rise}"""
+
+
+def _longer(validation: dict[str, Any]) -> str:
+    """The same tokens in longer or shorter windows, where that was measured."""
+    measured = validation.get("by_length", ())
+    if len(measured) < 2:
+        return ""
+    rows = "\n".join(f"| {each['length']:,} | {each['nats_per_token']:.3f} |" for each in measured)
+    return f"\n\nThe same tokens in windows of other lengths:\n\n| window | nats per token |\n|---|---|\n{rows}"
 
 
 def rise_in_words(rise: dict[str, float]) -> str:
@@ -93,8 +128,15 @@ def _recipe(run: dict[str, Any], result: dict[str, Any]) -> str:
 {command}
 {done:,} steps{early} of {run["batch"]} windows, AdamW, learning rate {run["learning_rate"]:g} after \
 {run["warmup"]} steps of warmup and then along a cosine to 0, weight decay {run["weight_decay"]:g}, {run["dtype"]}, \
-seed {run["seed"]}; {result["training_seconds"] / 60:.1f} minutes on {result["device"]}. Versions: {versions}. \
-`metrics.jsonl` has the course of the loss, `training.json` everything above as data."""
+seed {run["seed"]}; {result["training_seconds"] / 60:.1f} minutes on {result["device"]}{_speed(result)}. \
+Versions: {versions}. `metrics.jsonl` has the course of the loss, `training.json` everything above as data."""
+
+
+def _speed(result: dict[str, Any]) -> str:
+    """Nothing for a record from before these were kept."""
+    speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
+    memory = "" if peak is None else f", at most {peak / 2**30:.2f} GiB of memory"
+    return ("" if speed is None else f", {speed:,.0f} tokens/s") + memory
 
 
 def _quote(sample: str) -> str:

@@ -4,7 +4,7 @@ import copy
 import errno
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +16,12 @@ import torch
 from attnorm.training import atomic
 from attnorm.training.baselines import baselines
 from attnorm.training.card import model_card
-from attnorm.training.evaluation import validation_loss
-from attnorm.training.run_folder import METRICS, RECORD, loss_rise
+from attnorm.training.evaluation import losses_by_length
+from attnorm.training.run_folder import METRICS, RECORD, loss_rise, speed_and_memory
 from attnorm.training.sampling import sample_text
 from attnorm.training.settings import Settings
 from attnorm.training.tokenizer import as_transformers, token_bytes
 from attnorm.training.tokens import Corpus
-from attnorm.training.windows import validation_windows
 
 SAMPLE = "sample.txt"
 
@@ -37,6 +36,7 @@ def export(
     steps: int,
     seconds: float,
     device: torch.device,
+    lengths: Sequence[int],
     sample_tokens: int = 0,
     note: str = "",
     command: str = "",
@@ -47,10 +47,13 @@ def export(
     """
     from transformers import AutoModelForCausalLM
 
+    from attnorm.models.saving import from_pretrained
+
+    read_back: Any = from_pretrained if settings.patched else AutoModelForCausalLM.from_pretrained
     tokenizer = as_transformers(corpus.tokenizer, settings.context)
     with _without_progress_bars():
         _save_pretrained(out, model, tokenizer)
-        saved: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, local_files_only=True)
+        saved: Any = read_back(out, dtype=torch.float32, local_files_only=True)
     saved = saved.to(device).eval()
     result = {
         "steps": steps,
@@ -60,14 +63,18 @@ def export(
         "parameters": sum(parameter.numel() for parameter in saved.parameters()),
         "training_seconds": round(seconds, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "validation": _validation(saved, corpus, settings, device),
+        **speed_and_memory(out / METRICS),
+        "validation": _validation(saved, corpus, settings, device, lengths),
         "rise": loss_rise(out / METRICS),
         "versions": _versions(),
         "command": command,
         "note": note,
     }
-    sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed) if sample_tokens else ""
-    if sample:
+    sample = ""
+    if sample_tokens:
+        # Selective attention goes by what all earlier queries chose, which no cache keeps.
+        cached = settings.normalizer != "selective"
+        sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed, cached=cached)
         atomic.write_text(out / SAMPLE, sample)
     record = {**record, "result": result}
     atomic.write_text(out / "README.md", model_card(record, sample))
@@ -79,11 +86,13 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
     """Through a folder beside the real one: files that others may be reading change at once or not at all."""
     from safetensors import SafetensorError
 
-    half = copy.deepcopy(model).to("cpu", torch.float16).eval()
+    from attnorm.models.saving import save_pretrained
+
+    half = _halved(model)
     draft = out / ".export"
     draft.mkdir(parents=True, exist_ok=True)
     try:
-        half.save_pretrained(draft)
+        save_pretrained(half, draft)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(draft)) from None
     tokenizer.save_pretrained(draft)
@@ -91,6 +100,16 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
         path.chmod(0o644)  # safetensors writes files that only their owner may read
         path.replace(out / path.name)
     draft.rmdir()
+
+
+def _halved(model: Any) -> Any:
+    """A copy in float16, but for the few numbers that the normalizers have learned."""
+    from attnorm.models.attach import normalizer_of, patched_modules
+
+    half = copy.deepcopy(model).to("cpu", torch.float16).eval()
+    for rounded, trained in zip(patched_modules(half).values(), patched_modules(model).values(), strict=True):
+        normalizer_of(rounded).float().load_state_dict(normalizer_of(trained).state_dict())
+    return half
 
 
 @contextmanager
@@ -108,9 +127,11 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _validation(model: Any, corpus: Corpus, settings: Settings, device: torch.device) -> dict[str, Any]:
+def _validation(
+    model: Any, corpus: Corpus, settings: Settings, device: torch.device, lengths: Sequence[int]
+) -> dict[str, Any]:
     """Losses over the whole validation text but its first token, of the model and of what it must beat."""
-    windows = validation_windows(corpus.valid, settings.context)
+    losses = losses_by_length(model, corpus.valid, lengths, settings, device)
     counted = baselines(corpus.train, corpus.valid, corpus.vocabulary)
     size = int(token_bytes(corpus.tokenizer)[np.asarray(corpus.valid[1:])].sum())
     tokens = len(corpus.valid) - 1
@@ -125,7 +146,8 @@ def _validation(model: Any, corpus: Corpus, settings: Settings, device: torch.de
     return {
         "tokens": tokens,
         "bytes": size,
-        "model": figures(validation_loss(model, windows, device, torch.float32)),
+        "model": figures(losses[settings.context]),
+        "by_length": [{"length": length, **figures(loss)} for length, loss in losses.items()],
         "bigram": {**figures(counted.bigram), "strength": asdict(counted)["bigram_strength"]},
         "unigram": figures(counted.unigram),
     }

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 
-from attnorm.training.architectures import ARCHITECTURES, build_model
+from attnorm.training.architectures import build_model, check_normalizer
 from attnorm.training.checkpoints import finished_checkpoints, load_checkpoint, save_checkpoint
+from attnorm.training.compilation import compile_blocks, compiled_training, without_compiled_blocks
 from attnorm.training.evaluation import predicted_loss, validation_loss, window_loss
 from attnorm.training.export import export
 from attnorm.training.interruption import StopRequest, TrainingInterrupted
+from attnorm.training.lengths import check_lengths, evaluation_lengths
+from attnorm.training.memory import MemoryPeak
 from attnorm.training.optimization import LARGEST_GRADIENT, learning_rate, make_optimizer
 from attnorm.training.run_folder import CHECKPOINTS, METRICS, keep_metrics, open_run
 from attnorm.training.settings import Settings
@@ -56,6 +59,7 @@ def train_lm(
     resume: bool = True,
     evaluate_every: int = 250,
     checkpoint_every: int = 250,
+    lengths: Sequence[int] | None = None,
     max_minutes: float | None = None,
     sample_tokens: int = 0,
     note: str = "",
@@ -66,6 +70,8 @@ def train_lm(
 
     Args:
         data: Folder for the encoded texts, which several runs may share; `out/data` otherwise.
+        lengths: Lengths in tokens at which the finished model is evaluated, beside the training length; 1, 2 and 4
+            times that if not given, as far as the model has positions and the text is long enough.
         max_minutes: Train no step after this long, counted from the call; evaluate and write what is there. The same
             call later continues.
         sample_tokens: Length of a passage that the trained model writes into sample.txt.
@@ -83,10 +89,12 @@ def train_lm(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if sample_tokens < 0:
         raise ValueError(f"the sample must not have a negative number of tokens, got {sample_tokens}")
+    check_lengths(lengths or (), settings)
+    check_normalizer(settings)
     place = chosen_device(device)
     source = describe_texts(texts, valid)
     record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
-    if record["result"] and record["result"]["steps"] == settings.steps:
+    if _is_finished(record, settings, lengths):
         return record
 
     corpus = prepare(
@@ -95,10 +103,11 @@ def train_lm(
     )  # fmt: skip
     check_length(corpus.train, settings.context, "training")
     check_length(corpus.valid, settings.context, "validation")
+    measured = evaluation_lengths(lengths, settings, corpus.valid)
 
     run = _Run(out, settings, corpus, place, compiled)
     deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-    with StopRequest() as stop:
+    with StopRequest() as stop, compiled_training(run.model) if compiled else nullcontext():
         for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
             report(Progress("training", run.step, settings.steps, entry))
     if stop.asked:
@@ -106,8 +115,16 @@ def train_lm(
     report(Progress("evaluating", run.step, settings.steps))
     return export(
         out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=place,
-        sample_tokens=sample_tokens, note=note, command=command,
+        lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
     )  # fmt: skip
+
+
+def _is_finished(record: dict[str, Any], settings: Settings, lengths: Sequence[int] | None) -> bool:
+    """All steps are done, and the model was evaluated at every length that is asked for."""
+    result = record["result"]
+    if not result or result["steps"] != settings.steps:
+        return False
+    return {*(lengths or ())} <= {each["length"] for each in result["validation"].get("by_length", ())}
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -141,8 +158,7 @@ class _Run:
         self.loss: Callable[..., Any] = predicted_loss
         if compiled:
             self.loss = torch.compile(predicted_loss, dynamic=False)
-            for block in ARCHITECTURES[settings.architecture].blocks(self.model):
-                block.compile(dynamic=False)
+            compile_blocks(self.model, settings)
         self.quick = validation_windows(corpus.valid, settings.context, QUICK_VALIDATION)
 
     def steps(
@@ -154,7 +170,7 @@ class _Run:
         """
         self.model.train()
         losses: list[torch.Tensor] = []
-        clock = time.monotonic()
+        memory, clock = MemoryPeak(self.device), time.monotonic()
         with (self.out / METRICS).open("a", encoding="utf-8") as log:
             ending = self.step == self.settings.steps
             while not ending:
@@ -171,6 +187,8 @@ class _Run:
                     elapsed = time.monotonic() - clock
                     entry["tokens_per_second"] = round(len(losses) * self.settings.tokens_per_step / elapsed, 1)
                     self.seconds += elapsed
+                    if (peak := memory.bytes()) is not None:
+                        entry["peak_memory_bytes"] = peak
                     if evaluate:
                         entry["valid_loss"] = self._quick_loss()
                     log.write(json.dumps(entry) + "\n")
@@ -178,6 +196,7 @@ class _Run:
                     yield entry
                     if save:
                         self._save()
+                    memory.restart()
                     losses, clock = [], time.monotonic()
 
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,8 +232,7 @@ class _Run:
 
     def _quick_loss(self) -> float:
         self.model.eval()
-        # Other shapes than in training: compiling for them would cost more than it saves.
-        with torch.compiler.set_stance("force_eager") if self.loss is not predicted_loss else nullcontext():
+        with without_compiled_blocks(self.model, self.settings):
             loss = validation_loss(self.model, self.quick, self.device, getattr(torch, self.settings.dtype))
         self.model.train()
         return round(loss, 5)

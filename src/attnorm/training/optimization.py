@@ -1,4 +1,4 @@
-"""AdamW with decay on the model's matrices only, and a learning rate that climbs for a while and then follows a cosine to 0."""
+"""AdamW with decay on matrices only, and a learning rate that climbs for a while and then follows a cosine to 0."""
 
 import math
 from typing import Any
@@ -14,7 +14,8 @@ LARGEST_GRADIENT = 1.0  # norm over all parameters; longer gradients are shorten
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.AdamW:
     from attnorm.models.support import NORMALIZER
 
-    decaying, free = [], []
+    decaying: list[torch.nn.Parameter] = []
+    free: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         # What a normalizer learns is a scale or a threshold: 0 is no better a guess for it than any other number.
         decays = parameter.dim() > 1 and NORMALIZER not in name.split(".")

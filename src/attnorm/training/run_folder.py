@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attnorm.training import atomic
@@ -62,6 +63,17 @@ def loss_rise(path: Path) -> dict[str, float] | None:
     if last < lowest["valid_loss"] + CLEAR_RISE:
         return None
     return {"lowest": lowest["valid_loss"], "at_step": lowest["step"], "last": last}
+
+
+def speed_and_memory(path: Path) -> dict[str, float | int | None]:
+    """The median of the logged speeds, which compiling at the start does not move, and the highest peak of memory."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    speeds = [entry["tokens_per_second"] for entry in entries]
+    peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
+    return {
+        "tokens_per_second": median(speeds) if speeds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+    }
 
 
 def keep_metrics(path: Path, step: int) -> None:

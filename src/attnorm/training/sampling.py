@@ -8,10 +8,12 @@ START = "\n\n"  # as after a paragraph: models read texts from anywhere, so no o
 
 
 @torch.inference_mode()
-def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, temperature: float = 0.9) -> str:
+def sample_text(
+    model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, temperature: float = 0.9, cached: bool = True
+) -> str:
     """`tokens` tokens drawn one by one; beyond the model's context, the last half of it is what the model still sees.
 
-    The text never ends early: the end-of-text token is not drawn.
+    The text never ends early: the end-of-text token is not drawn. cached: keep keys and values from token to token.
     """
     context = int(model.config.max_position_embeddings)
     written = tokenizer(START, return_tensors="pt").input_ids.to(model.device)
@@ -27,6 +29,7 @@ def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, tempe
                 do_sample=True,
                 temperature=temperature,
                 top_k=0,
+                use_cache=cached,
                 suppress_tokens=[tokenizer.eos_token_id],
                 pad_token_id=tokenizer.eos_token_id,
             )

@@ -47,8 +47,8 @@ class Settings:
             )
         if ARCHITECTURES[self.architecture].rotary and self.width // self.heads % 2:
             raise ValueError(
-                f"{self.architecture} turns the coordinates of a head in pairs, so width / heads must be even; got width "
-                f"{self.width} and {self.heads} heads, try width {self.width + self.heads}"
+                f"{self.architecture} turns the coordinates of a head in pairs, so width / heads must be even; got "
+                f"width {self.width} and {self.heads} heads, try width {self.width + self.heads}"
             )
         if not SMALLEST_VOCABULARY <= self.vocab <= LARGEST_VOCABULARY:
             raise ValueError(f"vocab must be between {SMALLEST_VOCABULARY} and {LARGEST_VOCABULARY}, got {self.vocab}")

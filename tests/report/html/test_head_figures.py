@@ -22,7 +22,7 @@ def texts(figure: Figure) -> list[str]:
 
 
 def test_maps_and_curves_are_written_as_svg_and_pdf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.report.head_figures.BY_NAME", {"horizon": None})
+    monkeypatch.setattr("attnorm.report.head_figures.PANEL_METRICS", ("horizon",))
     paths = save_head_figures(sample(), tmp_path / "figures")
     names = {path.name for path in paths}
     layer, head = worst_head(chosen_rows(sample().heads, default_choice(sample())))

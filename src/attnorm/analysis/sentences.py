@@ -1,0 +1,153 @@
+"""A model's verdict in words: the headline, and the sentences below it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
+from attnorm.analysis.head_rows import Row, keys
+from attnorm.analysis.representative import place, representative
+from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS
+
+FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
+
+_WORDS = {"dispersed-by-choice": "dispersed by choice", "dispersed-forced": "dispersed by force", None: "not judged"}
+
+
+def headline(seeing_all: Sequence[Row], windowed: Sequence[Row], limit: Ceiling | None) -> str:
+    """About the heads that see every key; a broken one of any kind comes first."""
+    if not seeing_all:
+        return "No head was measured."
+    counts = Counter(row["verdict"] for row in seeing_all)
+    total, longest = len(seeing_all), max(row["n_high"] or 0 for row in seeing_all)
+    select = sum(counts[name] for name in SELECTING)
+    inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
+    view = " without a window" if windowed else ""
+    parts = [
+        f"{select} of {total} heads{view} still select among {longest:,} keys"
+        + (f" ({', '.join(inside)})" if inside else "")
+    ]
+    broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
+    if broken:
+        parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
+    others = ("dispersed-by-choice", "dispersed-forced", "sink-dominated", "saturated", None)
+    rest = [_counted(counts, name) for name in others if counts[name]]
+    if rest:
+        parts.append(", ".join(rest))
+    if limit is not None:
+        whom = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
+        parts.append(f"the ceiling binds for {whom}")
+    return "; ".join(parts) + "."
+
+
+def window_sentences(windowed: Sequence[Row]) -> list[str]:
+    """What the heads do of which the headline does not speak."""
+    parts = []
+    for n, rows in groupby(sorted(windowed, key=_keys_seen), key=_keys_seen):
+        counts = Counter(row["verdict"] for row in rows)
+        total = counts.total()
+        told = ", ".join(_counted(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
+        parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({told})")
+    return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
+
+
+def length_sentences(heads: Iterable[Row], counted: Sequence[Row]) -> list[str]:
+    """How the counted heads fare at each length, where a text was measured at several."""
+    normalizers = {row["normalizer"] for row in counted}
+    wanted = {place(row) for row in counted}
+    measured = [row for row in heads if row["normalizer"] in normalizers and place(row) in wanted]
+    lengths = sorted({row["length"] for row in measured if row["length"] is not None})
+    if len({(row["text"], row["length"]) for row in measured}) == len({row["text"] for row in measured}):
+        return []
+    parts: list[str] = []
+    for length in lengths:
+        rows, _ = representative([row for row in measured if row["length"] == length])
+        select, dispersed = (sum(row["verdict"] in names for row in rows) for names in (SELECTING, DISPERSED))
+        units = (" tokens", " heads") if not parts else ("", "")
+        parts.append(
+            f"at {length:,}{units[0]}: {select} of {len(rows)}{units[1]} select, {dispersed} "
+            f"{'is' if dispersed == 1 else 'are'} dispersed"
+        )
+    sentence = "; ".join(parts)
+    return [f"{sentence[0].upper()}{sentence[1:]}."]
+
+
+def _keys_seen(row: Row) -> int:
+    seen: int = row["n_high"]
+    return seen
+
+
+def _counted(counts: Mapping[str | None, int], name: str | None) -> str:
+    return f"{counts[name]} {_WORDS.get(name, name)}"
+
+
+def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
+    if limit is None:
+        return ["Whether the ceiling binds was not measured: no head has a horizon."]
+    if runs != "softmax":
+        what = "which not every layer runs" if runs is None else f"and this is {runs}"
+        would = (
+            f"The ceiling is that of softmax, {what}. With softmax on these logits {limit.beyond} of {limit.heads} "
+            f"heads would be beyond their horizon at {limit.length:,} keys, the length after which it can give no key "
+            "half of the weight."
+        )
+        return [would]
+    now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
+    sentence = (
+        f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
+        f"their horizon, the length after which softmax can give no key half of the weight."
+    )
+    when = (
+        f"With the spread of the logits as it is now it binds for a tenth of the heads {_from(limit.horizons[0])}, for "
+        f"half {_from(limit.horizons[1])}, for nine tenths {_from(limit.horizons[2])}"
+    )
+    growing = [_from(length) for length in limit.binding]
+    if growing != [_from(length) for length in limit.horizons]:
+        never = min(limit.binding) >= FARTHEST
+        when += "; if it keeps growing with n as it does inside the text, "
+        when += "for less than a tenth at any length in use" if never else ", ".join(growing)
+    when += "."
+    trained = manifest.get("model", {}).get("max_positions")
+    made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
+    return [sentence, when + made_for]
+
+
+def _from(length: float) -> str:
+    return f"beyond {keys(length)} keys" if length < FARTHEST else "beyond any length in use"
+
+
+def rate_sentences(slopes: Rate | None) -> list[str]:
+    if slopes is None:
+        return ["The rate test needs rows of several lengths; this run has none."]
+    low, middle, high = slopes.quartiles
+    sentence = (
+        f"Rate test: the effective gap grows by {middle:.2f} per e-fold of n in the median head (quartiles {low:.2f} "
+        f"to {high:.2f}); {slopes.keeping_up} of {slopes.heads} heads keep up with the context (0.9 or more), "
+        f"{slopes.below_half} are nearer to dispersing as theory predicts (below 0.5)."
+    )
+    if slopes.without_sink is not None and abs(slopes.without_sink - middle) >= 0.1:
+        sentence += f" Without the first key the median is {slopes.without_sink:.2f}."
+    return [sentence]
+
+
+def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    if changing:
+        sentences.append(f"{changing} heads get another verdict on another text; each is counted by its commonest.")
+    rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
+    if rows and min(rows) < FEW_ROWS:
+        few = (
+            f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
+        )
+        better = "a longer text" if manifest.get("settings", {}).get("rows") == "all" else "--rows all"
+        sentences.append(f"Verdicts rest on {few} per head; {better} is surer.")
+    missing = Counter(
+        reason
+        for row in heads
+        for reason in ("saturated (no separability)", "sensitive (no Jacobian norm)", "frozen (no Jacobian norm)")
+        if reason in (row["evidence"] or "")
+    )
+    for reason, count in missing.items():
+        sentences.append(f"Not judged on {count} of {len(heads)} heads: {reason}.")
+    return sentences
