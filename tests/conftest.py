@@ -16,6 +16,7 @@ import hypothesis
 import jaxtyping
 import numpy as np
 import pytest
+import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
 import torch
 
 from tests.real_model import smollm2 as smollm2
@@ -49,6 +50,14 @@ def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    from attnorm.normalizers import registry
+
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 @pytest.fixture(autouse=True)

@@ -148,7 +148,7 @@ def test_make_test_runs_every_gate() -> None:
 )
 def test_a_changed_requirement_is_installed_before_anything_runs(changed: str, unchanged: str) -> None:
     steps = dry_run("--what-if", changed, "--old-file", unchanged, "demo")
-    assert 0 <= steps.find("pip install") < steps.find("attnorm dispersion")
+    assert 0 <= steps.find("pip install") < steps.find("attnorm analyze")
 
 
 def test_continuous_integration_runs_the_readmes_test_command() -> None:
