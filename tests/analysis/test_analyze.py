@@ -18,7 +18,7 @@ from attnorm.models.inputs import prepared, run, texts_from
 from attnorm.models.load import load
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
-from tests.analysis.tiny_models import gpt2, ids, llama, t5, vit
+from tests.analysis.tiny_models import diffllama, gpt2, ids, llama, t5, vit
 
 CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}
 
@@ -346,3 +346,26 @@ def test_without_arguments_the_bundled_model_reads_its_own_passage() -> None:
     assert analysis.heads["n_high"].unique().to_pylist() == [1024]
     assert analysis.heads["rows"].unique().to_pylist() == [1]
     assert np.isfinite(analysis.heads["entropy_nats"].to_numpy()).all()
+
+
+def test_the_heads_of_a_layer_that_attends_twice_are_numbered_on() -> None:
+    model = diffllama()
+    calls = calls_of(model, ids(48))
+    assert [call.layer for call in calls] == [0, 0, 1, 1], "two calls of each layer"
+    analysis = analyze(model, ids(48), top_n=(1, 5), vector_rows=4)
+    heads = analysis.heads.to_pylist()
+    assert [(row["layer"], row["head"]) for row in heads] == [(layer, head) for layer in (0, 1) for head in range(8)]
+    assert [row["kv_head"] for row in heads[:8]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for name, key in (("by_length", ("n_low",)), ("top_n", ("top_n",)), ("sensitivity", ("temperature",))):
+        keys = [(row["layer"], row["head"], *(row[one] for one in key)) for row in analysis.tables[name].to_pylist()]
+        assert len(set(keys)) == len(keys), name
+        assert {head for _, head, *_ in keys} == set(range(8)), name
+    covered = [(row["layer"], row["top_n"]) for row in analysis.coverage.to_pylist()]
+    assert len(set(covered)) == len(covered) == 4
+    for first, second in zip(heads[:4], heads[4:8], strict=True):
+        assert first["entropy_nats"] == second["entropy_nats"], "the same queries and keys"
+    values = [row["d_tilde"] for row in analysis.top_n.to_pylist() if row["layer"] == 0 and row["top_n"] == 5]
+    assert values[:4] != values[4:], "other values"
+    assert any("attend more than once" in note for note in analysis.manifest["notes"])
+    assert Analysis.merged([analysis, analysis]).heads.num_rows == 16
+    assert not any("attend more" in note for note in analyze(llama(), ids(16), **CORE).manifest["notes"])

@@ -119,6 +119,8 @@ def test_what_cannot_be_merged_is_refused() -> None:
     here = analyze(gpt2(layers=1), ids(16), **options)
     with pytest.raises(ValueError, match=r"different models.*attnorm compare"):
         Analysis.merged([here, analyze(gpt2(layers=1, seed=1), ids(16), **options)])
+    with pytest.raises(ValueError, match=r"in different precisions \(float32, bfloat16\).*one dtype.*attnorm compare"):
+        Analysis.merged([here, analyze(gpt2(layers=1).bfloat16(), ids(16), **options)])
     with pytest.raises(ValueError, match=r"two runs disagree on .*different names"):
         Analysis.merged([here, analyze(gpt2(layers=1), ids(16, seed=1), **options)])
 
@@ -167,6 +169,13 @@ def test_thresholds_can_be_changed_without_measuring(analysis: Analysis) -> None
     assert set(judged.heads["verdict"].to_pylist()) == {"sink-dominated"}
     assert judged.thresholds.sink_dominated == 0.0
     assert judged.manifest["thresholds"]["sink_dominated"] == 0.0
+    assert judged.manifest["first_thresholds"] == Thresholds().as_dict()
+    assert any("made again from the saved numbers" in one for one in judged.verdict.sentences)
+    twice = judged.judged(Thresholds(sink_dominated=1.0))
+    assert twice.manifest["first_thresholds"] == Thresholds().as_dict(), (
+        "those of the measurement, not of the last time"
+    )
+    assert twice.judged(Thresholds()).manifest == analysis.manifest
     assert equal(judged.by_length, analysis.by_length)
 
 

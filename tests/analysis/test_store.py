@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -143,3 +145,18 @@ def test_json_refuses_what_other_readers_could_not_read(tmp_path: Path) -> None:
     assert names(tmp_path) == []
     store.write_json(tmp_path / "a.json", {"name": "Ω 😀"})
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"name": "Ω 😀"}
+
+
+def test_drafts_of_killed_processes_go_and_those_of_running_ones_stay(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    target = tmp_path / "heads [1].parquet"
+    left, at_work = (tmp_path / f".{target.name}-{process}" for process in (gone.pid, os.getppid()))
+    others = [tmp_path / f".other.parquet-{gone.pid}", tmp_path / f".{target.name}-notes"]
+    for path in (left, at_work, *others):
+        path.write_bytes(b"half")
+    store.write_whole(target, b"whole")
+    assert target.read_bytes() == b"whole"
+    assert not left.exists()
+    assert at_work.exists()
+    assert all(path.exists() for path in others)

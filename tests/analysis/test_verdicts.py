@@ -187,10 +187,28 @@ def test_a_head_that_uses_fewer_keys_than_any_n_is_not_saturated() -> None:
     assert verdict(blurred, effective_keys=19.0) == "healthy"
 
 
-def test_too_few_rows_leave_saturation_open() -> None:
+def test_a_wide_null_is_told_beside_the_verdict() -> None:
     wide = told(SEPARATE | {"separability": 0.5, "separability_null_high": 0.8})
-    assert wide.verdict == "healthy"
-    assert "not judged: saturated (too few rows" in wide.evidence
+    assert wide.verdict == "saturated"
+    assert "(65%, up to 80% by chance, on few rows)" in wide.evidence
+    assert "few rows" not in told(SEPARATE | {"separability": 0.5}).evidence
+
+
+def test_a_norm_that_every_row_has_says_nothing_about_a_head() -> None:
+    """Kneemax and sparsemax reach their worst case with any two keys in use; softmax with two equal ones only."""
+    for runs, norm in (("kneemax", 0.5), ("sparsemax", 1.0)):
+        found = told(runs=runs, jacobian_norm_q75=norm)
+        assert found.verdict == "healthy"
+        assert f"not judged: sensitive (a row of noise is near the worst case of {runs}" in found.evidence
+    assert verdict(runs="softmax", jacobian_norm_q75=0.5) == "sensitive"
+    assert "not judged" not in told(runs="kneemax", jacobian_norm_q75=0.2).evidence
+
+
+def test_thresholds_that_are_not_the_default_are_told_with_it() -> None:
+    tables, changed = synthetic_tables(**SMALL), Thresholds(dispersed_entropy=0.95)
+    model = model_verdict(judged(tables, changed), synthetic_manifest(), changed)
+    assert "Judged by thresholds other than the default: dispersed_entropy 0.95 (default 0.7)." in model.sentences
+    assert not [one for one in verdict_of(tables).sentences if "hreshold" in one or "made again" in one]
 
 
 def test_saturation_is_judged_at_the_n_that_was_chosen() -> None:
@@ -340,7 +358,7 @@ def test_verdicts_from_few_rows_say_so(rows: int, told: str | None) -> None:
 
 def test_a_model_without_fault_is_told_so() -> None:
     model = verdict_of(synthetic_tables(cast=[["selects"] * 3] * 2, **SMALL))
-    assert model.headline == "6 of 6 heads still select among 512 keys; the ceiling binds for none."
+    assert model.headline == "6 of 6 heads still select among 512 keys; softmax's ceiling binds for none."
     assert [advice.title for advice in model.advice] == ["Nothing needs changing"]
 
 
@@ -376,7 +394,7 @@ def test_the_ceiling_of_softmax_binds_no_model_that_runs_something_else() -> Non
     softmax = model_verdict(tables, about)
     patched = model_verdict(tables, {**about, "model": {**about["model"], "runs": "entmax15"}})
     mixed = model_verdict(tables, {**about, "model": {**about["model"], "runs": None}})
-    assert "the ceiling binds for all" in softmax.headline
+    assert "softmax's ceiling binds for all" in softmax.headline
     for other, whom in ((patched, "entmax15"), (mixed, "not every layer")):
         assert "binds" not in other.headline
         assert whom in other.sentences[0]

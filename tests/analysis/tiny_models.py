@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -32,6 +34,16 @@ def llama(seed: int = 0) -> PreTrainedModel:
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=0, initializer_range=0.3,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def diffllama(seed: int = 0) -> PreTrainedModel:
+    """Its attention modules attend twice in a forward: to one half of the values, then to the other."""
+    torch.manual_seed(seed)
+    config = DiffLlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return DiffLlamaForCausalLM(config).eval()
 
 
 def t5(seed: int = 0) -> PreTrainedModel:

@@ -129,6 +129,8 @@ def test_without_arguments_the_bundled_model_and_the_default_text_are_taken(monk
         (["--normalizers", "model,model"], "two normalizers are named 'model'"),
         (["--vectors", "keys"], "unknown vectors 'keys'"),
         (["--top-n", "0"], "top_n must be"),
+        (["--threshold", "dispersed_entrop=0.9"], "unknown threshold 'dispersed_entrop'; did you mean"),
+        (["--threshold", "dispersed_entropy=7"], "dispersed_entropy is a share, expected between 0 and 1, got 7.0"),
         (["--threads", "0"], "--threads"),
         (["--dtype", "float12"], "unknown dtype 'float12'"),
         (["--text", "no-such.txt"], "cannot read the text no-such.txt"),
@@ -211,6 +213,22 @@ def test_a_finished_run_is_not_measured_again(model: Path, text: Path, tmp_path:
     assert again.exit_code == 0
     assert "holds this run already" in again.stderr
     assert again.stdout == first.stdout
+
+
+def test_thresholds_are_those_asked_for_and_may_change_later(model: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = ("--lengths", "32", "--metrics", "core", "--out", str(out), "--no-html")
+    asked = ("--threshold", "sink_dominated=0", "--threshold", "near_floor=0")
+    first = run(model, text, *options, *asked)
+    assert first.exit_code == 0, first.output
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["thresholds"]["sink_dominated"], manifest["thresholds"]["near_floor"]) == (0, 0)
+    assert set(Analysis.load(out).heads["verdict"].to_pylist()) == {"sink-dominated"}
+    assert "near_floor 0 (default 0.1), sink_dominated 0 (default 0.5)" in flat(first.output)
+    again = run(model, text, *options)
+    assert "nothing was measured again" in flat(again.output)
+    assert "sink_dominated was 0" in flat(again.output)
+    assert set(Analysis.load(out).heads["verdict"].to_pylist()) != {"sink-dominated"}
 
 
 def test_ctrl_c_exits_with_130_and_the_next_run_goes_on(

@@ -72,3 +72,19 @@ def test_what_cannot_be_compared_exits_with_2(arguments: list[str], complaint: s
     result = runner.invoke(app, ["compare", *(argument.format(**places) for argument in arguments)])
     assert result.exit_code == 2, result.output
     assert complaint in flat(result.output)
+
+
+def test_thresholds_hold_for_all_sides_and_a_difference_is_told(tmp_path: Path) -> None:
+    here, there = saved(tmp_path / "here"), saved(tmp_path / "there")
+    strict = Thresholds(dispersed_entropy=1.0)
+    Analysis.load(there).judged(strict).save(there)
+    assert "the thresholds differ" in flat(runner.invoke(app, ["compare", here, there]).stdout)
+    result = runner.invoke(app, ["compare", here, there, "--threshold", "dispersed_entropy=1", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["changed_verdicts"] == {there: 0}
+    assert told["sides"][0]["counts"]["dispersed-forced"] == 0
+    assert not told["notes"]
+    refused = runner.invoke(app, ["compare", here, there, "--threshold", "zebra=1"])
+    assert refused.exit_code == 2
+    assert "unknown threshold 'zebra'" in flat(refused.stderr)

@@ -68,3 +68,29 @@ def test_a_folder_without_a_finished_run_exits_with_2(damage: str, folder: Path,
     result = runner.invoke(app, ["report", str(asked)])
     assert result.exit_code == 2, result.output
     assert not (asked / "report.html").exists()
+
+
+def test_saved_numbers_are_judged_again_and_the_page_says_so(folder: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    page = tmp_path / "page.html"
+    result = runner.invoke(
+        app, ["report", str(folder), "--out", str(page), "--threshold", "sink_dominated=1", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["verdict"]["counts"]["sink-dominated"] == 0
+    assert told["manifest"]["thresholds"]["sink_dominated"] == 1
+    text = page.read_text(encoding="utf-8")
+    assert "Judged by thresholds other than the default: sink_dominated 1 (default 0.5)." in text
+    assert (
+        "The verdicts were made again from the saved numbers; when these were measured, sink_dominated was 0.5." in text
+    )
+    assert "1 (default 0.5)" in text.partition("<h3>Manifest</h3>")[2]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "the run itself stays"
+
+
+def test_an_unknown_threshold_exits_with_2_and_names_the_nearest(folder: Path) -> None:
+    result = runner.invoke(app, ["report", str(folder), "--threshold", "sink_dominate=1"])
+    assert result.exit_code == 2
+    assert "did you mean 'sink_dominated'" in " ".join(result.stderr.replace("│", " ").split())
+    assert not (folder / "report.html").exists()

@@ -12,7 +12,8 @@ from attnorm.metrics.isotropy import PAIRED_VECTORS, isotropy
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
-from tests.metrics.calls import CALLS, HEADS, make_call
+from attnorm.theory.gradient import finite_difference_gain
+from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
 from tests.metrics.test_rows import in_float64, one_row
 
 
@@ -79,6 +80,43 @@ def test_sensitivity_against_temperature(choice: str | None) -> None:
         if choice != "softpick":
             assert (gain <= bound.clamp(max=math.sqrt(2) / eps if choice != "sigmoid" else math.inf) + 1e-9).all()
     assert (found["gain_0.001"] <= norm * 1.05 + 1e-9)[~norm.isnan()].all()
+
+
+def test_gains_are_the_finite_differences_in_the_direction_drawn_for_the_row() -> None:
+    call = in_float64(make_call(7, 19, batch=1, causal=False, kind="cross"))
+    rows, temperatures, epsilons = torch.tensor([1, 4]), (0.5, 2.0), (1e-3, 10.0)
+    found = measure_sensitivity(call, [None], rows, temperatures, epsilons, torch.Generator().manual_seed(2))["model"]
+    generator = torch.Generator().manual_seed(2)
+    directions = torch.stack([torch.randn(HEADS, 19, generator=generator) for _ in rows], 1).double()
+    logits = call.scale * call.query_BHQD[0, :, rows] @ call.key_BGKD[0].repeat_interleave(HEADS // KEY_HEADS, 0).mT
+    for column, temperature in enumerate(temperatures):
+        for eps in epsilons:
+            expected = finite_difference_gain(
+                lambda z: z.softmax(-1), logits, eps, temperature=temperature, directions=directions[None]
+            )
+            torch.testing.assert_close(found[f"gain_{eps:g}"][0, ..., column], expected[0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "left padding", "mask per head"])
+def test_sensitivity_depends_on_neither_threads_nor_the_size_of_the_blocks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, rows = in_float64(CALLS[kind]), torch.arange(2, 30, 3)
+
+    def measure() -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        return measure_sensitivity(call, [None, "ssmax"], rows, (0.5, 1.0, 4.0), (0.1,), generator)["ssmax"]
+
+    expected = measure()
+    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 50)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = measure()
+    finally:
+        torch.set_num_threads(threads)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, equal_nan=True)
 
 
 def test_sensitivity_of_rows_that_see_nothing_or_are_broken_is_undefined() -> None:

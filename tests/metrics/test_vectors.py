@@ -13,7 +13,7 @@ from attnorm.metrics.null import deal, separabilities
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
-from attnorm.theory.geometry import on_sphere, separability
+from attnorm.theory.geometry import nearest_outsider, on_sphere, separability
 from attnorm.theory.selection import select
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
 from tests.metrics.test_rows import in_float64
@@ -102,24 +102,52 @@ def test_the_null_of_vectors_that_are_all_alike_is_the_row_itself() -> None:
         torch.testing.assert_close(result[name], result["separability"])
 
 
-def test_one_product_for_all_n_equals_theory_for_each() -> None:
+def test_one_product_for_all_n_and_draws_equals_theory_for_each() -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(2, 3, 30, generator=generator, dtype=torch.float64)
-    x = torch.randn(2, 30, 5, generator=generator, dtype=torch.float64)
-    visible = torch.rand(2, 3, 30, generator=generator) < 0.8
-    weights = torch.where(visible, weights, 0.0)
-    heaviest = torch.where(visible, weights, -1.0).argsort(dim=-1, descending=True)
-    found = separabilities(weights, x, x.square().sum(-1), visible, heaviest[..., :9], (1, 4, 9))
-    for column, N in enumerate((1, 4, 9)):
-        torch.testing.assert_close(found[..., column], separability(select(weights, x, N, visible)))
+    x = torch.randn(30, 5, generator=generator, dtype=torch.float64)
+    x[4] = 0
+    visible = torch.rand(3, 30, generator=generator) < 0.8
+    weights = torch.where(visible, torch.rand(3, 30, generator=generator, dtype=torch.float64), 0.0)
+    targets = deal(visible[None], 4, generator)[:, 0]
+    shares, radius = separabilities(select(weights, x, 9, visible), targets, (1, 4, 9))
+    for draw, target in enumerate(targets):
+        dealt = torch.zeros_like(weights).scatter(-1, target, weights)
+        for column, N in enumerate((1, 4, 9)):
+            for kind, vectors in enumerate((x, on_sphere(x))):
+                rows = select(dealt, vectors, N, visible)
+                torch.testing.assert_close(shares[draw, :, kind, column], separability(rows))
+                torch.testing.assert_close(radius[draw, :, kind, column], nearest_outsider(rows))
 
 
 def test_dealing_keeps_hidden_keys_in_place_and_every_weight() -> None:
     visible = torch.rand(2, 5, 40, generator=torch.Generator().manual_seed(0)) < 0.5
-    target = deal(visible, torch.Generator().manual_seed(1))
-    assert torch.equal(target.sort(-1).values, torch.arange(40).expand(2, 5, 40))
-    assert torch.equal(target[~visible], torch.arange(40).expand(2, 5, 40)[~visible])
-    assert not torch.equal(target, torch.arange(40).expand(2, 5, 40))
+    targets = deal(visible, 3, torch.Generator().manual_seed(1))
+    keys = torch.arange(40).expand(3, 2, 5, 40)
+    assert torch.equal(targets.sort(-1).values, keys)
+    assert torch.equal(targets[:, ~visible], keys[:, ~visible])
+    assert not torch.equal(targets, keys)
+    assert not torch.equal(targets[0], targets[1])
+
+
+@pytest.mark.parametrize("kind", ["causal", "cache", "mask per head", "left padding"])
+def test_neither_threads_nor_the_size_of_the_blocks_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = in_float64(CALLS[kind])
+    rows = torch.arange(call.query_BHQD.shape[-2])[-NULL_ROWS:]
+
+    def measure() -> dict[str, Tensor]:
+        return measure_vectors(call, [None], rows, (2, 5), generator=torch.Generator().manual_seed(3))["model"]
+
+    expected = measure()
+    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr("attnorm.metrics.vectors.NULL_ELEMENTS", 300)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = measure()
+    finally:
+        torch.set_num_threads(threads)
+    for name in (*NUMBERS, *NULLS):
+        torch.testing.assert_close(found[name], expected[name], equal_nan=True)
 
 
 def test_broken_rows_have_no_numbers() -> None:

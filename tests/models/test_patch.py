@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, StaticCache
 
 import attnorm
-from attnorm.models import kernel
+from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.support import UnsupportedModel, attention_sites
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
 LEARNED: dict[str, dict[str, Any]] = {
@@ -61,11 +61,25 @@ def test_another_normalizer_changes_the_logits_and_its_removal_changes_them_back
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_are_left_out_keep_softmax(family: str) -> None:
     model, ids = tiny(family), tokens()
-    before = quiet_logits(model, ids)
+    before, untouched = quiet_logits(model, ids), first_layer(model, ids)
     with swap(model, "softmax", layers=[1]) as handle:
         assert_close(quiet_logits(model, ids), before, rtol=0, atol=1e-5)
         assert handle.normalizers
         assert all(".1." in path for path in handle.normalizers)
+    with swap(model, "entmax15", layers=1):
+        assert torch.equal(first_layer(model, ids), untouched)
+
+
+def first_layer(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """What the first attention module returns."""
+    seen: list[Tensor] = []
+    first = next(iter(attention_sites(model)))
+    hook = first.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    try:
+        quiet_logits(model, ids)
+    finally:
+        hook.remove()
+    return seen[0]
 
 
 def head_outputs(model: PreTrainedModel, ids: Tensor, layer: int) -> Tensor:
@@ -152,9 +166,80 @@ def test_different_layers_may_have_different_normalizers() -> None:
     both = quiet_logits(model, ids)
     first.remove()
     assert (quiet_logits(model, ids) - both).abs().max() > 1e-3
-    assert model.config._attn_implementation == kernel.KERNEL
     second.remove()
     assert fingerprint(model) == state
+
+
+def test_attention_modules_are_patched_one_by_one() -> None:
+    model, ids = llama(), tokens()
+    plain, state = quiet_logits(model, ids), fingerprint(model)
+    with swap(model, "entmax15"):
+        whole = quiet_logits(model, ids)
+    first, second = (patch(layer.self_attn, "entmax15") for layer in model.model.layers)
+    assert torch.equal(quiet_logits(model, ids), whole)
+    with pytest.raises(ValueError, match="LlamaAttention already has 'entmax15'"):
+        patch(model.model.layers[0].self_attn, "ssmax")
+    first.remove()
+    with swap(model, "entmax15", layers=[0]):
+        assert torch.equal(quiet_logits(model, ids), whole)
+    second.remove()
+    assert fingerprint(model) == state
+    assert torch.equal(quiet_logits(model, ids), plain)
+
+
+def test_what_was_patched_by_parts_is_given_back_as_a_whole() -> None:
+    model, ids = llama(), tokens()
+    plain, state = quiet_logits(model, ids), fingerprint(model)
+    patch(model.model, "ssmax", layers=[0])
+    patch(model.model.layers[1].self_attn, "entmax15")
+    unpatch(model)
+    assert fingerprint(model) == state
+    assert torch.equal(quiet_logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3", "bert", "t5"])
+def test_a_patch_outlives_a_change_of_the_models_kernel(family: str) -> None:
+    model, ids = tiny(family), tokens()
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :4] = 0
+    visible = attention_mask.bool()
+    handle = patch(model, "entmax15")
+    expected = quiet_logits(model, ids, attention_mask=attention_mask)
+    model.set_attn_implementation("eager")
+    assert_close(quiet_logits(model, ids, attention_mask=attention_mask)[visible], expected[visible])
+    seen: list[AttentionCall] = []
+    with observe(model, seen.append):
+        quiet_logits(model, ids, attention_mask=attention_mask)
+    assert all(call.normalizer is not None and call.normalizer.name == "entmax15" for call in seen)
+    assert any(call.causal for call in seen) == (family != "bert")
+    handle.remove()
+    # Some versions of transformers do not reach the two stacks of T5.
+    assert {module.config._attn_implementation for module in attention_sites(model)} <= {"eager", "sdpa"}
+    assert model.config._attn_implementation == "eager"
+    assert (quiet_logits(model, ids) - expected).abs().max() > 1e-2
+
+
+def test_a_kernel_whose_masks_cannot_be_read_is_refused() -> None:
+    model, ids = llama(), tokens()
+    handle = patch(model, "ssmax")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"'flash_attention_2'.*set_attn_implementation\('sdpa'\)"):
+        quiet_logits(model, ids)
+    handle.remove()
+    with pytest.raises(ValueError, match=r"'flash_attention_2'.*set_attn_implementation\('sdpa'\)"):
+        patch(model, "ssmax")
+    assert not any("attnorm" in name for module in model.modules() for name in vars(module))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_the_first_tokens_into_a_cache_of_fixed_size_are_observed(kernel: str) -> None:
+    model, ids = llama(attn_implementation=kernel), tokens()
+    seen: list[AttentionCall] = []
+    with swap(model, "ssmax"), observe(model, seen.append):
+        quiet_logits(model, ids, past_key_values=StaticCache(model.config, max_cache_len=20), use_cache=True)
+    assert len(seen) == 2
+    rows = torch.ones(12, seen[0].key_BGKD.shape[2], dtype=torch.bool).tril()
+    assert seen[0].causal or torch.equal(seen[0].mask.expand(2, 1, -1, -1)[0, 0], rows)
 
 
 def test_an_exception_gives_the_model_back() -> None:
@@ -184,10 +269,23 @@ def test_an_exception_gives_the_model_back() -> None:
         ("linear", {"layers": {0: [1]}}, "leave the heads out"),
         ("asentmax", {"width": 32}, "leave width out"),
         ("ssmax", {"train_length": 1}, "at least 3"),
+        ("ssmax", {"train_length": "512"}, "number of tokens, e.g. 1024, got '512'"),
+        ("ssmax", {"layers": "01"}, "numbers of layers, e.g. .10, 11.*got '01'"),
+        ("ssmax", {"layers": 1.5}, "numbers of layers.*got 1.5"),
+        ("ssmax", {"layers": True}, "numbers of layers.*got True"),
+        ("ssmax", {"layers": 7}, "layers= names layer 7.*0 to 1"),
+        ("ssmax", {"layers": {0: 4}}, "heads 0 to 3; got 4"),
+        ("ssmax", {"layers": {0: 0.5}}, "heads 0 to 3; got 0.5"),
+        ("ssmax", {"heads": 2}, "heads=2 is no number of heads.*4 .*layers="),
+        ("ssmax", {"heads": [0, 1]}, r"heads=\[0, 1\] is no number of heads.*layers="),
+        ("entmax15", {"heads": [0, 1]}, "layers="),
+        (attnorm.get("ssmax", heads=2), {}, "'ssmax' does not fit model.layers.0.self_attn, which has 4 heads"),
+        (attnorm.get("sink", heads=2), {"layers": {0: [1]}}, "'sink' does not fit .*4 heads"),
     ],
 )
+@pytest.mark.as_installed
 def test_what_cannot_be_is_refused_before_anything_changes(
-    normalizer: str, options: dict[str, Any], message: str
+    normalizer: str | attnorm.Normalizer, options: dict[str, Any], message: str
 ) -> None:
     model = llama()
     state = fingerprint(model)
@@ -220,12 +318,34 @@ def test_a_copy_of_a_patched_model_is_patched_on_its_own() -> None:
     assert torch.equal(quiet_logits(twin, ids), plain)
 
 
-def test_a_model_that_shares_the_config_of_a_patched_one_is_told() -> None:
+def test_a_model_that_shares_the_config_of_a_patched_one_is_left_alone() -> None:
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    handle = patch(model, "entmax15")
+    sibling = type(model)(model.config).eval()
+    sibling.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(quiet_logits(sibling, ids), plain)
+    patch(sibling, "ssmax")
+    handle.remove()
+    assert torch.equal(quiet_logits(model, ids), plain)
+    assert (quiet_logits(sibling, ids) - plain).abs().max() > 1e-3
+
+
+@pytest.mark.as_installed
+def test_the_name_of_a_model_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"got 'gpt2'; load it first: .*from_pretrained\('gpt2'\)"):
+        patch("gpt2", "ssmax")
+    with pytest.raises(TypeError, match="expected a model, got 3"):
+        patch(3, "ssmax")
+
+
+def test_one_layer_and_one_head_need_no_list() -> None:
     model = llama()
-    patch(model, "ssmax")
-    sibling = type(model)(model.config)
-    with pytest.raises(ValueError, match="shares its config"):
-        patch(sibling, "ssmax")
+    with swap(model, "ssmax", layers=1) as handle:
+        assert [*handle.normalizers] == ["model.layers.1.self_attn"]
+        assert repr(handle) == "Patch(ssmax in 1 attention module)"
+    with swap(model, "ssmax", layers={0: 2}) as handle:
+        assert handle.normalizers["model.layers.0.self_attn"].map.heads == (2,)
 
 
 def test_order_means_nothing_in_cross_attention() -> None:

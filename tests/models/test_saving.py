@@ -1,6 +1,9 @@
 """What a patched model is survives saving and loading; what cannot survive is said aloud."""
 
+import copy
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +11,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import attnorm
 from attnorm.models.attach import patched_modules
+from attnorm.models.load import CannotLoad, load
 from attnorm.models.model_card import model_card
-from attnorm.models.patch import patch
+from attnorm.models.patch import patch, unpatch
 from attnorm.models.saving import NotSavableError, from_pretrained, save_pretrained
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
@@ -58,7 +63,9 @@ def test_a_saved_model_of_any_family_comes_back_as_it_was(family: str, tmp_path:
     patch(model, "ssmax", layers=[1])
     expected = quiet_logits(trained(model), ids)
     save_pretrained(model, tmp_path)
-    assert_close(quiet_logits(from_pretrained(tmp_path), ids), expected)
+    # The layer that was left out runs the model's kernel, which transformers does not save.
+    again = from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+    assert_close(quiet_logits(again, ids), expected)
 
 
 def test_some_heads_come_back_as_some_heads(tmp_path: Path) -> None:
@@ -120,6 +127,64 @@ def test_saving_the_ordinary_way_warns_and_loses_nothing(tmp_path: Path) -> None
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
 
 
+PARTS: dict[str, Callable[[PreTrainedModel], nn.Module]] = {
+    "base": lambda model: model.model,
+    "layer": lambda model: model.model.layers[0],
+    "attention": lambda model: model.model.layers[1].self_attn,
+    "compiled": lambda model: torch.compile(model),
+    "wrapped": lambda model: nn.ModuleDict({"inside": model}),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_saving_a_model_of_which_a_part_is_patched_warns_and_loses_nothing(part: str, tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(PARTS[part](model), "ssmax")
+    expected = quiet_logits(trained(model), ids)
+    with pytest.warns(UserWarning, match="attnorm.from_pretrained"):
+        model.save_pretrained(tmp_path)
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
+
+
+def test_saving_a_model_whose_encoder_is_patched_warns_and_loses_nothing(tmp_path: Path) -> None:
+    model, ids = tiny("t5"), tokens()
+    patch(model.get_encoder(), "ssmax")
+    expected = quiet_logits(trained(model), ids)
+    with pytest.warns(UserWarning, match="attnorm.from_pretrained"):
+        copy.deepcopy(model).save_pretrained(tmp_path)
+    assert_close(quiet_logits(from_pretrained(tmp_path), ids), expected)
+
+
+def test_a_compiled_model_is_saved_as_the_model_inside(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    compiled = torch.compile(model)
+    patch(compiled, "ssmax")
+    expected = quiet_logits(trained(model), ids)
+    save_pretrained(compiled, tmp_path / "ours")
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path / "ours"), ids), expected)
+    with pytest.warns(UserWarning, match="attnorm.from_pretrained"):
+        compiled.save_pretrained(tmp_path / "plain")
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path / "plain"), ids), expected)
+
+
+def test_what_is_no_transformers_model_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+        save_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("given_back", [unpatch, lambda model: unpatch(model.model)])
+def test_a_part_that_was_given_back_is_saved_without_a_word(
+    given_back: Callable[[Any], None], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = llama()
+    patch(model.model, "ssmax")
+    given_back(model)
+    model.save_pretrained(tmp_path)
+    model.model.save_pretrained(tmp_path / "base")
+    assert not [w for w in recwarn if "attnorm" in str(w.message)]
+    assert not list(tmp_path.rglob("attnorm*"))
+
+
 def test_a_model_that_was_given_back_is_saved_without_a_word(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = llama()
     patch(model, "ssmax").remove()
@@ -138,6 +203,41 @@ def test_what_an_earlier_model_left_in_the_folder_does_not_stay(tmp_path: Path) 
     save_pretrained(model, tmp_path)
     assert not (tmp_path / "attnorm.safetensors").exists()
     assert from_pretrained(tmp_path).model.layers[0].self_attn.attnorm_normalizer.name == "entmax15"
+
+
+@pytest.mark.parametrize("save", [save_pretrained, lambda model, folder: model.save_pretrained(folder)])
+def test_a_removed_normalizer_does_not_come_back(save: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    model = llama()
+    handle = patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    handle.remove()
+    save(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert not patched_modules(load(tmp_path, device="cpu").model)
+
+
+def test_weights_that_somebody_else_saved_do_not_get_the_normalizer(tmp_path: Path) -> None:
+    """By a process that knows nothing of attnorm."""
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] += 0.01
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"other weights.*delete attnorm.json"):
+        from_pretrained(tmp_path)
+    with pytest.raises(CannotLoad, match="other weights"):
+        load(tmp_path, device="cpu")
+    edited(tmp_path, weights={})
+    assert patched_modules(from_pretrained(tmp_path))
+
+
+def test_a_folder_saved_in_pieces_comes_back(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), quiet_logits(model, ids))
 
 
 def test_an_object_is_not_savable_by_name(tmp_path: Path) -> None:
@@ -163,6 +263,25 @@ def test_an_ordinary_folder_is_refused(tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
+def test_a_misspelt_name_is_refused_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: transformers would try to connect again and again, and wait longer each time."""
+    asked: list[object] = []
+
+    def refuse(*address: object, **_: object) -> None:
+        asked.append(address)
+        raise OSError("no network")
+
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(FileNotFoundError, match=r"no folder 'my-modle'.*hub cannot be reached"):
+        from_pretrained("my-modle")
+    assert len(asked) <= 2
+
+
+SSMAX = {"normalizer": "ssmax", "options": {}, "heads": None}
+
+
 def edited(folder: Path, **changes: Any) -> None:
     path = folder / "attnorm.json"
     content = json.loads(path.read_text())
@@ -180,7 +299,20 @@ def edited(folder: Path, **changes: Any) -> None:
         ({"options": {"command": "true"}}, "accepts"),
         ({"options": {"heads": 3}}, "does not fit 'ssmax'"),
         ({"modules": {"layers.0.self_attn": {"normalizer": "ssmax"}}}, "damaged"),
-        ({"modules": {"layers.7.self_attn": {"normalizer": "ssmax", "options": {}, "heads": None}}}, "does not have"),
+        (
+            {"modules": {"layers.7.self_attn": {"normalizer": "ssmax", "options": {}, "heads": None}}},
+            "no attention module",
+        ),
+        ({"modules": {"layers.0.mlp": {"normalizer": "ssmax", "options": {}, "heads": None}}}, "no attention module"),
+        ({"modules": {"": {"normalizer": "ssmax", "options": {}, "heads": None}}}, "no attention module"),
+        ({"modules": []}, "damaged"),
+        ({"normalizer": 3}, "damaged"),
+        ({"options": [1]}, "damaged"),
+        ({"heads": 5}, "damaged"),
+        ({"heads": [9]}, "heads 0 to 3; got .9"),
+        ({"weights": {"model.safetensors": "0"}}, "holds others"),
+        ({"weights": {"absent.safetensors": "0"}}, "absent.safetensors is gone"),
+        ({"weights": 7}, "damaged"),
     ],
 )
 def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -189,6 +321,25 @@ def test_a_folder_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[s
     save_pretrained(model, tmp_path)
     edited(tmp_path, **changes)
     with pytest.raises((ValueError, TypeError), match=message):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("attnorm.json", b'{"format": 1, ', "attnorm.json is damaged: it is no JSON"),
+        ("attnorm.json", b"\xff\xfe", "attnorm.json is damaged: it is no JSON"),
+        ("attnorm.json", b"[]", "not of the format"),
+        ("attnorm.safetensors", b"", "attnorm.safetensors is damaged or cut short"),
+        ("attnorm.safetensors", b'\x08\0\0\0\0\0\0\0{"a": 1', "attnorm.safetensors is damaged or cut short"),
+    ],
+)
+def test_damaged_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         from_pretrained(tmp_path)
 
 
@@ -220,6 +371,26 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(tmp_path: Path) -> N
     (tmp_path / "README.md").write_text("mine")
     save_pretrained(model, tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:.*softmax was replaced")
+def test_the_card_does_not_speak_of_an_earlier_normalizer(tmp_path: Path) -> None:
+    model, card = llama(), tmp_path / "README.md"
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    card.write_bytes(b"# Mine\r\n" + card.read_bytes() + b"\nof \xff and\n")
+    unpatch(model)
+    patch(model, "entmax15", layers=[1])
+    model.save_pretrained(tmp_path)
+    told = card.read_bytes()
+    assert b"ssmax" not in told
+    assert b"- `entmax15` ([Peters et al. 2019](https://arxiv.org/abs/1905.05702)), in 1 attention module\n" in told
+    unpatch(model)
+    model.save_pretrained(tmp_path)
+    left = card.read_bytes()
+    assert b"softmax" not in left
+    assert left.startswith(b"# Mine\r\n")
+    assert left.endswith(b"\nof \xff and\n")
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

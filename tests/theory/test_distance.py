@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from attnorm.theory import distance, random_set
-from attnorm.theory.selection import SelectedRows, scaled_distances, select, top_n_set
+from attnorm.theory.selection import SelectedRows, scaled_distances, select, top_n_indices, top_n_set
 from tests.theory.strategies import Case, cases
 
 SLACK = 1e-9
@@ -82,6 +82,32 @@ def test_the_printed_fixed_bound_equals_its_formula() -> None:
     largest = max(float(x[j].norm()) for j in chosen)
     expected = (1 - A) * d1 + largest * (A * 6 - (1 - A))
     assert float(distance.theorem1_fixed_printed(rows)[0]) == pytest.approx(expected)
+
+
+def test_gaps_of_several_n_at_once_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2, 30, 4, generator=generator, dtype=torch.float64) + 5
+    visible = torch.rand(2, 3, 30, generator=generator) < 0.4  # some rows see fewer keys than the largest N
+    weights = torch.rand(2, 3, 30, generator=generator, dtype=torch.float64)
+    largest = select(weights, vectors, 12, visible)
+    gaps = distance.largest_gaps(largest, (1, 4, 12))
+    for column, N in enumerate((1, 4, 12)):
+        rows = select(weights, vectors, N, visible)
+        for group, row in rows.applies.nonzero().tolist():
+            chosen, outside = (vectors[group, which[group, row]] for which in (rows.chosen, rows.outside))
+            assert float(gaps[group, row, column]) == pytest.approx(float(torch.cdist(chosen, outside).max()))
+
+
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_the_heaviest_keys_are_those_of_a_stable_sort(levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    weights = torch.randint(levels, (4, 50), generator=generator).double()
+    visible = torch.rand(4, 50, generator=generator) < 0.7
+    for top_n in (1, 7, 20):
+        found = top_n_indices(weights, top_n, visible)
+        for row in range(4):
+            keys = sorted(visible[row].nonzero().flatten().tolist(), key=lambda i: (-float(weights[row, i]), i))
+            assert found[row].tolist() == keys[:top_n]
 
 
 def test_the_tight_form_is_much_tighter_on_ordinary_rows() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from attnorm.training.retrieval.evaluation import evaluate
-from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.model import Retrievers
+from attnorm.training.retrieval.normalizer import normalizer_for
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.tasks import find_task
 from attnorm.training.retrieval.training import Trained, train

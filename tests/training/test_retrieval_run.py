@@ -49,6 +49,9 @@ def test_one_record_per_normalizer_test_size_and_seed(tmp_path: Path) -> None:
     for record in results.records:
         assert record["accuracy"] + record["logits_wrong"] + record["dispersed"] == pytest.approx(1)
         assert {"leak", "slope", "train_loss", "steps", "run", "task", "sets", "device"} <= set(record)
+    scales = [list(r["learned"].values()) for r in results.records if r["size"] == 4 and r["tested_with"] == "own"]
+    assert [len(values) for values in scales] == [1, 1, 0, 0]
+    assert scales[0] != scales[1], "what a normalizer learned is that of the seed"
 
 
 def test_weights_and_manifest_say_how_they_came_about(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnorm.training.retrieval.leak import class_leak, leaked_share
-from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.leak import class_leak, leak_at_top, leaked_share
+from attnorm.training.retrieval.model import Retrievers
+from attnorm.training.retrieval.normalizer import normalizer_for, spelled
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.streams import training_batches
 from attnorm.training.retrieval.tasks import TASKS, find_task
@@ -103,6 +104,23 @@ def test_the_leak_is_in_units_of_priority() -> None:
     assert found == pytest.approx({"slope": 3.0, "leak": 1 / 3}, rel=1e-4)
 
 
+def test_the_leak_at_the_top_is_that_among_the_best_of_a_set() -> None:
+    """A logit 2 p + (1 - p) b with b = -1 or 1 by class: the leak goes to 0 at the top."""
+    models = Retrievers(find_task("max"), normalizer_for("softmax", 1), [0], 8)
+
+    def logits(read: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        items = read.unflatten(1, (query.shape[1], -1)).double()
+        sign = torch.where(items[..., 1:].argmax(-1) % 2 == 0, 1.0, -1.0)
+        return 2 * items[..., 0] + (1 - items[..., 0]) * sign
+
+    models.read = lambda items: items.flatten(1, 2)  # type: ignore[method-assign]
+    models.logits = logits  # type: ignore[method-assign]
+    for size in (4, 99, 9999):
+        (found,) = leak_at_top(models, size)
+        window = min(10, size) / (size + 1)
+        assert found == pytest.approx({"slope_at_top": 2.0, "leak_at_top": window / 4}, rel=1e-2)
+
+
 def test_a_logit_that_falls_with_the_priority_has_no_leak() -> None:
     models = Retrievers(find_task("max"), normalizer_for("softmax", 2), [0, 1], 8)
     with torch.no_grad():
@@ -154,3 +172,18 @@ def test_mechanisms_and_unknown_names_are_refused() -> None:
         find_task("recal")
     with pytest.raises(ValueError, match="known are max, recall, majority"):
         find_task("zzz")
+
+
+def test_options_stand_behind_the_name() -> None:
+    assert spelled("entmax:alpha=1.3:learned=true") == ("entmax", {"alpha": 1.3, "learned": True})
+    assert spelled("topk:k=sqrt") == ("topk", {"k": "sqrt"})
+    row = torch.tensor([[[[3.0, 2.0, 1.0]]]])
+    assert int((normalizer_for("topk:k=2", 1)(row) > 0).sum()) == 2
+    learned = normalizer_for("entmax:learned=true", 3)
+    assert all(len(value) == 3 for value in learned.parameters())
+
+
+@pytest.mark.parametrize("spelling", ["topk:k", "topk:k=", "topk:k=1:k=2", "ssmax:heads=3", "topk:width=3"])
+def test_wrong_options_are_refused(spelling: str) -> None:
+    with pytest.raises(ValueError, match=r"key=value|it accepts k"):
+        normalizer_for(spelling, 2)

@@ -48,7 +48,9 @@ class Collector:
         self.tokens = tokens
         self.after_layer = after_layer
         self.longest = 0  # visible keys of any row
+        self.repeats = False  # a layer attended more than once (differential attention)
         self._calls = 0
+        self._heads: dict[tuple[str, int], tuple[int, int]] = {}  # of each layer so far: its heads, its key/value heads
         self._columns: dict[str, list[Columns]] = {name: [] for name in SCHEMAS}
 
     def __call__(self, call: AttentionCall) -> None:
@@ -65,6 +67,8 @@ class Collector:
                 rows = _pooled([found[name] for found in measured])
                 self._add(call, name, _row_columns(rows, bins, self.settings.top_n, call), sampled[name])
         self.longest = max(self.longest, longest)
+        heads, kv_heads = self._heads.get((call.kind, call.layer), (0, 0))
+        self._heads[call.kind, call.layer] = heads + call.query_BHQD.shape[1], kv_heads + call.key_BGKD.shape[1]
         self._calls += 1
         self.after_layer(self._calls)
 
@@ -75,9 +79,16 @@ class Collector:
     def _add(
         self, call: AttentionCall, normalizer: str, rows: Mapping[str, Columns], sampled: Mapping[str, Columns]
     ) -> None:
+        """The heads of a layer's second call are numbered on; what its heads cover together is that of the first."""
         key = {"normalizer": normalizer, "kind": call.kind, "layer": call.layer}
+        before = dict(zip(("head", "kv_head"), self._heads.get((call.kind, call.layer), (0, 0)), strict=True))
+        self.repeats |= before["head"] > 0
         for table in dict.fromkeys([*rows, *sampled]):
-            self._columns[table].append({**key, **rows.get(table, {}), **sampled.get(table, {})})
+            columns = {**key, **rows.get(table, {}), **sampled.get(table, {})}
+            if table == "coverage" and before["head"]:
+                continue
+            columns |= {name: columns[name] + first for name, first in before.items() if name in columns}
+            self._columns[table].append(columns)
 
 
 def _pooled(parts: list[RowStatistics]) -> RowStatistics:

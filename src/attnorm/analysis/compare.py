@@ -159,6 +159,8 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
         asked = {label: _words(run.manifest["settings"].get(name)) for label, run in runs.items()}
         if len(set(asked.values())) > 1:
             notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in asked.items())}")
+    if any(run.thresholds != runs[first].thresholds for run in runs.values()):
+        notes.append("the thresholds differ: judge all sides by the same ones with --threshold")
     for name in ("dtype", "device"):
         found = {label: str(run.manifest["model"].get(name)) for label, run in runs.items()}
         if len(set(found.values())) > 1:

@@ -8,7 +8,8 @@ A manifest is plain JSON:
                 runs: the normalizer behind the rows named "model", null where layers differ
     texts       [{name, sha256, size}]         parts      [{text, length, key, tokens, seconds}]
     settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
-                epsilons, seed                 thresholds those of the verdicts
+                epsilons, seed
+    thresholds  those of the verdicts          first_thresholds   those before, where verdicts were made again
     versions    python, attnorm, torch, ...    created    UTC, ISO 8601
     notes       sentences a reader must know   merged     manifests of the runs, where several were put together
 """

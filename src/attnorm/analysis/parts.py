@@ -97,5 +97,6 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
         "tokens": part.tokens,
         "seconds": round(time.perf_counter() - started, 3),
         "versions": versions(),
+        "repeats": collector.repeats,
     }
     return store.Part(key, about, collector.tables(part.text.name, length))

@@ -13,6 +13,7 @@ from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.merge import NotMeasuredError, merged_table
 from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS
+from attnorm.analysis.thresholds import thresholds_of
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
 
 
@@ -57,12 +58,7 @@ class Analysis:
         runs = list(analyses)
         if not runs:
             raise ValueError("nothing to merge: the list of analyses is empty")
-        models = {run.manifest["model"]["fingerprint"]: run.manifest["model"]["name"] for run in runs}
-        if len(models) > 1:
-            raise ValueError(
-                f"these runs measured different models ({', '.join(map(repr, models.values()))}), whose heads cannot "
-                "share one table; put them side by side with `attnorm compare`"
-            )
+        refuse_other_models([run.manifest["model"] for run in runs])
         try:
             tables = {
                 name: merged_table(name, [run.tables[name].select(schema.names) for run in runs])
@@ -84,15 +80,19 @@ class Analysis:
 
     @property
     def thresholds(self) -> Thresholds:
-        return Thresholds(**self.manifest["thresholds"])
+        return thresholds_of(self.manifest["thresholds"])
 
     @cached_property
     def verdict(self) -> ModelVerdict:
         return model_verdict(self.tables, self.manifest, self.thresholds)
 
     def judged(self, thresholds: Thresholds) -> "Analysis":
-        """The same numbers under other thresholds; nothing is measured again."""
-        return Analysis.of(self.tables, self.manifest, thresholds)
+        """The same numbers under other thresholds; nothing is measured again. The manifest keeps the first ones."""
+        first = thresholds_of(self.manifest.get("first_thresholds", self.manifest["thresholds"]))
+        manifest = {name: value for name, value in self.manifest.items() if name != "first_thresholds"}
+        if thresholds != first:
+            manifest["first_thresholds"] = first.as_dict()
+        return Analysis.of(self.tables, manifest, thresholds)
 
     def head(
         self,
@@ -212,6 +212,24 @@ def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"{folder} holds another run ({'; '.join(different)}); choose another folder. "
             "Runs on one model can be put together afterwards: Analysis.merged([...])"
         )
+
+
+def refuse_other_models(models: Sequence[Mapping[str, Any]]) -> None:
+    """Raises where runs are not about one model, or about one in different precisions."""
+    if len({model["fingerprint"] for model in models}) < 2:
+        return
+    names = list(dict.fromkeys(repr(model["name"]) for model in models))
+    dtypes = list(dict.fromkeys(str(model.get("dtype")) for model in models))
+    alike = ("name", "class", "parameters", "layers", "runs")
+    if len(dtypes) > 1 and all(model.get(name) == models[0].get(name) for model in models for name in alike):
+        found = f"these runs measured {names[0]} in different precisions ({', '.join(dtypes)})"
+        way = "measure all of them with one dtype"
+    else:
+        found = f"these runs measured different models ({', '.join(names)})"
+        way = "merge runs of one model only"
+    raise ValueError(
+        f"{found}, whose heads cannot share one table; {way}, or put them side by side with `attnorm compare`"
+    )
 
 
 def _measured_by_some(runs: Sequence[Analysis]) -> list[str]:

@@ -72,6 +72,11 @@ def completed(manifest: Mapping[str, Any], done: Sequence[store.Part]) -> dict[s
             f"{broken} of {heads} measured heads have logits or weights that are not finite (see broken_rows); those "
             "rows are left out of every number. The checkpoint, or the precision it runs in, is broken there",
         )
+    if any(part.about.get("repeats") for part in done):
+        notes.append(
+            "layers of this model attend more than once in a pass: the heads of later calls are numbered on after "
+            "those of the first, whose coverage is the layer's"
+        )
     return {**manifest, "finished": True, "parts": parts, "notes": notes}
 
 

@@ -19,6 +19,8 @@ from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import measure_vectors
 from attnorm.normalizers.contract import Normalizer
 
+Choices = Sequence[Normalizer | None]
+Numbers = dict[str, dict[str, Tensor]]  # normalizer -> column -> (B, H, R, M)
 ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
 
 
@@ -47,26 +49,22 @@ def sampled_columns(
 def _vectors(
     chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
 ) -> dict[str, Columns]:
-    def measure(one: Sequences) -> dict[str, dict[str, Tensor]]:
-        generator = _generator(settings.seed, "vectors", one.call)
-        choices = list(normalizers.values())
+    def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
         return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, generator)
 
+    pooled = _pooled(chosen, normalizers, measure, f"{settings.seed} vectors")
     return {
         name: {column: _over_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
-        for name, numbers in _pooled(chosen, measure).items()
+        for name, numbers in pooled.items()
     }
 
 
 def _sensitivity(
     chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
 ) -> dict[str, Columns]:
-    def measure(one: Sequences) -> dict[str, dict[str, Tensor]]:
-        generator = _generator(settings.seed, "sensitivity", one.call)
-        choices = list(normalizers.values())
-        temperatures, epsilons = settings.temperatures, settings.epsilons
-        return measure_sensitivity(one.call, choices, one.rows, temperatures, epsilons, generator)
+    def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
+        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, generator)
 
     heads, temperatures = chosen[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
@@ -74,7 +72,7 @@ def _sensitivity(
         "temperature": np.tile(temperatures, heads),
     }
     columns: dict[str, Columns] = {}
-    for name, numbers in _pooled(chosen, measure).items():
+    for name, numbers in _pooled(chosen, normalizers, measure, f"{settings.seed} sensitivity").items():
         columns[name] = {
             **key,
             "rows": (~np.isnan(numbers["jacobian_norm"])).sum(1).ravel(),
@@ -125,10 +123,14 @@ def _check_vectors(call: AttentionCall, settings: Settings) -> None:
 
 
 def _pooled(
-    chosen: Sequence[Sequences], measure: Callable[[Sequences], dict[str, dict[str, Tensor]]]
+    chosen: Sequence[Sequences],
+    normalizers: Mapping[str, Normalizer | None],
+    measure: Callable[[Sequences, Choices, torch.Generator], Numbers],
+    seed: str,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Numbers (B, H, R, M) of each sequence -> (H, rows of all sequences, M)."""
-    parts = [measure(one) for one in chosen]
+    choices = list(normalizers.values())
+    parts = [measure(one, choices, _generator(seed, one.call)) for one in chosen]
     return {
         name: {column: np.concatenate([_by_head(part[name][column]) for part in parts], axis=1) for column in numbers}
         for name, numbers in parts[0].items()
@@ -146,7 +148,7 @@ def _over_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndar
         return reduce(values, axis=1)
 
 
-def _generator(seed: int, purpose: str, call: AttentionCall) -> torch.Generator:
+def _generator(seed: str, call: AttentionCall) -> torch.Generator:
     """The same for a layer whatever else is measured, and for each sequence of a batch as if it were alone."""
-    digest = hashlib.sha256(f"{seed} {purpose} {call.kind} {call.layer}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {call.kind} {call.layer}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -8,7 +8,7 @@ from typing import Any
 from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
 from attnorm.analysis.head_rows import Row, keys
 from attnorm.analysis.representative import place, representative
-from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS
+from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
 
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
 
@@ -37,7 +37,7 @@ def headline(seeing_all: Sequence[Row], windowed: Sequence[Row], limit: Ceiling 
         parts.append(", ".join(rest))
     if limit is not None:
         whom = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
-        parts.append(f"the ceiling binds for {whom}")
+        parts.append(f"softmax's ceiling binds for {whom}")
     return "; ".join(parts) + "."
 
 
@@ -98,23 +98,26 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
         f"their horizon, the length after which softmax can give no key half of the weight."
     )
-    when = (
-        f"With the spread of the logits as it is now it binds for a tenth of the heads {_from(limit.horizons[0])}, for "
-        f"half {_from(limit.horizons[1])}, for nine tenths {_from(limit.horizons[2])}"
-    )
-    growing = [_from(length) for length in limit.binding]
-    if growing != [_from(length) for length in limit.horizons]:
-        never = min(limit.binding) >= FARTHEST
-        when += "; if it keeps growing with n as it does inside the text, "
-        when += "for less than a tenth at any length in use" if never else ", ".join(growing)
+    when = f"With the spread of the logits as it is now it binds {_for_heads(limit.horizons)}"
+    if _for_heads(limit.binding) != _for_heads(limit.horizons):
+        when += f"; if it keeps growing with n as it does inside the text, {_for_heads(limit.binding)}"
     when += "."
     trained = manifest.get("model", {}).get("max_positions")
     made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
     return [sentence, when + made_for]
 
 
-def _from(length: float) -> str:
-    return f"beyond {keys(length)} keys" if length < FARTHEST else "beyond any length in use"
+def _for_heads(lengths: Sequence[float]) -> str:
+    """From which length on for 10, 50 and 90 % of the heads; those that no length in use reaches together."""
+    reached = [
+        f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {keys(length)} keys"
+        for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=True)
+        if length < FARTHEST
+    ]
+    if not reached:
+        return "for less than a tenth of the heads at any length in use"
+    beyond = {1: ["for half at no length in use"], 2: ["for nine tenths at no length in use"]}.get(len(reached), [])
+    return ", ".join([*reached, *beyond])
 
 
 def rate_sentences(slopes: Rate | None) -> list[str]:
@@ -129,6 +132,19 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
     if slopes.without_sink is not None and abs(slopes.without_sink - middle) >= 0.1:
         sentence += f" Without the first key the median is {slopes.without_sink:.2f}."
     return [sentence]
+
+
+def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> list[str]:
+    """Where verdicts rest on other thresholds than the default ones, or on other ones than when it was measured."""
+    sentences = []
+    if changed := thresholds.differences(Thresholds()):
+        told = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
+        sentences.append(f"Judged by thresholds other than the default: {told}.")
+    first = manifest.get("first_thresholds")
+    if again := thresholds.differences(thresholds_of(first)) if first is not None else {}:
+        told = ", ".join(f"{name} was {value:g}" for name, (_, value) in again.items())
+        sentences.append(f"The verdicts were made again from the saved numbers; when these were measured, {told}.")
+    return sentences
 
 
 def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """What is measured and how: the parameters of a run, checked once, in the form that identifies its parts."""
 
-import difflib
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from attnorm.analysis.hint import hint
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
 
@@ -52,7 +52,7 @@ def settings_of(
     if rows not in ("all", "last") and not (_is_integer(rows) and int(rows) >= 1):
         raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
-        raise ValueError(f"unknown vectors {vectors!r}; {_hint(vectors, get_args(Vectors))}")
+        raise ValueError(f"unknown vectors {vectors!r}; {hint(vectors, get_args(Vectors))}")
     if vector_rows is None:
         vector_rows = max(4, int(rows) // 16) if _is_integer(rows) else 64
     if not _is_integer(vector_rows) or vector_rows < 1:
@@ -79,7 +79,7 @@ def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
     asked = [metrics] if isinstance(metrics, str) else list(metrics)
     for name in asked:
         if name not in GROUPS:
-            raise ValueError(f"unknown metric group {name!r}; {_hint(name, ('all', *GROUPS))}")
+            raise ValueError(f"unknown metric group {name!r}; {hint(name, ('all', *GROUPS))}")
     return tuple(name for name in GROUPS if name in ("core", "gradient", *asked))
 
 
@@ -147,8 +147,3 @@ def _temperatures(values: Sequence[float]) -> tuple[float, ...]:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _hint(name: Any, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(map(repr, known))}"

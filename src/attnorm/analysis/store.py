@@ -9,6 +9,7 @@ A part is written into a folder of another name, which is then renamed, so kill 
 
 import contextlib
 import errno
+import glob
 import io
 import json
 import os
@@ -49,11 +50,25 @@ def make_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    _write_whole(path, _parquet(table))
+    write_whole(path, _parquet(table))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file is there with all of its content or as it was; drafts of it that killed processes left are removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        if not _is_written(left.name.rpartition("-")[2]):
+            left.unlink(missing_ok=True)
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        _write_bytes(unfinished, content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -139,18 +154,21 @@ def _parquet(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        _write_bytes(unfinished, content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _write_bytes(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())  # a rename may reach the disk before the content does
+
+
+def _is_written(process: str) -> bool:
+    """Whether the process of that number may still write its draft; asked only where asking cannot end it."""
+    if not process.isdecimal() or os.name != "posix":
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True

@@ -1,8 +1,10 @@
 """The verdicts, their order, and every number that decides between them, each with its reason."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from attnorm.analysis.hint import hint
 from attnorm.analysis.tables import QUANTILES
 
 # The first that holds is the head's verdict; the others that hold are its flags. A head frozen onto its first key is
@@ -47,10 +49,8 @@ class Thresholds:
     saturation_top_n    separability is compared with its null at the largest measured N up to this one and up to the
                         keys that the head uses (its effective keys): the papers see it level off between 16 and 20,
                         and keys without weight are no selection.
-    widest_null         distance from the null's mean to its 95 % quantile up to which a head can be called saturated:
-                        where chance alone moves more, too few rows were measured to say so.
-    separable           separability from which a head is not saturated even if permuted values do as well: in wide
-                        spaces everything is told apart.
+    separable           separability from which a head is not saturated whatever its null: with every key told apart
+                        nothing could be better.
     """
 
     dispersed_entropy: float = 0.7
@@ -63,18 +63,54 @@ class Thresholds:
     sensitive_norm: float = 0.9
     sensitive_quantile: int = 75
     saturation_top_n: int = 20
-    widest_null: float = 0.1
-    separable: float = 0.95
+    separable: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is float and not 0 <= value <= 1:
+            if field.type is float and not (_is_number(value) and 0 <= value <= 1):
                 raise ValueError(f"threshold {field.name} is a share, expected between 0 and 1, got {value!r}")
         if self.sensitive_quantile not in QUANTILES:
             raise ValueError(f"sensitive_quantile must be one of {QUANTILES}, got {self.sensitive_quantile!r}")
-        if self.saturation_top_n < 1:
-            raise ValueError(f"saturation_top_n must be at least 1, got {self.saturation_top_n!r}")
+        if not isinstance(self.saturation_top_n, int) or self.saturation_top_n < 1:
+            raise ValueError(f"saturation_top_n must be a whole number of at least 1, got {self.saturation_top_n!r}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def changed(self, words: Iterable[str]) -> "Thresholds":
+        """With some of them set as a person writes them: "dispersed_entropy=0.95"."""
+        values: dict[str, float] = {}
+        for word in words:
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if not equals:
+                raise ValueError(f"a threshold is set as NAME=VALUE, e.g. dispersed_entropy=0.95; got {word!r}")
+            if name not in self.as_dict():
+                raise ValueError(f"unknown threshold {name!r}; {hint(name, self.as_dict())}")
+            if name in values:
+                raise ValueError(f"threshold {name} is set twice")
+            values[name] = _read(name, value, whole=isinstance(getattr(self, name), int))
+        return replace(self, **values)  # type: ignore[arg-type]  # whole numbers where they belong
+
+    def differences(self, others: "Thresholds") -> dict[str, tuple[float, float]]:
+        """Name -> (here, there), of those that differ."""
+        there = others.as_dict()
+        return {name: (value, there[name]) for name, value in self.as_dict().items() if value != there[name]}
+
+
+def thresholds_of(saved: Mapping[str, Any]) -> Thresholds:
+    """Those that a manifest names; one that only another version of attnorm knows is left out."""
+    known = {field.name for field in fields(Thresholds)}
+    return Thresholds(**{name: value for name, value in saved.items() if name in known})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read(name: str, value: str, *, whole: bool) -> float:
+    try:
+        return int(value) if whole else float(value)
+    except ValueError:
+        expected = "a whole number" if whole else "a number between 0 and 1"
+        raise ValueError(f"threshold {name} takes {expected}, got {value!r}") from None

@@ -22,6 +22,7 @@ from attnorm.analysis.sentences import (
     headline,
     length_sentences,
     rate_sentences,
+    threshold_sentences,
     window_sentences,
 )
 from attnorm.analysis.tables import HEAD_KEY
@@ -77,6 +78,7 @@ def model_verdict(
             *rate_sentences(slopes),
             *length_sentences(all_heads, seeing_all),
             *caveats(heads, changing, manifest),
+            *threshold_sentences(thresholds, manifest),
         ],
         advice=advise(heads, {"heads": all_heads, **rows}, manifest),
         ceiling=limit,

@@ -8,6 +8,7 @@ from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
 from attnorm.analysis.head_rows import Row, number
+from attnorm.analysis.thresholds import Thresholds, thresholds_of
 
 Rows = Sequence[Row]
 
@@ -50,6 +51,9 @@ def command(manifest: Mapping[str, Any], **changes: str) -> str:
     for name, value in {**options, **changes}.items():
         if value and (name, value) != ("normalizers", "model"):
             words += [f"--{name}", value]
+    judged_by = thresholds_of(manifest.get("thresholds", {}))
+    for name, (threshold, _) in judged_by.differences(Thresholds()).items():
+        words += ["--threshold", f"{name}={threshold:g}"]
     return shlex.join(words)
 
 

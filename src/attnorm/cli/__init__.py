@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli import analyze, bench, compare, dispersion, doctor, frontier, normalizers, report, train, verify
+from attnorm.cli import (
+    analyze,
+    bench,
+    compare,
+    dispersion,
+    doctor,
+    frontier,
+    normalizers,
+    report,
+    reproduce,
+    train,
+    verify,
+)
 from attnorm.cli.output import show_version
 
 app = typer.Typer(
@@ -19,7 +31,7 @@ app = typer.Typer(
 )
 for verb in (
     analyze.analyze, compare.compare, report.report, normalizers.normalizers, dispersion.dispersion, frontier.frontier,
-    verify.verify, bench.bench, doctor.doctor,
+    verify.verify, reproduce.reproduce, bench.bench, doctor.doctor,
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(train.train)

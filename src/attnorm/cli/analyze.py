@@ -9,6 +9,7 @@ import typer
 from attnorm.cli.measuring import (
     Device,
     Dtype,
+    Judging,
     Lengths,
     Metrics,
     Rows,
@@ -22,6 +23,7 @@ from attnorm.cli.measuring import (
     numbers_of,
     rows_of,
     texts_of,
+    thresholds_of,
     use_threads,
 )
 from attnorm.cli.output import Json, show, show_json, usage_errors
@@ -53,6 +55,7 @@ def analyze(
     trust_remote_code: Trust = False,
     seed: Seed = 0,
     threads: Threads = None,
+    threshold: Judging = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for tables, report and finished parts; resumes there.")
     ] = None,
@@ -79,6 +82,7 @@ def analyze(
             "rows": rows_of(rows),
             "metrics": groups_of(metrics),
             "top_n": numbers_of("--top-n", top_n),
+            "thresholds": thresholds_of(threshold),
         }
     analysis = measure(
         model,

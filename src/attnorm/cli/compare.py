@@ -8,6 +8,7 @@ import typer
 from attnorm.cli.measuring import (
     Device,
     Dtype,
+    Judging,
     Lengths,
     Metrics,
     Rows,
@@ -42,14 +43,17 @@ def compare(
     trust_remote_code: Trust = False,
     seed: Seed = 0,
     threads: Threads = None,
+    threshold: Judging = None,
     as_json: Json = False,
 ) -> None:
     """Verdict counts, medians and the heads that changed most, against the first side.
 
-    One DIR alone is compared with itself: the normalizers it was measured with. Options are for models measured now.
+    One DIR alone is compared with itself: the normalizers it was measured with. Options are for models measured now,
+    --threshold is for all sides: folders are judged by their own thresholds otherwise.
     Exit code 0: compared; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
     """
     from attnorm.analysis.compare import compare as side_by_side
+    from attnorm.analysis.thresholds import Thresholds
 
     use_threads(threads)
     with usage_errors():
@@ -62,9 +66,12 @@ def compare(
             "rows": rows_of(rows),
             "metrics": groups_of(metrics),
         }
+        Thresholds().changed(threshold or ())  # before anything is measured for nothing
     options |= {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "seed": seed}
     analyses = {name: _side(name, options) for name in sides}
     with usage_errors():
+        if threshold:
+            analyses = {name: run.judged(run.thresholds.changed(threshold)) for name, run in analyses.items()}
         comparison = side_by_side(analyses)
     if as_json:
         from attnorm.report.analysis_json import finite

@@ -1,4 +1,4 @@
-"""What analyze and compare share: the options of a measurement, the texts, and failures told in one sentence."""
+"""What analyze, compare and report share: options of measuring and judging, texts, failures told in one sentence."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
+    from attnorm.analysis.thresholds import Thresholds
 
 Texts = Annotated[
     list[Path] | None,
@@ -31,6 +32,14 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, aut
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Seed = Annotated[int, typer.Option(help="Of sampled rows and permutations.")]
+Judging = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--threshold",
+        metavar="NAME=VALUE",
+        help="A threshold of the verdicts, e.g. dispersed_entropy=0.95; may be given several times.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use; its own choice by default.")]
 
 
@@ -76,6 +85,13 @@ def groups_of(value: str) -> tuple[str, ...]:
 
     names = tuple(name.strip() for name in value.split(",") if name.strip())
     return groups(names[0] if len(names) == 1 else names)
+
+
+def thresholds_of(words: list[str] | None) -> "Thresholds":
+    """The defaults with what the words change."""
+    from attnorm.analysis.thresholds import Thresholds
+
+    return Thresholds().changed(words or ())
 
 
 def use_threads(threads: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attnorm.cli.analyze import REPORT, show_analysis
-from attnorm.cli.measuring import failures
+from attnorm.cli.measuring import Judging, failures
 from attnorm.cli.output import Json
 
 
@@ -16,16 +16,20 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for SVG and PDF: verdicts, main metrics, worst head.")
     ] = None,
+    threshold: Judging = None,
     as_json: Json = False,
 ) -> None:
     """Write the report of a saved analysis again, and figures for a paper; nothing is measured.
 
+    With --threshold the saved numbers are judged again for this report, which says so; the tables in DIR stay.
     Exit code 0: written; 1: the disk gave out; 2: DIR holds no finished analysis.
     """
     from attnorm.analysis.result import Analysis
 
     with failures():
         analysis = Analysis.load(folder)
+        if threshold:
+            analysis = analysis.judged(analysis.thresholds.changed(threshold))
         page = analysis.save_html(out or folder / REPORT)
         drawn: list[Path] = []
         if figures is not None:

@@ -1,4 +1,4 @@
-"""attnorm train: small models, of text or of sets to pick from."""
+"""attnorm train: small models, of text or of sets to pick from, and how they find what they have read."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from rich.table import Table
 from attnorm.cli.command_line import command_line
 from attnorm.cli.measuring import numbers_of
 from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.train_needle import needle
 from attnorm.cli.train_retrieval import retrieval
 
 if TYPE_CHECKING:
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
 
 _SAFE = "checkpoints written before are whole, and the same command continues from the last one"
 
-train = typer.Typer(name="train", help="Train small models: of text (lm) or of sets (retrieval).", no_args_is_help=True)
+train = typer.Typer(
+    name="train",
+    help="Train small models: of text (lm), to find keys in it (needle), of sets (retrieval).",
+    no_args_is_help=True,
+)
 train.command()(retrieval)
+train.command()(needle)
 
 
 @train.command()
@@ -54,6 +60,9 @@ def lm(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Attention over the whole matrix of weights: often faster, if it fits.")
+    ] = False,
     eval_every: Annotated[int, typer.Option(help="Steps between validation losses.")] = 250,
     eval_lengths: Annotated[
         str | None,
@@ -101,7 +110,8 @@ def lm(
         try:
             with _progress() as report:
                 record = train_lm(
-                    texts, valid, out, settings, data=data, device=device, compiled=compiled, resume=resume,
+                    texts, valid, out, settings, data=data, device=device, compiled=compiled,
+                    attention="dense" if dense else "engine", resume=resume,
                     evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
                     lengths=numbers_of("--eval-lengths", eval_lengths),
                     sample_tokens=sample, note=note, command=command_line(), report=report,

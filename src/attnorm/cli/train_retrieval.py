@@ -31,7 +31,9 @@ _FULL: dict[str, Any] = {
 
 def retrieval(
     out: Annotated[Path, typer.Option(help="Folder for records, weights and manifest; finished parts are kept.")],
-    normalizers: Annotated[str, typer.Option(help="Names with commas between them.")] = "softmax,ssmax,entmax15",
+    normalizers: Annotated[
+        str, typer.Option(help="Names with commas between them; options as in topk:k=4.")
+    ] = "softmax,ssmax,entmax15",
     task: Annotated[str, typer.Option(help="max, recall or majority.")] = "max",
     seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default="10")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the weights.", show_default="20000")] = None,
@@ -58,11 +60,18 @@ def retrieval(
     squeezed: Annotated[
         float, typer.Option(help="Share of the training sets whose priorities are pressed together (task max).")
     ] = 0.0,
+    standardized: Annotated[
+        float, typer.Option(help="Scale the logits of each training set to this standard deviation; 0 leaves them.")
+    ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Small enough for a CPU and a minute.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, or bfloat16 for the matrix products in training; tests are in float32.")
+    ] = "float32",
+    checkpoint_every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 2000,
     as_json: Json = False,
 ) -> None:
     """Train models that pick from sets of items, and see where they fail on sets far larger than any they saw.
@@ -83,17 +92,18 @@ def retrieval(
         recipe = Recipe(
             **{name: chosen[name] for name in ("steps", "batch", "width", "learning_rate")},
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
-            leak_from=leak_from, squeezed=squeezed, cosine=cosine,
+            leak_from=leak_from, squeezed=squeezed, standardized=standardized, cosine=cosine, dtype=dtype,
         )  # fmt: skip
         trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
         try:
             with _progress() as report:
                 results = train_retrieval(
                     _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
-                    device=device, compiled=compiled, command=command_line(), report=report,
+                    device=device, compiled=compiled, checkpoint_every=checkpoint_every,
+                    command=command_line(), report=report,
                 )  # fmt: skip
-        except KeyboardInterrupt:
-            typer.echo(f"interrupted; {_SAFE}", err=True)
+        except KeyboardInterrupt as stopped:
+            typer.echo(f"interrupted; {_SAFE}" if not str(stopped) else str(stopped), err=True)
             raise typer.Exit(130) from None
         except OSError as error:
             typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)

@@ -27,14 +27,14 @@ def isotropy(vectors: Tensor, visible: Tensor | None = None, *, seed: int = 0) -
     vectors = at_least_float32(vectors)
     seen = torch.ones_like(vectors[..., 0], dtype=torch.bool)
     seen = seen if visible is None else seen & visible
-    x = torch.where(seen.unsqueeze(-1), vectors, 0.0)
+    x = vectors if visible is None else torch.where(seen.unsqueeze(-1), vectors, 0.0)
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     count = seen.sum(-1)
     enough = count > 1
 
-    units = x / torch.where(norms > 0, norms, 1.0).unsqueeze(-1)
     m = (norms > 0).sum(-1).to(x.dtype)
-    cosine = (units.sum(-2).square().sum(-1) - m) / (m * (m - 1))
+    sum_of_units = torch.where(norms > 0, 1 / norms, 0.0).unsqueeze(-2) @ x
+    cosine = (sum_of_units.square().sum((-2, -1)) - m) / (m * (m - 1))
     moments = x.mT @ x
     trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1)
     rank = trace.square() / moments.square().sum((-2, -1))

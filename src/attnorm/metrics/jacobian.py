@@ -28,6 +28,7 @@ from attnorm.theory.secular import rank_one_eigenvalue, rank_two_singular_value
 
 KEY_BY_KEY = (Sigmoid, Relu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
+POWER_ROWS = 8  # of each head (of each block for sensitivity), the last among them, where it takes power iteration
 
 
 def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.jacobian import jacobian_norm, sampled_norm
+from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import LogitBlock, Workspace, logit_blocks
 from attnorm.metrics.normalized import Choice, Measured, measured, rows_block
 from attnorm.metrics.sampling import spread
@@ -23,9 +23,6 @@ from attnorm.metrics.weight_rows import weight_rows
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32
-
-# Where the norm of the Jacobian takes power iteration, it is taken on this many rows of each head, the last among them.
-POWER_ROWS = 8
 
 
 @dataclass(frozen=True)

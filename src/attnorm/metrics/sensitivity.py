@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.jacobian import jacobian_norm, sampled_norm
+from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, measured, rows_block
+from attnorm.metrics.threads import in_threads
+from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
-from attnorm.theory.gradient import finite_difference_gain
 from attnorm.theory.selection import at_least_float32
-
-# Rows whose norm takes power iteration, of each block.
-POWER_ROWS = 8
 
 
 @torch.no_grad()
@@ -29,8 +28,9 @@ def measure_sensitivity(
     """By normalizer: "jacobian_norm", "bound" and "gain_EPS", each (B, H, R, len(temperatures)).
 
     Logits are divided by T on top of the model's own scale; learned sinks are not. gain_EPS is how far the weights move
-    over eps, in one random direction. bound is K/T with K the Lipschitz constant of the normalizer at the row's n: the
-    norm never exceeds it, and a gain never min{K/T, sqrt(2)/eps}. NaN where K is not known.
+    over eps, in one random direction per row, the same for every T, eps and normalizer. bound is K/T with K the
+    Lipschitz constant of the normalizer at the row's n: the norm never exceeds it, and a gain never min{K/T,
+    sqrt(2)/eps}. NaN where K is not known.
     """
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
@@ -44,51 +44,66 @@ def measure_sensitivity(
     for block in logit_blocks(call, rows.to(like.device), all_heads=True):
         view = rows_block(call, block)
         place = (block.item, block.heads, block.rows)
-        sound = (block.n > 0) & view.logits[0].isfinite().all(-1)
+        sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)
+        directions = _directions(view, call.key_BGKD.shape[-2], generator)
         for one in chosen:
             normalizer = as_normalizer(one, call)
             constants = _lipschitz(normalizer, block.n).to(like)
-            for column, temperature in enumerate(temperatures):
-                numbers = {"jacobian_norm": _norm(normalizer, view, temperature), "bound": constants / temperature}
-                for eps in epsilons:
-                    numbers[f"gain_{eps:g}"] = _gain(normalizer, view, temperature, eps, generator)
-                for name, value in numbers.items():
-                    results[one.name][name][(*place, column)] = torch.where(sound, value, torch.nan)
+            numbers = _numbers(normalizer, view, directions, temperatures, epsilons)
+            numbers["bound"] = constants.unsqueeze(-1) / torch.tensor(temperatures).to(constants)
+            for name, value in numbers.items():
+                results[one.name][name][place] = torch.where(sound, value, torch.nan)
     return results
 
 
-def _norm(normalizer: Normalizer, view: RowsBlock, temperature: float) -> Tensor:
-    cooled = view.with_logits(view.logits / temperature)
-    assert isinstance(cooled, RowsBlock)
-    weights = normalizer.weights(cooled)
-    norm = jacobian_norm(normalizer, cooled, weights)
+def _numbers(
+    normalizer: Normalizer,
+    view: RowsBlock,
+    directions: Tensor,
+    temperatures: Sequence[float],
+    epsilons: Sequence[float],
+) -> dict[str, Tensor]:
+    """The norm and the gains of every row at every temperature, (h, r, T)."""
+    moved = {f"gain_{eps:g}": (eps, view.logits + eps * directions) for eps in epsilons}
+    shape = (*view.logits.shape[1:-1], len(temperatures))
+    found = {name: view.logits.new_empty(shape) for name in ("jacobian_norm", *moved)}
+
+    def measure(columns: range) -> None:
+        for column in columns:
+            temperature = temperatures[column]
+            cooled = view.with_logits(view.logits / temperature)
+            weights = normalizer.weights(cooled)
+            found["jacobian_norm"][..., column] = _norm(normalizer, cooled, weights) / temperature
+            for name, (eps, logits) in moved.items():
+                change = normalizer.weights(view.with_logits(logits / temperature)) - weights
+                found[name][..., column] = torch.linalg.vector_norm(change[0], dim=-1) / eps
+
+    in_threads(measure, len(temperatures), view.logits.device)
+    return found
+
+
+def _norm(normalizer: Normalizer, view: Block, weights: Tensor) -> Tensor:
+    assert isinstance(view, RowsBlock)
+    norm = jacobian_norm(normalizer, view, weights)
     if norm is None:
         norm = torch.full_like(weights[..., 0], torch.nan)
         few = torch.arange(max(0, norm.shape[-1] - POWER_ROWS), norm.shape[-1], device=norm.device)
-        norm[..., few] = sampled_norm(normalizer, cooled.taking(few)).to(norm.dtype)
-    return norm.expand(weights.shape[:-1])[0] / temperature
+        norm[..., few] = sampled_norm(normalizer, view.taking(few)).to(norm.dtype)
+    return norm.expand(weights.shape[:-1])[0]
 
 
-def _gain(
-    normalizer: Normalizer, view: RowsBlock, temperature: float, epsilon: float, generator: torch.Generator | None
-) -> Tensor:
-    gain = finite_difference_gain(
-        lambda logits: normalizer.weights(view.with_logits(view.hide(logits))),
-        view.logits,
-        epsilon,
-        temperature=temperature,
-        directions=_directions(view, generator),
-    )
-    return gain[0, 0]
+def _directions(view: RowsBlock, keys: int, generator: torch.Generator | None) -> Tensor:
+    """A random direction for each row among its visible keys, of length 1; rows without any get zeros.
 
-
-def _directions(view: RowsBlock, generator: torch.Generator | None) -> Tensor:
-    """One random direction per row among its visible keys; rows without any get one that changes nothing."""
+    Drawn row after row for all keys, so that the size of a block does not matter.
+    """
+    heads, rows, width = view.logits.shape[1:]
     device = view.logits.device if generator is None else generator.device
-    noise = torch.randn((1, *view.logits.shape), generator=generator, dtype=torch.float32, device=device)
-    noise = view.hide(noise.to(view.logits))
-    noise[..., 0] = torch.where(noise.abs().sum(-1) == 0, 1.0, noise[..., 0])
-    return noise
+    draws = [torch.randn(heads, keys, generator=generator, dtype=torch.float32, device=device) for _ in range(rows)]
+    here = torch.stack(draws, 1)[..., view.first_key : view.first_key + width].to(view.logits)
+    noise = view.hide(pad(here, (0, width - here.shape[-1]))[None])
+    length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
+    return noise / torch.where(length > 0, length, 1.0)
 
 
 def _lipschitz(normalizer: Normalizer, n: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """What the weights do with the vectors they mix: distances and separability of the N heaviest keys, and their bounds.
 
-The formulas are theory's (distance.py, random_set.py, geometry.py). Here: which vectors, one sort of the weights for
-all N, and the null, in which the same weights are dealt out to the visible keys at random.
+The formulas are theory's (distance.py, random_set.py, geometry.py). Here: which vectors, one selection of the heaviest
+keys for all N, heads shared out among threads, and the null, in which the same weights are dealt out to the visible
+keys at random.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,18 +18,25 @@ from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, measured, rows_block
 from attnorm.metrics.null import deal, separabilities
 from attnorm.metrics.sampling import spread
-from attnorm.theory.distance import d_tilde, relative_distance, theorem1_fixed_printed, theorem1_fixed_tight
-from attnorm.theory.geometry import nearest_outsider, on_sphere, separability, theorem2_bounds
+from attnorm.metrics.threads import in_threads
+from attnorm.theory.distance import (
+    d_tilde,
+    largest_gaps,
+    relative_distance,
+    theorem1_fixed_printed,
+    theorem1_fixed_tight,
+)
+from attnorm.theory.geometry import theorem2_bounds
 from attnorm.theory.random_set import theorem1_random_bounds, theorem1_random_printed
-from attnorm.theory.selection import SelectedRows, at_least_float32, top_n_indices
+from attnorm.theory.selection import SelectedRows, at_least_float32, sum_where, top_n_indices
 
 Vectors = Literal["values", "inputs"]
 
 # Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
 # rest.
 NULL_ROWS = 16
-# Distances of the null that are computed at a time: one draw alone would read the vectors too often.
-NULL_ELEMENTS = 2**22
+# Weights of one set of vectors that are dealt out at a time.
+NULL_ELEMENTS = 2**19
 
 NUMBERS = (
     "d_tilde",
@@ -42,7 +51,6 @@ NUMBERS = (
     "separability_lower",
     "separability_upper",
 )
-COMPARED = ("separability", "separability_sphere", "separability_lower", "separability_upper")
 NULLS = ("separability_null", "separability_null_low", "separability_null_high", "separability_sphere_null")
 
 
@@ -71,32 +79,21 @@ def measure_vectors(
     mixed = _mixed_vectors(call, vectors)
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
     results = {one.name: {name: mixed.new_full(shape, torch.nan) for name in NUMBERS} for one in chosen}
-    draws = {one.name: mixed.new_full((2, permutations, *shape), torch.nan) for one in chosen}
+    for numbers in results.values():
+        numbers["draws"] = mixed.new_full((*shape, 2, permutations), torch.nan)
     few = spread(torch.arange(len(rows)), NULL_ROWS)
     for block in logit_blocks(call, rows.to(mixed.device), all_heads=True):
-        view = rows_block(call, block)
-        place = (block.item, block.heads, block.rows)
-        drawn = few[(few >= block.rows.start) & (few < block.rows.stop)]
-        local = drawn - block.rows.start
-        dealt = deal(block.visible[:, local].expand(permutations, -1, -1, -1), generator)
+        local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
+        targets = deal(block.visible[:, local], permutations, generator)
+        columns = [column for column, N in enumerate(top_n) if int(block.n.max()) > N]
+        if not columns:
+            continue
+        view, x, sizes = rows_block(call, block), _vectors_of(block, mixed), [top_n[column] for column in columns]
         for one in chosen:
             weights = as_normalizer(one, call).weights(view)[0]
-            rows_of = _Rows(weights, block.visible, _vectors_of(block, mixed), max(top_n))
-            for column, N in enumerate(top_n):
-                for name, value in rows_of.numbers(N).items():
-                    results[one.name][name][(*place, column)] = value
-            if len(drawn):
-                some = _Rows(weights[:, local], block.visible[:, local], rows_of.x, max(top_n))
-                at_once = max(1, NULL_ELEMENTS // (weights[:, local].numel() * len(top_n)))
-                for start in range(0, permutations, at_once):
-                    part = slice(start, start + at_once)
-                    draws[one.name][:, part, block.item, :, drawn] = some.permuted(dealt[part], top_n)
-    left_out = torch.ones(len(rows), dtype=torch.bool, device=mixed.device)
-    left_out[few] = False
-    for numbers in results.values():
-        for name in COMPARED:
-            numbers[name][:, :, left_out] = torch.nan
-    return {name: numbers | _null(draws[name]) for name, numbers in results.items()}
+            for name, value in _in_block(weights, block.visible, x, local, targets, sizes).items():
+                results[one.name][name][block.item, :, block.rows][:, :, columns] = value.to(mixed.dtype)
+    return {name: numbers | _null(numbers.pop("draws")) for name, numbers in results.items()}
 
 
 def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
@@ -113,84 +110,116 @@ def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
 def _vectors_of(block: LogitBlock, mixed: Tensor) -> Tensor:
     width = block.logits.shape[-1]
     x = mixed[block.item, :, block.first_key : block.first_key + width]
-    return pad(x, (0, 0, 0, width - x.shape[-2]))
+    return x if x.shape[-2] == width else pad(x, (0, 0, 0, width - x.shape[-2]))
 
 
-class _Rows:
-    """Rows (h, r, w) of weights, put together as theory has them: all that mix the same vectors (g, w, E)."""
+def _in_block(
+    weights: Tensor, visible: Tensor, x: Tensor, local: Tensor, targets: Tensor, top_n: Sequence[int]
+) -> dict[str, Tensor]:
+    """By name, NUMBERS (h, r, N), and "draws" (h, r, N, 2, d): separability, raw and on the sphere, in each draw.
 
-    def __init__(self, weights: Tensor, visible: Tensor, x: Tensor, most: int) -> None:
-        self.heads = weights.shape[:2]
-        groups, keys = x.shape[:2]
-        visible = visible.expand(weights.shape)
-        dtype = torch.promote_types(weights.dtype, x.dtype)
-        self.weights, self.visible = weights.to(dtype).reshape(groups, -1, keys), visible.reshape(groups, -1, keys)
-        # What no row sees may be anything, and 0 times NaN is NaN.
-        self.x = torch.where(self.visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
-        self.unit = on_sphere(self.x)
-        self.indices = top_n_indices(self.weights, most, self.visible)
-        self.n = self.visible.sum(-1)
-        self.sound = self.weights.isfinite().all(-1)
-        total = self.weights.sum(-1)
-        self.proper = bool((((total - 1).abs() < 1e-4) & (self.weights >= 0).all(-1)).any())
-        self.raw, self.sphere = (
-            SelectedRows(self.weights, vectors, self.visible, self.indices, False) for vectors in (self.x, self.unit)
+    weights (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared with the null.
+    targets (d, 1 or h, l, w): the new key of every key.
+    """
+    per_group = len(weights) // len(x)
+    visible, targets = visible.expand(weights.shape), targets.expand(-1, len(weights), -1, -1)
+    parts: dict[int, dict[str, Tensor]] = {}
+
+    def measure(groups: range) -> None:
+        heads = slice(groups.start * per_group, groups.stop * per_group)
+        vectors = x[groups.start : groups.stop]
+        parts[groups.start] = _of_groups(weights[heads], visible[heads], vectors, local, targets[:, heads], top_n)
+
+    in_threads(measure, len(x), x.device)
+    in_order = [parts[start] for start in sorted(parts)]
+    return {name: torch.cat([part[name] for part in in_order]) for name in in_order[0]}
+
+
+def _of_groups(
+    weights: Tensor, visible: Tensor, x: Tensor, local: Tensor, targets: Tensor, top_n: Sequence[int]
+) -> dict[str, Tensor]:
+    heads, rows, keys = weights.shape
+    dtype = torch.promote_types(weights.dtype, x.dtype)
+    # Rows that mix the same vectors stand together, as theory has them.
+    weights, visible = (t.reshape(len(x), -1, keys) for t in (weights.to(dtype), visible))
+    # What no row sees may be anything, and 0 times NaN is NaN.
+    x = torch.where(visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
+    selected = SelectedRows(weights, x, visible, top_n_indices(weights, max(top_n), visible), False)
+    found = _distances(selected, top_n)
+    if len(local):
+        which = (torch.arange(0, weights.shape[1], rows).unsqueeze(-1) + local).flatten().to(x.device)
+        targets = targets.reshape(len(targets), len(x), -1, keys)
+        few = replace(
+            selected, weights=weights[:, which], visible=visible[:, which], indices=selected.indices[:, which]
         )
-        squared = torch.where(self.visible, self.raw.squares.unsqueeze(-2), 0.0).sum(-1)
-        self.radius = (squared / self.n.clamp(min=1)).sqrt()
-        _ = self.raw.norms, self.raw.output, self.sphere.squares  # kept for all N
+        for name, value in _compared(few, targets, top_n).items():
+            found[name] = value.new_full((*weights.shape[:2], *value.shape[2:]), torch.nan)
+            found[name][:, which] = value
+    broken = ~weights.sum(-1).isfinite()
+    for value in found.values():
+        value[broken] = torch.nan
+    return {name: value.reshape(heads, rows, *value.shape[2:]) for name, value in found.items()}
 
-    def numbers(self, top_n: int) -> dict[str, Tensor]:
-        """NUMBERS of every row, (h, r)."""
-        if not bool((self.n > top_n).any()):
-            return {}
-        indices = self.indices[..., :top_n]
-        rows = self.raw.with_indices(indices)
-        lower, upper = theorem1_random_bounds(rows)
-        fewest, most = theorem2_bounds(rows, nearest_outsider(rows).nan_to_num(0.0), self.radius)
-        unknown = torch.full_like(self.radius, torch.nan)
+
+def _distances(rows: SelectedRows, top_n: Sequence[int]) -> dict[str, Tensor]:
+    """The distances of every row and their bounds, (..., N)."""
+    proper = bool((((rows.weights.sum(-1) - 1).abs() < 1e-4) & (rows.weights.amin(-1) >= 0)).any())
+    gaps = largest_gaps(rows, top_n) if proper else None
+    _ = rows.squares, rows.along_output  # kept for all N
+    found: dict[str, list[Tensor]] = {}
+    for place, N in enumerate(top_n):
+        heaviest = rows.with_indices(rows.indices[..., :N])
+        lower, upper = theorem1_random_bounds(heaviest)
         numbers = {
-            "d_tilde": d_tilde(rows),
-            "relative_distance": relative_distance(rows),
-            "fixed_printed": theorem1_fixed_printed(rows) if self.proper else unknown,
-            "fixed_tight": theorem1_fixed_tight(rows),
-            "random_printed": theorem1_random_printed(rows),
+            "d_tilde": d_tilde(heaviest),
+            "relative_distance": relative_distance(heaviest),
+            "fixed_tight": theorem1_fixed_tight(heaviest),
+            "random_printed": theorem1_random_printed(heaviest),
             "random_lower": lower,
             "random_upper": upper,
-            "separability": separability(rows),
-            "separability_sphere": separability(self.sphere.with_indices(indices)),
-            "separability_lower": fewest,
-            "separability_upper": most,
         }
-        return {name: torch.where(self.sound, value, torch.nan).reshape(self.heads) for name, value in numbers.items()}
+        if gaps is not None:
+            numbers["fixed_printed"] = theorem1_fixed_printed(heaviest, gaps[..., place])
+        for name, value in numbers.items():
+            found.setdefault(name, []).append(value)
+    return {name: torch.stack(values, -1) for name, values in found.items()}
 
-    def permuted(self, targets: Tensor, top_n: Sequence[int]) -> Tensor:
-        """Separability, raw and on the sphere, with the weight of each key given to another: (2, d, h, r, len(top_n)).
 
-        targets (d, 1 or h, r, w): the new key of every key, for d draws.
-        """
-        heads, rows = self.heads
-        draws, keys = targets.shape[0], targets.shape[-1]
-        targets = targets.expand(draws, heads, rows, keys).transpose(0, 1).reshape(len(self.x), -1, keys)
+def _compared(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> dict[str, Tensor]:
+    """Separability of rows (g, r, w) and its bounds, (g, r, N), and its null in d draws: (g, r, N, 2, d).
 
-        def repeated(values: Tensor) -> Tensor:
-            width = values.shape[-1]
-            return values.reshape(heads, 1, rows, width).expand(-1, draws, -1, -1).reshape(len(self.x), -1, width)
-
-        weights = torch.zeros_like(targets, dtype=self.weights.dtype).scatter_(-1, targets, repeated(self.weights))
-        heaviest, visible = targets.gather(-1, repeated(self.indices)), repeated(self.visible)
-        found = [
-            separabilities(weights, selected.vectors, selected.squares, visible, heaviest, top_n)
-            for selected in (self.raw, self.sphere)
-        ]
-        by_draw = torch.stack(found).reshape(2, heads, draws, rows, -1).transpose(1, 2)
-        applies = self.sound.unsqueeze(-1) & (self.n.unsqueeze(-1) > torch.tensor(top_n, device=self.n.device))
-        return torch.where(applies.reshape(heads, rows, -1), by_draw, torch.nan)
+    targets (d, g, r, w): the new key of every key.
+    """
+    itself = torch.arange(targets.shape[-1], device=targets.device).expand(targets[:1].shape)
+    targets = torch.cat([itself, targets])
+    at_once = max(1, NULL_ELEMENTS // rows.weights[0].numel())
+    found = []
+    for group, dealt in enumerate(targets.unbind(1)):
+        alone = SelectedRows(
+            rows.weights[group], rows.vectors[group], rows.visible[group], rows.indices[group], one_row_per_set=False
+        )
+        found.append([separabilities(alone, some, top_n) for some in dealt.split(at_once)])
+    shares = torch.stack([torch.cat([shares for shares, _ in draws]) for draws in found], 1)  # (d, g, r, 2, N)
+    radius = torch.stack([draws[0][1][0, :, 0] for draws in found])
+    applies = rows.n.unsqueeze(-1) > torch.tensor(top_n, device=rows.n.device)
+    shares = torch.where(applies.unsqueeze(-2), shares, torch.nan)
+    mean_square = sum_where(rows.squares.unsqueeze(-2).expand(rows.weights.shape), rows.visible) / rows.n.clamp(min=1)
+    bounds = [
+        theorem2_bounds(rows.with_indices(rows.indices[..., :N]), radius[..., place], mean_square.sqrt())
+        for place, N in enumerate(top_n)
+    ]
+    return {
+        "separability": shares[0, ..., 0, :],
+        "separability_sphere": shares[0, ..., 1, :],
+        "separability_lower": torch.stack([lower for lower, _ in bounds], -1),
+        "separability_upper": torch.stack([upper for _, upper in bounds], -1),
+        "draws": shares[1:].permute(1, 2, 4, 3, 0),
+    }
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:
-    """From separability (2, permutations, B, H, R, N) of the drawn rows, NaN in the others."""
-    raw, sphere = draws.nanmean(1)
-    means = draws[0].nanmean(-2, keepdim=True)
-    low, high = (torch.where(raw.isnan(), torch.nan, means.nanquantile(share, 0)) for share in (0.05, 0.95))
+    """From separability (B, H, R, N, 2, permutations) of the drawn rows, NaN in the others."""
+    raw, sphere = draws.nanmean(-1).unbind(-1)
+    means = draws[..., 0, :].nanmean(2, keepdim=True)
+    low, high = (torch.where(raw.isnan(), torch.nan, means.nanquantile(share, -1)) for share in (0.05, 0.95))
     return dict(zip(NULLS, (raw, low, high, sphere), strict=True))

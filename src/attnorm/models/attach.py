@@ -1,12 +1,16 @@
 """The state of a patched model: what hangs on its attention modules, and how it comes off again.
 
-    attnorm_normalizer   a submodule: its parameters train, move and are saved with the model
-    attnorm_recipe       how it was made, and which kernel was there before
+    attnorm_normalizer     a submodule: its parameters train, move and are saved with the model
+    attnorm_recipe         how it was made
+    attnorm_model_config   the config that the model goes by; the module's own is meanwhile a copy that names our kernel
 
-Everything is found on the modules themselves, so that a copy of a patched model is a patched model.
+Nothing else changes: the model's config, its masks and its other layers stay as they were, and a call to
+set_attn_implementation reaches only those. Everything is found on the modules themselves, so that a copy of a patched
+model is a patched model, and patches of different modules know nothing of each other.
 """
 
-from collections.abc import Collection
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 from torch import nn
 
 from attnorm.models import kernel
-from attnorm.models.observe import NORMALIZER
+from attnorm.models.support import KERNEL, MODEL_CONFIG, NORMALIZER
 from attnorm.normalizers.contract import Mechanism, Normalizer
 
 RECIPE = "attnorm_recipe"
@@ -27,12 +31,6 @@ class Recipe:
     name: str | None
     options: dict[str, Any] = field(default_factory=dict)
     heads: tuple[int, ...] | None = None  # those that have it; None: all
-
-
-@dataclass(frozen=True)
-class _Attached:
-    recipe: Recipe
-    former_kernel: str | None
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -51,31 +49,34 @@ def normalizer_of(module: nn.Module) -> Normalizer | Mechanism:
 
 
 def recipe_of(module: nn.Module) -> Recipe:
-    attached: _Attached = getattr(module, RECIPE)
-    return attached.recipe
+    recipe: Recipe = getattr(module, RECIPE)
+    return recipe
 
 
-def attach(model: nn.Module, parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]]) -> None:
-    """Hangs normalizers on attention modules of the model."""
+def attach(parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]]) -> None:
+    """Hangs normalizers on attention modules; nothing is changed where one of them cannot have it."""
+    for module in parts:
+        kernel.check_masks(module)
     kernel.register()
-    former = [_former_kernel(model, _config(module)) for module in parts]
-    for (module, (normalizer, recipe)), kernel_before in zip(parts.items(), former, strict=True):
+    copies: dict[int, Any] = {}  # one for all layers that share a config: they are compiled once
+    for module, (normalizer, recipe) in parts.items():
+        config: Any = module.config
+        if id(config) not in copies:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)]._attn_implementation_internal = KERNEL
         setattr(module, NORMALIZER, normalizer.train(module.training))
-        setattr(module, RECIPE, _Attached(recipe, kernel_before))
-        _config(module)._attn_implementation_internal = kernel.KERNEL
+        setattr(module, RECIPE, recipe)
+        setattr(module, MODEL_CONFIG, config)
+        module.config = copies[id(config)]
 
 
-def detach(model: nn.Module, modules: Collection[nn.Module]) -> None:
-    """Takes them off; a config gets its kernel back when none of the model's patched modules shares it any more."""
-    removed = [(_config(module), getattr(module, RECIPE).former_kernel) for module in modules if is_patched(module)]
+def detach(modules: Iterable[nn.Module]) -> None:
+    """Takes them off; modules that have none stay as they are."""
     for module in modules:
         if is_patched(module):
-            delattr(module, NORMALIZER)
-            delattr(module, RECIPE)
-    in_use = {id(_config(module)) for module in patched_modules(model).values()}
-    for config, former in removed:
-        if id(config) not in in_use:
-            config._attn_implementation_internal = former
+            module.config = getattr(module, MODEL_CONFIG)
+            for name in (NORMALIZER, RECIPE, MODEL_CONFIG):
+                delattr(module, name)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -85,21 +86,3 @@ def device_of(module: nn.Module) -> torch.device:
     if placed is not None:
         return torch.device(placed)
     return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
-
-
-def _config(module: nn.Module) -> Any:
-    """Shared by the layers of a stack and by what builds their masks: they change together."""
-    return module.config
-
-
-def _former_kernel(model: nn.Module, config: Any) -> str | None:
-    if config._attn_implementation_internal != kernel.KERNEL:
-        name: str | None = config._attn_implementation_internal
-        return name
-    sharing = [module for module in patched_modules(model).values() if _config(module) is config]
-    if not sharing:
-        raise ValueError(
-            f"the model's config names the kernel {kernel.KERNEL!r}, but none of its layers is patched: it shares its "
-            "config with a patched model, or is a part of one; patch the whole model, or give it a copy of the config"
-        )
-    return getattr(sharing[0], RECIPE).former_kernel  # type: ignore[no-any-return]

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer
 from attnorm.normalizers.mixture import mixed
 from attnorm.normalizers.softmax import Softmax
+
+# How attention modules call their number of heads, where they hold it.
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 class ByHead(Map):
@@ -44,6 +48,41 @@ def on_heads(normalizer: Normalizer | Mechanism, heads: tuple[int, ...] | None) 
     if isinstance(normalizer, Mechanism):
         raise ValueError(f"{normalizer.name!r} is a mechanism of all heads of a layer; leave the heads out")
     return Normalizer(ByHead(normalizer, heads), name=normalizer.name)
+
+
+def head_count(module: nn.Module) -> int:
+    """Query heads of an attention module."""
+    for holder in (module, module.config):
+        for name in HEADS:
+            count = getattr(holder, name, None)
+            if isinstance(count, int):
+                return count
+    raise ValueError(f"{type(module).__name__} does not say how many heads it has; expected one of {', '.join(HEADS)}")
+
+
+def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
+    """The heads of the module that are meant: one by its number, or several, each once."""
+    every = head_count(module)
+    chosen = (heads,) if isinstance(heads, int) else tuple(heads) if isinstance(heads, Sequence | set | range) else ()
+    numbers = all(isinstance(head, int) and not isinstance(head, bool) and 0 <= head < every for head in chosen)
+    if not chosen or not numbers or len({*chosen}) < len(chosen):
+        raise ValueError(f"{path} has the heads 0 to {every - 1}; got {heads!r}: name each of them once")
+    return chosen
+
+
+def check_fit(normalizer: Normalizer | Mechanism, module: nn.Module, path: str) -> None:
+    """Two keys for every head: a normalizer with parameters for another number of heads does not take them."""
+    if isinstance(normalizer, Mechanism):
+        return
+    held = next((value for value in normalizer.state_dict().values()), torch.empty(0))
+    logits = torch.zeros(1, head_count(module), 1, 2, device=held.device)
+    try:
+        with torch.no_grad():
+            normalizer(logits)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{normalizer.name!r} does not fit {path}, which has {head_count(module)} heads: {error}"
+        ) from None
 
 
 def _of_heads(block: Block, heads: Sequence[int]) -> Block:

@@ -1,9 +1,9 @@
-"""The attention function that transformers calls in a patched model.
+"""The attention function that transformers calls in a patched attention module.
 
-Registered with a mask function of the same name: without one a decoder would see the future. The masks are those of
-transformers' own sdpa function and are read as it reads them: None is causal where the module is causal and there is
-more than one query, True = may attend, numbers are added to the logits. A module without a normalizer of its own - a
-layer that was left out - computes softmax here, with the model's softcap, bias and sinks.
+The model goes on building its masks for its own kernel, and they are read as that kernel reads them. sdpa: None is
+causal where the module is causal and there is more than one query, True = may attend, numbers are added to the logits.
+eager: None hides nothing, everything is added. The masks of flash and flex attention are no tensors over queries and
+keys, and leave half of their meaning to the kernel; they are refused.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,32 @@ from transformers.masking_utils import sdpa_mask
 from attnorm.attention import attend
 from attnorm.engines.inputs import Inputs, checked
 from attnorm.models.by_head import ByHead
-from attnorm.models.observe import NORMALIZER
+from attnorm.models.support import KERNEL as KERNEL
+from attnorm.models.support import NORMALIZER, mask_kernel
 from attnorm.models.visibility import HIDING
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
-from attnorm.normalizers.softmax import Softmax
 
-KERNEL = "attnorm_patched"
-
-_SOFTMAX = Normalizer(Softmax(), name="softmax")
+READABLE = ("sdpa", "eager")
 
 
 def register() -> None:
     """Make the function known to transformers; doing so again changes nothing."""
     AttentionInterface.register(KERNEL, patched_attention)
+    # For modules that build a mask from their own config: without a function of this name they would see the future.
     AttentionMaskInterface.register(KERNEL, sdpa_mask)
+
+
+def check_masks(module: nn.Module) -> str:
+    """The kernel that the model builds this module's masks for; raises ValueError where we cannot read those."""
+    config: Any = module.config
+    masks = mask_kernel(module, config._attn_implementation or "eager")
+    if masks not in READABLE:
+        raise ValueError(
+            f"the model runs {masks!r}, whose masks attnorm's normalizers cannot read; "
+            "call model.set_attn_implementation('sdpa') first ('eager' where the model has no 'sdpa')"
+        )
+    return masks
 
 
 def patched_attention(
@@ -52,17 +63,18 @@ def patched_attention(
     """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
     if others.get("cache") is not None:
         raise NotImplementedError("a patched model has no paged cache: use generate() instead of continuous batching")
-    normalizer = getattr(module, NORMALIZER, _SOFTMAX)
+    normalizer: Any = getattr(module, NORMALIZER)
     queries = query.shape[2]
+    masks = check_masks(module)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = attention_mask is None and queries > 1 and bool(causal)
+    causal = attention_mask is None and queries > 1 and bool(causal) and masks != "eager"
     if causal and key.shape[2] > queries:  # the first tokens into a cache of fixed size: the rest is still empty
         key, value = key[:, :, :queries], value[:, :, :queries]
         position_bias = None if position_bias is None else position_bias[..., :queries]
     if isinstance(scaling, Tensor) and scaling.numel() > 1:
         query, scaling = query * scaling, 1.0
     query, key, value = _one_dtype(query, key, value)
-    mask, bias = _read_mask(attention_mask, position_bias, key.shape[2])
+    mask, bias = _read_mask(attention_mask, position_bias, key.shape[2], masks)
     inputs = checked(
         query, key, value,
         mask=mask, causal=causal, scale=None if scaling is None else float(scaling), positions=None,
@@ -123,20 +135,25 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) for t in tensors)
 
 
-def _read_mask(given: Tensor | None, bias: Tensor | None, keys: int) -> tuple[Tensor | None, Tensor | None]:
+def _read_mask(given: Tensor | None, bias: Tensor | None, keys: int, masks: str) -> tuple[Tensor | None, Tensor | None]:
     """The boolean mask, and what is added to the logits."""
     if given is None:
         return None, bias
     if given.dim() != 4:
         raise ValueError(
             f"expected an attention mask of shape (batch, 1, queries, keys), got {tuple(given.shape)}; "
-            "the model builds its masks for another kernel: set_attn_implementation('sdpa') before patching it"
+            "give the model a mask of shape (batch, keys), and it builds the other one"
         )
     given = given[..., :keys]
-    if given.dtype == torch.bool:
+    if given.dtype == torch.bool and masks != "eager":
         return given, bias
+    given = given if given.is_floating_point() else given.float()
     visible = given > HIDING
     added = torch.where(visible, given, 0.0)
+    # An eager model's masks add nothing to what they leave visible, and without a bias the fused engine can run.
+    # (Compiled code cannot look, and adds the zeros.)
+    if not torch.compiler.is_compiling() and not bool(added.any()):
+        return visible, bias
     return visible, added if bias is None else added + bias
 
 
@@ -160,7 +177,7 @@ def _equivariant(normalizer: Normalizer) -> bool:
 
 
 def _run_mechanism(mechanism: Mechanism, inputs: Inputs, softcap: float | None, bias: Tensor | None) -> Tensor:
-    if softcap is not None or bias is not None:
+    if softcap is not None or (bias is not None and bool(bias.any())):
         what = "a softcap" if softcap is not None else "a position bias"
         raise ValueError(
             f"{mechanism.name!r} has no logits to which the model's attention could apply {what}; "

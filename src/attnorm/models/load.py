@@ -3,24 +3,21 @@
 Weights are read from safetensors only, and code out of a repository is run only where the caller asks for it.
 """
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 import transformers
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from attnorm.models.describe import describe
+from attnorm.models.hub import hub_answers
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context
 from attnorm.models.saving import restore_normalizers
@@ -53,7 +50,7 @@ def load(
         return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
     source, name = _source(model)
     _check_device(device)
-    local_only = isinstance(source, Path) or not _hub_answers()
+    local_only = isinstance(source, Path) or not hub_answers()
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explained(name, source, local_only), _quietly():
         config = AutoConfig.from_pretrained(source, **options)
@@ -109,21 +106,6 @@ def _source(model: str | Path) -> tuple[str | Path, str]:
     ):
         raise CannotLoad(f"there is no folder {str(model)!r}; give a folder, a hub name like 'gpt2', or '{BUNDLED}'")
     return str(model), str(model)
-
-
-def _hub_answers() -> bool:
-    """Asked first: without a network transformers tries again and again for half a minute, and is loud about it."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    address = urlsplit(constants.ENDPOINT)
-    if address.scheme in getproxies():
-        return True
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def _check_device(device: str | None) -> None:

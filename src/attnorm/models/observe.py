@@ -21,7 +21,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.audit import check_output
 from attnorm.models.layers import LayerNumbers
-from attnorm.models.support import NORMALIZER, UnsupportedModel, attention_sites, check_observable, what_works
+from attnorm.models.support import (
+    NORMALIZER,
+    UnsupportedModel,
+    attention_sites,
+    check_observable,
+    mask_kernel,
+    what_works,
+)
 from attnorm.models.visibility import MaskReader
 
 __all__ = ["NORMALIZER", "check_observable", "observe"]
@@ -133,12 +140,13 @@ class _Observation:
         queries, bias = query.shape[2], others.get("position_bias")
         if kernel == "sdpa":
             others = {name: value for name, value in others.items() if name not in IGNORED_BY_SDPA}
-            if causal and attention_mask is None and 1 < queries < key.shape[2]:
-                # The first tokens into a cache of fixed size: the rest of it is still empty.
-                key, value = key[:, :, :queries], value[:, :, :queries]
-                bias = None if bias is None else bias[..., :queries]
+        masks = mask_kernel(module, kernel)
+        if masks == "sdpa" and causal and attention_mask is None and 1 < queries < key.shape[2]:
+            # The first tokens into a cache of fixed size: the rest of it is still empty.
+            key, value = key[:, :, :queries], value[:, :, :queries]
+            bias = None if bias is None else bias[..., :queries]
         visible = self.read_mask(
-            kernel,
+            masks,
             attention_mask,
             causal=causal,
             queries=queries,

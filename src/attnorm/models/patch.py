@@ -6,7 +6,7 @@ parameters are the model's from then on. Layers and heads that are left out keep
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,25 +14,22 @@ import torch
 from torch import nn
 
 from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
-from attnorm.models.by_head import on_heads
-from attnorm.models.saving import keep_when_saved, release
+from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads
+from attnorm.models.saving import keep_when_saved
 from attnorm.models.support import Site, attention_sites, check_observable
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import as_normalizer
 
-Layers = Iterable[int] | Mapping[int, Sequence[int] | None]
+Layers = int | Iterable[int] | Mapping[int, int | Sequence[int] | None]
 
-# How attention modules call their number of heads, where they hold it.
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 CROSS_ATTENTION = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
 
 
 class Patch:
     """The normalizers that took softmax's place in a model."""
 
-    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
-        self._model = model
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
 
     @property
@@ -47,12 +44,13 @@ class Patch:
 
     def remove(self) -> None:
         """Gives the model its softmax back; to do it twice changes nothing."""
-        _remove(self._model, self._modules.values())
+        detach(self._modules.values())
 
     def __repr__(self) -> str:
         normalizers = self.normalizers
         names = " and ".join(sorted({normalizer.name for normalizer in normalizers.values()}))
-        return f"Patch({names} in {len(normalizers)} attention modules)" if normalizers else "Patch(removed)"
+        modules = "attention module" if len(normalizers) == 1 else "attention modules"
+        return f"Patch({names} in {len(normalizers)} {modules})" if normalizers else "Patch(removed)"
 
 
 def patch(
@@ -67,7 +65,7 @@ def patch(
     """Replaces softmax in the model's attention until `.remove()` is called on what it returns.
 
     normalizer: a name, with its options as for attnorm.get; or an object, of which every layer gets a copy.
-    layers: numbers of layers, or {layer: heads} where only some heads shall change (None: all of them).
+    layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
     warm_start: start where the trained function changes least (attnorm.models.warm_start); given options win.
     train_length: of the texts that the model was trained on, if not what its config says.
 
@@ -75,19 +73,20 @@ def patch(
     >>> patch(model, "entmax15", layers={10: [0, 3], 11: None})
     """
     check_observable(model)
+    _check_length(train_length)
     chosen = _chosen(model, layers)
     _refuse_patched(chosen)
     parts = {}
     for module, (site, heads) in chosen.items():
-        part, recipe = _made(normalizer, options, module, heads, warm_start, train_length)
+        part, recipe = _made(normalizer, options, module, _place(site, module), heads, warm_start, train_length)
         if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
             continue  # its keys have no place relative to the queries
-        parts[module] = (_checked(part, module, site), recipe)
+        parts[module] = (part, recipe)
     if not parts:
         raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
-    attach(model, parts)
-    keep_when_saved(model)
-    return Patch(model, {chosen[module][0].path: module for module in parts})
+    attach(parts)
+    keep_when_saved()
+    return Patch({chosen[module][0].path: module for module in parts})
 
 
 @contextmanager
@@ -114,13 +113,12 @@ def swap(
 
 def unpatch(model: nn.Module) -> None:
     """Gives all attention modules of the model their softmax back, whoever patched them."""
-    _remove(model, patched_modules(model).values())
+    detach(patched_modules(model).values())
 
 
-def _remove(model: nn.Module, modules: Collection[nn.Module]) -> None:
-    detach(model, modules)
-    if not patched_modules(model):
-        release(model)
+def _check_length(train_length: Any) -> None:
+    if train_length is not None and (not isinstance(train_length, int) or train_length < 1):
+        raise ValueError(f"train_length must be a number of tokens, e.g. 1024, got {train_length!r}")
 
 
 def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Site, tuple[int, ...] | None]]:
@@ -133,7 +131,7 @@ def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Si
         numbered[module] = (site, order if site.layer_index is None else site.layer_index)
     if layers is None:
         return {module: (site, None) for module, (site, _) in numbered.items()}
-    wanted = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers)
+    wanted = _wanted(layers)
     known = sorted({number for _, number in numbered.values()})
     unknown = [layer for layer in wanted if layer not in known]
     if unknown or not wanted:
@@ -143,22 +141,31 @@ def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Si
     for module, (site, number) in numbered.items():
         if number in wanted:
             heads = wanted[number]
-            found[module] = (site, None if heads is None else _checked_heads(heads, head_count(module), site))
+            found[module] = (site, None if heads is None else checked_heads(heads, module, _place(site, module)))
     return found
 
 
-def _checked_heads(heads: Sequence[int], every: int, site: Site) -> tuple[int, ...]:
-    chosen = tuple(heads)
-    if not chosen or len({*chosen}) < len(chosen) or not {*chosen} <= {*range(every)}:
-        raise ValueError(f"{site.path} has the heads 0 to {every - 1}; got {list(heads)}: name each of them once")
-    return chosen
+def _wanted(layers: Any) -> dict[Any, Any]:
+    """Heads by layer; None: all of them."""
+    if isinstance(layers, Mapping):
+        return dict(layers)
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        return {layers: None}
+    if isinstance(layers, Iterable) and not isinstance(layers, str):
+        return dict.fromkeys(layers)
+    raise TypeError(f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}")
+
+
+def _place(site: Site, module: nn.Module) -> str:
+    """What to call an attention module; the one that was given has no path."""
+    return site.path or type(module).__name__
 
 
 def _refuse_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
     for module, (site, _) in chosen.items():
         if is_patched(module):
             raise ValueError(
-                f"{site.path} already has {normalizer_of(module).name!r} in the place of softmax; "
+                f"{_place(site, module)} already has {normalizer_of(module).name!r} in the place of softmax; "
                 "remove that patch first (handle.remove()), or leave the layer out with layers="
             )
 
@@ -167,19 +174,32 @@ def _made(
     normalizer: str | Normalizer | Mechanism,
     options: dict[str, Any],
     module: nn.Module,
+    place: str,
     heads: tuple[int, ...] | None,
     warm_start: bool,
     train_length: int | None,
 ) -> tuple[Normalizer | Mechanism, Recipe]:
     """A normalizer for one attention module, on its device, and how it was made."""
     if isinstance(normalizer, str):
+        _check_head_option(options, head_count(module) if heads is None else len(heads))
         made, used = build(normalizer, options, _layer(module, heads, train_length), warm=warm_start)
         recipe = Recipe(normalizer, used, heads)
     else:
         if options:
             raise TypeError(f"options ({', '.join(options)}) go with a name; a normalizer object has its own already")
         made, recipe = copy.deepcopy(as_normalizer(normalizer)), Recipe(None, heads=heads)
-    return on_heads(made, heads).to(device_of(module), torch.float32), recipe
+    part = on_heads(_checked(made, module, place), heads)
+    check_fit(part, module, place)
+    return part.to(device_of(module), torch.float32), recipe
+
+
+def _check_head_option(options: Mapping[str, Any], count: int) -> None:
+    heads = options.get("heads")
+    if heads is not None and heads != count:
+        raise ValueError(
+            f"heads={heads!r} is no number of heads that can learn here: {count} (as without it), or None for one "
+            "value that all share; which heads to replace is said by layers=, e.g. layers={0: [0, 1]}"
+        )
 
 
 def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> Layer:
@@ -195,24 +215,14 @@ def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int |
     )
 
 
-def head_count(module: nn.Module) -> int:
-    """Query heads of an attention module."""
-    for holder in (module, module.config):
-        for name in HEADS:
-            count = getattr(holder, name, None)
-            if isinstance(count, int):
-                return count
-    raise ValueError(f"{type(module).__name__} does not say how many heads it has; expected one of {', '.join(HEADS)}")
-
-
-def _checked(part: Normalizer | Mechanism, module: nn.Module, site: Site) -> Normalizer | Mechanism:
+def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
     if part.name == "differential":
         raise ValueError(
             "'differential' takes the difference of paired heads that share their values: another architecture, which "
             "no trained model has; build it with attnorm.attention and train it"
         )
     if part.name == "soft" and getattr(module, "is_causal", True):
-        raise ValueError(f"'soft' has no causal form, and {site.path} is causal; take 'gaussian', or an encoder")
+        raise ValueError(f"'soft' has no causal form, and {place} is causal; take 'gaussian', or an encoder")
     if any(getattr(inner, "from_hidden", None) is not None for inner in part.modules()):
         raise ValueError(
             f"{part.name!r} with width= reads the layer's input, which transformers does not hand to attention; "

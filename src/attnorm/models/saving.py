@@ -1,49 +1,48 @@
 """Save and load patched models. Transformers alone would forget the normalizer: no file of its own names one.
 
-Beside the ordinary files lie
-
-    attnorm.json          which normalizer every attention module has, by name and options
-    attnorm.safetensors   what the normalizers hold, if they hold anything
-
-A patched model that is saved the ordinary way - by itself, or by a Trainer at a checkpoint - gets both files too, with
-a warning, since only attnorm.from_pretrained reads them. In that case the normalizers' parameters are also among the
-model's own weights, from where a Trainer resumes.
+Beside the ordinary files lie those of attnorm.models.recipe_files. A patched model that is saved the ordinary way - by
+itself, as a part of a larger one, or by a Trainer at a checkpoint - gets them too, with a warning, since only
+attnorm.from_pretrained reads them. In that case the normalizers' parameters are also among the model's own weights,
+from where a Trainer resumes. Whatever model is saved into a folder, the files of an earlier one do not stay there.
 """
 
 import functools
+import inspect
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from attnorm.models import recipe_files
 from attnorm.models.attach import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
-from attnorm.models.by_head import on_heads
-from attnorm.models.model_card import model_card
-from attnorm.models.observe import NORMALIZER
+from attnorm.models.by_head import check_fit, checked_heads, on_heads
+from attnorm.models.hub import hub_answers
+from attnorm.models.model_card import correct_card, write_card
+from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
+from attnorm.models.support import NORMALIZER, attention_sites
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import get
 
-RECIPE_FILE = "attnorm.json"
-VALUES_FILE = "attnorm.safetensors"
-FORMAT = 1
 # Which options of from_pretrained say where the files are.
 PLACE = ("cache_dir", "revision", "token", "local_files_only")
+
+_ours: ContextVar[bool] = ContextVar("_ours", default=False)  # whether attnorm's own save_pretrained is at work
 
 
 class NotSavableError(ValueError):
     """Raised for a normalizer that no name and options describe."""
 
 
-def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], **options: Any) -> None:
+def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
     """Saves the model as transformers does and its normalizers beside it; options as for model.save_pretrained.
 
     >>> save_pretrained(model, "my-model")
@@ -53,14 +52,19 @@ def save_pretrained(model: PreTrainedModel, directory: str | os.PathLike[str], *
             "push_to_hub=True would leave the normalizers behind; save to a folder, then upload that: "
             "huggingface_hub.upload_folder(repo_id=..., folder_path=...)"
         )
+    model = _unwrapped(model)
     folder, recipes = Path(directory), _recipes(model)
     state = options.pop("state_dict", None) or model.state_dict()
     own = {key: value for key, value in state.items() if NORMALIZER not in key.split(".")}
-    type(model).save_pretrained(model, folder, state_dict=own, **options)
+    before = _ours.set(True)
+    try:
+        model.save_pretrained(folder, state_dict=own, **options)
+    finally:
+        _ours.reset(before)
     if options.get("is_main_process", True):
         _write(folder, model, recipes, state)
-        if recipes and not (folder / "README.md").exists():
-            _replace(folder / "README.md", model_card(model).encode())
+        if recipes:
+            write_card(folder, model)
 
 
 def from_pretrained(
@@ -72,10 +76,16 @@ def from_pretrained(
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
+    offline = not Path(directory).is_dir() and not hub_answers()
+    if offline:
+        options["local_files_only"] = True  # or transformers would try again and again
     where: dict[str, Any] = {name: options[name] for name in PLACE if name in options}
     if _saved_file(directory, RECIPE_FILE, where) is None:
         raise FileNotFoundError(
-            f"{directory} has no {RECIPE_FILE}: no patched model was saved there by attnorm.save_pretrained; "
+            f"there is no folder {str(directory)!r}, the Hugging Face cache has no {RECIPE_FILE} of that name, and the "
+            "hub cannot be reached; give the folder that attnorm.save_pretrained wrote, or connect"
+            if offline
+            else f"{directory} has no {RECIPE_FILE}: no patched model was saved there by attnorm.save_pretrained; "
             "an ordinary model loads with transformers' from_pretrained"
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
@@ -91,45 +101,78 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     recipe_file, values_file = (_saved_file(directory, name, where) for name in (RECIPE_FILE, VALUES_FILE))
     if recipe_file is None:
         return
-    recipes = _read_recipes(recipe_file)
-    values = {} if values_file is None else load_file(values_file)
-    modules = {_base_path(model, path): module for path, module in model.named_modules()}
+    recipes, weights = recipe_files.read_recipes(recipe_file)
+    recipe_files.check_weights(
+        str(directory), weights, ((name, _saved_file(directory, name, where)) for name in weights)
+    )
+    values = {} if values_file is None else recipe_files.read_values(values_file)
+    modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
     parts = {}
     for path, recipe in recipes.items():
         if path not in modules:
-            raise ValueError(f"{directory}: {RECIPE_FILE} names {path!r}, which {type(model).__name__} does not have")
-        parts[modules[path]] = (_restored(path, recipe, values).to(device_of(modules[path])), recipe)
-    attach(model, parts)
-    keep_when_saved(model)
+            raise ValueError(
+                f"{directory}: {RECIPE_FILE} names {path!r}, which is no attention module of {type(model).__name__}"
+            )
+        parts[modules[path]] = (_restored(path, recipe, values, modules[path]), recipe)
+    attach(parts)
+    keep_when_saved()
 
 
-def keep_when_saved(model: nn.Module) -> None:
-    """From now on the model's own save_pretrained writes the normalizers too, and warns."""
-    if isinstance(model, PreTrainedModel):
-        vars(model)["save_pretrained"] = functools.partial(_save_the_ordinary_way, model)
+def keep_when_saved() -> None:
+    """From now on the save_pretrained of every transformers model writes the normalizers too, and warns.
+
+    Of every model, because the one that is saved need not be the one that was patched: its encoder was, or a layer.
+    """
+    if not hasattr(PreTrainedModel.save_pretrained, "keeps_normalizers"):
+        PreTrainedModel.save_pretrained = _keeping(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
 
 
-def release(model: nn.Module) -> None:
-    vars(model).pop("save_pretrained", None)
+def _keeping(plain: Callable[..., None]) -> Callable[..., None]:
+    parameters = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options)
+        given = parameters.bind(self, *args, **options)
+        given.apply_defaults()
+        if given.arguments["is_main_process"] and not _ours.get():
+            _add_normalizers(self, given.arguments)
+
+    save_pretrained.keeps_normalizers = True  # type: ignore[attr-defined]
+    return save_pretrained
 
 
-def _save_the_ordinary_way(
-    model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **options: Any
-) -> None:
-    type(model).save_pretrained(model, save_directory, *args, **options)
-    if not options.get("is_main_process", True):
+def _add_normalizers(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """After an ordinary save."""
+    folder = Path(given["save_directory"])
+    if not folder.is_dir():  # transformers has said why it saved nothing
         return
     try:
-        _write(Path(save_directory), model, _recipes(model), options.get("state_dict") or {})
+        recipes = _recipes(model)
     except NotSavableError as reason:
-        warnings.warn(f"the normalizer was not saved, only the values it holds: {reason}", stacklevel=2)
+        _write(folder, model, {}, {})
+        warnings.warn(f"the normalizer was not saved, only the values it holds: {reason}", stacklevel=3)
         return
-    left_out = f"; {RECIPE_FILE} and {VALUES_FILE} were not uploaded" if options.get("push_to_hub") else ""
+    _write(folder, model, recipes, given["state_dict"] or {})
+    if not recipes:
+        return
+    left_out = f"; {RECIPE_FILE} and {VALUES_FILE} were not uploaded" if given["push_to_hub"] else ""
     warnings.warn(
-        f"{save_directory} holds a model whose softmax was replaced: load it with attnorm.from_pretrained, since "
-        f"transformers alone would go back to softmax without a word{left_out}",
-        stacklevel=2,
+        f"{folder} holds a model whose softmax was replaced: load it with attnorm.from_pretrained, since transformers "
+        f"alone would go back to softmax{left_out}",
+        stacklevel=3,
     )
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside torch.compile's or a parallel wrapper."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel) and isinstance(inner, nn.Module):
+        inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+    if isinstance(inner, PreTrainedModel):
+        return inner
+    adapted = "; merge the adapters first: merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
+    raise TypeError(f"expected a transformers model, got {type(model).__name__}{adapted}")
 
 
 def _recipes(model: nn.Module) -> dict[str, Recipe]:
@@ -154,28 +197,16 @@ def _recipes(model: nn.Module) -> dict[str, Recipe]:
 
 def _write(folder: Path, model: nn.Module, recipes: Mapping[str, Recipe], state: Mapping[str, Tensor]) -> None:
     """Both files, or neither for a model without normalizers: what an earlier model left there must not stay."""
+    correct_card(folder, model)
     if not recipes:
-        for name in (RECIPE_FILE, VALUES_FILE):
-            (folder / name).unlink(missing_ok=True)
+        recipe_files.remove(folder)
         return
-    modules = {path: {"normalizer": r.name, "options": r.options, "heads": r.heads} for path, r in recipes.items()}
     values = {}
     for path, module in patched_modules(model).items():
         for key, value in normalizer_of(module).state_dict().items():
             gathered = state.get(f"{path}.{NORMALIZER}.{key}", value)  # a Trainer hands over what it collected
             values[f"{_base_path(model, path)}.{key}"] = gathered.detach().cpu().contiguous().clone()
-    if values:
-        save_file(values, folder / f"{VALUES_FILE}.part", metadata={"format": "pt"})
-        (folder / f"{VALUES_FILE}.part").replace(folder / VALUES_FILE)
-    else:
-        (folder / VALUES_FILE).unlink(missing_ok=True)
-    _replace(folder / RECIPE_FILE, json.dumps({"format": FORMAT, "modules": modules}, indent=2).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
+    recipe_files.write(folder, recipes, values)
 
 
 def _saved_file(directory: str | os.PathLike[str], name: str, where: Mapping[str, Any]) -> str | None:
@@ -190,24 +221,10 @@ def _saved_file(directory: str | os.PathLike[str], name: str, where: Mapping[str
     return found
 
 
-def _read_recipes(file: str) -> dict[str, Recipe]:
-    content = json.loads(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f"{file} is not of the format {FORMAT} that this attnorm reads; was it written by a newer one?"
-        )
-    try:
-        return {
-            path: Recipe(part["normalizer"], part["options"], None if part["heads"] is None else tuple(part["heads"]))
-            for path, part in content["modules"].items()
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: every module needs normalizer, options and heads ({error!r})") from None
-
-
-def _restored(path: str, recipe: Recipe, values: Mapping[str, Tensor]) -> Normalizer | Mechanism:
+def _restored(path: str, recipe: Recipe, values: Mapping[str, Tensor], module: nn.Module) -> Normalizer | Mechanism:
     assert recipe.name is not None
-    normalizer = on_heads(get(recipe.name, **recipe.options), recipe.heads)
+    heads = None if recipe.heads is None else checked_heads(recipe.heads, module, path)
+    normalizer = on_heads(get(recipe.name, **recipe.options), heads)
     held = {key.removeprefix(f"{path}."): value for key, value in values.items() if key.startswith(f"{path}.")}
     try:
         normalizer.load_state_dict(held)
@@ -215,7 +232,8 @@ def _restored(path: str, recipe: Recipe, values: Mapping[str, Tensor]) -> Normal
         raise ValueError(
             f"{VALUES_FILE} does not fit {recipe.name!r} in {path} as {RECIPE_FILE} has it: {error}"
         ) from None
-    return normalizer
+    check_fit(normalizer, module, path)
+    return normalizer.to(device_of(module))
 
 
 def _saved_class(config: Any, directory: str | os.PathLike[str]) -> type[Any]:

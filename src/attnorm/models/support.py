@@ -17,7 +17,11 @@ from torch import nn
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 ASKED_FOR = "get_interface"
-NORMALIZER = "attnorm_normalizer"  # the attribute under which a patched attention module holds what replaces softmax
+# What a patched attention module has: what replaces softmax, the config that its model goes by (its own is a copy that
+# names our kernel), and how that kernel is called.
+NORMALIZER = "attnorm_normalizer"
+MODEL_CONFIG = "attnorm_model_config"
+KERNEL = "attnorm_patched"
 # Shown first in an error, where this version of transformers has them.
 FAMILIAR = "llama mistral qwen3 gemma2 gemma3 gpt_oss gpt2 gpt_neox opt phi3 bert modernbert t5 bart whisper vit clip"
 
@@ -49,8 +53,11 @@ def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
     }
 
 
-def check_observable(model: nn.Module) -> None:
+def check_observable(model: object) -> None:
     """Raises UnsupportedModel, with the families that work, where no attention module can be watched."""
+    if not isinstance(model, nn.Module):
+        named = f"; load it first: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+        raise TypeError(f"expected a model, got {model!r}{named if isinstance(model, str) else ''}")
     if _watchable_classes(model):
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -58,6 +65,12 @@ def check_observable(model: nn.Module) -> None:
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
         f"transformers' attention interface, so attnorm cannot see it. {what_works()}"
     )
+
+
+def mask_kernel(module: nn.Module, kernel: str) -> str:
+    """The kernel that the model builds an attention module's masks for; `kernel` is the one that runs there."""
+    config = getattr(module, MODEL_CONFIG, None)
+    return kernel if config is None else config._attn_implementation or "eager"
 
 
 def what_works() -> str:

@@ -18,7 +18,8 @@ from attnorm.normalizers.registry import entries, get
 
 # Where a config does not say for how long a context the model was made: what ssmax itself assumes.
 USUAL_LENGTH = 1024
-# A sink this far below a row's logsumexp takes 5e-5 of its weight, and still learns.
+# A sink this far below a row's logsumexp takes 5e-5 of its weight, and still learns. A head whose logits are all far
+# below 0 would feel it (SmolLM2 does not: perplexity 18.48 after 18.50); a much lower start would learn nothing.
 LOW_SINK = -10.0
 # With the factor c, d log p / dz is 1 for softmax's weights and c p^(1 - alpha) for entmax's: equal at this weight if
 # c = p^(alpha - 1). Of the factors tried on SmolLM2, those of 1/4 were best for entmax15 and for sparsemax.
@@ -91,9 +92,9 @@ def _model_sinks(layer: Layer, given: Options, options: Options) -> dict[str, fl
 WARM_STARTS: dict[str, WarmStart] = {
     "softmax": WarmStart("the same", "T = 1; learned=True starts there", options=_of_learned),
     "ssmax": WarmStart(
-        "near",
-        "s = 1 / mean log n over the rows of a training text: a factor of 1 on average, of less in shorter texts; "
-        "with bias=True s = 0 and b = 1, exactly softmax",
+        "near at the training length",
+        "s = 1 / mean log n over the rows of a text of train_length tokens: a factor of 1 on average there, of less in "
+        "shorter texts, which are flattened; with bias=True s = 0 and b = 1, exactly softmax",
         options=_ssmax,
         values=_ssmax_bias,
     ),
@@ -106,8 +107,8 @@ WARM_STARTS: dict[str, WarmStart] = {
     "topk": WarmStart("near", "nothing to set: the same for rows of at most k keys"),
     "sink": WarmStart(
         "near",
-        f"logit {LOW_SINK:g}: the sink takes next to nothing, and can still learn; a model with sinks of its own "
-        "starts from those, exactly",
+        f"logit {LOW_SINK:g}: the sink takes next to nothing, and can still learn, unless all logits of a row are as "
+        "low; a model with sinks of its own starts from those, exactly",
         options=lambda layer, given: {"logit": LOW_SINK, "heads": layer.heads},
         values=_model_sinks,
     ),

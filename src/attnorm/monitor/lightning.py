@@ -41,4 +41,6 @@ def _callback_class() -> Any:
             return importlib.import_module(f"{package}.callbacks").Callback
         except ImportError:
             continue
-    raise ImportError("AttentionMonitor.lightning() needs Lightning, which is not installed: pip install lightning")
+    raise ImportError(
+        "AttentionMonitor.lightning() needs Lightning, which is not installed: pip install 'attnorm[lightning]'"
+    )

@@ -16,7 +16,7 @@ from attnorm.engines.inputs import without_autocast
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import MODEL, as_normalizer, measured, rows_block
-from attnorm.metrics.null import deal, separabilities
+from attnorm.metrics.null import deal
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import spread
 from attnorm.monitor.sample import Sample
@@ -86,7 +86,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
             weights = normalizer.weights(rows_block(call, block))[0]
             x = values[0, :, block.first_key : block.first_key + weights.shape[-1]]
             x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2])).to(weights.dtype)
-            dealt = deal(block.visible, generator).expand(weights.shape)
+            dealt = deal(block.visible, 1, generator)[0].expand(weights.shape)
             shares = _told_apart(weights, block.visible.expand(weights.shape), x, dealt, top_n)
             found[:, :, few[block.rows]] = torch.where(weights.isfinite().all(-1), shares, torch.nan)
     return found
@@ -100,8 +100,8 @@ def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, dealt: Tensor, top_
     heaviest = top_n_indices(weights, top_n, visible)
     rows = SelectedRows(weights, x, visible, heaviest, False)
     permuted = torch.zeros_like(weights).scatter_(-1, dealt, weights)
-    chance = separabilities(permuted, x, rows.squares, visible, dealt.gather(-1, heaviest), (top_n,))[..., 0]
-    return torch.stack([separability(rows), torch.where(rows.applies, chance, torch.nan)]).reshape(2, *shape)
+    chance = SelectedRows(permuted, x, visible, dealt.gather(-1, heaviest), False)
+    return torch.stack([separability(rows), separability(chance)]).reshape(2, *shape)
 
 
 def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:

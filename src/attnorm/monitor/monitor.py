@@ -42,6 +42,11 @@ class AttentionMonitor(TrainerCallback):
         for name, value in (("every", every), ("rows", rows), ("top_n", top_n)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+        if thresholds is not None and not isinstance(thresholds, AlertThresholds):
+            raise TypeError(
+                f"thresholds must be an attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}; "
+                "e.g. AlertThresholds(dispersed_entropy=0.95)"
+            )
         self.every = every
         self.rows = rows
         self.top_n = top_n
@@ -87,6 +92,7 @@ class AttentionMonitor(TrainerCallback):
     def begin(self, model: nn.Module) -> None:
         """From here on the next training forward of the model is looked into."""
         self.close()
+        check_observable(model)
         model = trained_model(model)
         with ExitStack() as opened:
             check = self._checked is not model
@@ -138,6 +144,11 @@ class AttentionMonitor(TrainerCallback):
 
         (A callback that is appended, as `Trainer(callbacks=[...])` does, comes after TensorBoard, W&B, MLflow ...)
         """
+        if not hasattr(trainer, "callback_handler"):
+            raise TypeError(
+                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
+                "`with monitor.step(model):`, in Lightning Trainer(callbacks=[monitor.lightning()])"
+            )
         check_observable(trained_model(trainer.model))
         if trainer.args.n_gpu > 1:
             raise ValueError(

@@ -11,14 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from attnorm.report.html.data import chosen_rows, column, default_choice, relative_distances
-from attnorm.report.html.vocabulary import verdict_word
+from attnorm.report.chosen import chosen_rows, column, default_choice, relative_distances
 from attnorm.report.palette import ACCENT, INK, PALE, WARM
+from attnorm.report.vocabulary import verdict_word
 
 ROOM = {"left": 0.06, "right": 0.985, "top": 0.885, "bottom": 0.085, "wspace": 0.26, "hspace": 0.42}
 MEASURED: dict[str, Any] = {"color": ACCENT, "linewidth": 1.6, "marker": "o", "markersize": 2.5}
 BOUND: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": "--"}
 PRINTED: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": ":"}
+WARM_PRINTED: dict[str, Any] = {**PRINTED, "color": WARM}
 FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
 
 
@@ -74,40 +75,57 @@ def _gap(axes: Axes, table: pa.Table, slope: float | None) -> None:
 
 def _weight(axes: Axes, table: pa.Table) -> None:
     n = column(table, "n")
-    axes.plot(n, column(table, "max_weight"), **MEASURED, label="largest weight")
-    axes.plot(n, column(table, "weight_ceiling"), **BOUND, label="ceiling")
+    _lines(axes, table, "n", ("max_weight", MEASURED, "largest weight"), ("weight_ceiling", BOUND, "ceiling"))
     axes.plot(n, 1 / n, **FAINT, label="1/n")
     axes.set_ylim(0, 1.02)
     _finish(axes, "Largest weight", "n", n)
 
 
 def _separability(axes: Axes, table: pa.Table) -> None:
-    N = column(table, "top_n")
     _band(axes, table, "top_n", "separability_null_low", "separability_null_high", PALE)
-    axes.plot(N, column(table, "separability"), **MEASURED, label="measured")
-    axes.plot(N, column(table, "separability_null"), **FAINT, label="permuted")
-    axes.plot(N, column(table, "separability_lower"), **PRINTED, label="moment bounds")
-    axes.plot(N, column(table, "separability_upper"), **PRINTED)
+    _lines(
+        axes,
+        table,
+        "top_n",
+        ("separability", MEASURED, "measured"),
+        ("separability_null", FAINT, "permuted"),
+        ("separability_lower", PRINTED, "moment bounds"),
+        ("separability_upper", PRINTED, "_"),
+    )
     axes.set_ylim(0, 1.02)
-    _finish(axes, "Separability Ns/N", "N", N)
+    _finish(axes, "Separability Ns/N", "N", column(table, "top_n"))
 
 
 def _distance(axes: Axes, table: pa.Table) -> None:
-    N = column(table, "top_n")
     _band(axes, table, "top_n", "random_lower", "random_upper", PALE)
-    axes.plot(N, column(table, "relative_distance"), **MEASURED, label="measured")
-    axes.plot(N, column(table, "fixed_tight"), **BOUND, label="fixed bound")
-    axes.plot(N, column(table, "fixed_printed"), **PRINTED, label="fixed, printed")
-    axes.plot(N, column(table, "random_printed"), **{**PRINTED, "color": WARM}, label="random, printed")
-    _finish(axes, "Distance over (n - N) ‖s‖", "N", N, logarithmic=True)
+    _lines(
+        axes,
+        table,
+        "top_n",
+        ("relative_distance", MEASURED, "measured"),
+        ("fixed_tight", BOUND, "fixed bound"),
+        ("fixed_printed", PRINTED, "fixed, printed"),
+        ("random_printed", WARM_PRINTED, "random, printed"),
+    )
+    _finish(axes, "Distance over (n - N) ‖s‖", "N", column(table, "top_n"), logarithmic=True)
 
 
 def _sensitivity(axes: Axes, table: pa.Table) -> None:
-    T = column(table, "temperature")
-    axes.plot(T, column(table, "jacobian_norm"), **MEASURED, label="exact norm")
-    axes.plot(T, column(table, "bound"), **BOUND, label="bound K/T")
-    axes.plot(T, column(table, "gain_0.1"), **{**PRINTED, "color": WARM}, label="g(T, 0.1)")
-    _finish(axes, "Sensitivity", "T", T, logarithmic=True)
+    _lines(
+        axes,
+        table,
+        "temperature",
+        ("jacobian_norm", MEASURED, "exact norm"),
+        ("bound", BOUND, "bound K/T"),
+        ("gain_0.1", WARM_PRINTED, "g(T, 0.1)"),
+    )
+    _finish(axes, "Sensitivity", "T", column(table, "temperature"), logarithmic=True)
+
+
+def _lines(axes: Axes, table: pa.Table, x: str, *lines: tuple[str, dict[str, Any], str]) -> None:
+    """Columns against one of them, each with its look and its label; "_" is left out of the legend."""
+    for name, look, label in lines:
+        axes.plot(column(table, x), column(table, name), **look, label=label)
 
 
 def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, logarithmic: bool = False) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
+from attnorm.report.chosen import chosen_rows, default_choice, shown
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import heat_map, verdict_map
-from attnorm.report.html.data import chosen_rows, default_choice, shown
-from attnorm.report.html.vocabulary import PANEL_METRICS, VERDICTS
 from attnorm.report.palette import LETTERING
+from attnorm.report.vocabulary import PANEL_METRICS, VERDICTS
 
 
 def save_head_figures(analysis: Any, folder: Path) -> list[Path]:

@@ -15,9 +15,9 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from attnorm.metrics.catalogue import BY_NAME, Metric
-from attnorm.report.html.data import chosen_rows, default_choice, shown
-from attnorm.report.html.vocabulary import VERDICTS, verdict_word
+from attnorm.report.chosen import chosen_rows, default_choice, shown
 from attnorm.report.palette import OTHER_COLOURS, SCALE, VERDICT_COLOURS
+from attnorm.report.vocabulary import VERDICTS, verdict_word
 
 COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
 LARGEST_CELL, WIDEST = 0.34, 6.2  # inches: of one cell, of all columns

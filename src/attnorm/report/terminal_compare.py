@@ -10,8 +10,8 @@ from rich.text import Text
 from attnorm.analysis.compare import METRICS, MOVED_BY, Change, Comparison, Side
 from attnorm.analysis.head_rows import keys
 from attnorm.metrics.catalogue import BY_NAME
-from attnorm.report.html.vocabulary import VERDICTS, verdict_word
 from attnorm.report.terminal_heads import STYLE
+from attnorm.report.vocabulary import VERDICTS, verdict_word
 
 CHANGES = 10
 

@@ -17,7 +17,7 @@ from attnorm.analysis.head_rows import Row, head_rows, keys, number
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.what_if import Advice, WhatIf
-from attnorm.report.html.vocabulary import KINDS, VERDICTS, verdict_word
+from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
 STYLE: dict[str, str] = {
     "broken": "bold #ffffff on #b00020",

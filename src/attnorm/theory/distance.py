@@ -7,7 +7,8 @@ counterexamples: docs/theory/distance.md.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from scipy import stats
@@ -15,9 +16,6 @@ from torch import Tensor
 
 from attnorm.theory.dispersion import Bounds, least_squares_line
 from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
-
-# Distances between selected keys and others that are computed at a time.
-MOST_PAIRS = 2**20
 
 
 def d_tilde(rows: SelectedRows) -> Tensor:
@@ -44,45 +42,63 @@ def relative_distance_bounds(rows: SelectedRows) -> Bounds:
     return Bounds(rows.per_row((1 - e).clamp(min=0), size > 0), rows.per_row(1 + e, size > 0))
 
 
-def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
+def theorem1_fixed_printed(rows: SelectedRows, gap: Tensor | None = None) -> Tensor:
     """(1-A) d1 + max_I ||x_j|| (A(n-N) - (1-A)), d1 the largest ||x_i - x_j|| between outside and I: d_tilde <= this.
 
     Needs weights that are not negative and sum to 1 (NaN otherwise) and I the true top-N set. Cost O(L N d).
+    gap: d1 of each row, where `largest_gaps` has found it for several N at once.
     """
     A = rows.mass
     total = rows.weights.sum(-1)
-    proper = (rows.weights >= 0).all(-1) & ((total - 1).abs() < 1e-4)
+    proper = (rows.weights.amin(-1) >= 0) & ((total - 1).abs() < 1e-4)
     if not bool(proper.any()):
         raise ValueError(
             f"the printed Theorem 1 needs weights >= 0 that sum to 1; here a row sums to {float(total.flatten()[0])}. "
             "theorem1_fixed_tight needs neither"
         )
-    largest_chosen = _largest(safe_sqrt(rows.squares).unsqueeze(-2), rows.chosen)
-    second = largest_chosen * (A * (rows.n - rows.top_n) - (1 - A))
-    return rows.per_row((1 - A) * _largest_gap(rows) + second, proper)
+    d1 = largest_gaps(rows, (rows.top_n,))[..., 0] if gap is None else gap
+    squares = rows.squares.unsqueeze(-2).expand(rows.weights.shape).gather(-1, rows.indices)
+    second = safe_sqrt(squares.amax(-1)) * (A * (rows.n - rows.top_n) - (1 - A))
+    return rows.per_row((1 - A) * d1 + second, proper)
 
 
-def _largest_gap(rows: SelectedRows) -> Tensor:
-    """d1: for every selected key the farthest key outside, a few rows at a time, then the farthest of all."""
+def largest_gaps(rows: SelectedRows, sizes: Sequence[int]) -> Tensor:
+    """d1 for the first N of the selected keys, for each N: (..., Q, len(sizes)).
+
+    The keys outside all these sets are compared once; what is outside a smaller set only is a selected key itself.
+    """
     seen = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
     centre = (seen * rows.vectors).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp(min=1)
-    x = rows.vectors - centre  # nearer to 0 the inner products lose fewer digits
-    *batch, queries, keys = rows.weights.shape
-    x = x.expand(*batch, *x.shape[-2:])
-    squares = x.square().sum(-1)
-    largest = torch.zeros_like(rows.mass)
-    at_once = max(1, MOST_PAIRS // max(1, math.prod(batch) * rows.top_n * keys))
-    for start in range(0, queries, at_once):
-        some = slice(start, start + at_once)
-        chosen = rows.indices[..., some, :].flatten(-2)
-        points = x.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, x.shape[-1]))
-        # ||x_i - x_j||^2 - ||x_j||^2 = ||x_i||^2 - 2 x_i.x_j
-        others = torch.where(rows.outside[..., some, :], squares.unsqueeze(-2), -torch.inf)
-        pairs = (points @ x.mT).mul_(-2).unflatten(-2, (-1, rows.top_n))
-        farthest = pairs.add_(others.unsqueeze(-2)).amax(-1)
-        own = squares.gather(-1, chosen).unflatten(-1, (-1, rows.top_n))
-        largest[..., some] = safe_sqrt((farthest + own).clamp(min=0).amax(-1))
-    return largest
+    rows = replace(rows, vectors=rows.vectors - centre)  # nearer to 0 the inner products lose fewer digits
+    farthest = _farthest_outside(rows)
+    if any(rows.top_n > N for N in sizes):
+        points = rows.chosen_vectors
+        squares = points.square().sum(-1)
+        among = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * points @ points.mT
+        among = among * rows.visible.gather(-1, rows.indices).unsqueeze(-2)
+    gaps = []
+    for N in sizes:
+        gap = farthest[..., :N].amax(-1)
+        if rows.top_n > N:
+            gap = torch.maximum(gap, among[..., :N, N:].amax((-2, -1)))
+        gaps.append(safe_sqrt(gap))
+    return torch.stack(gaps, -1)
+
+
+def _farthest_outside(rows: SelectedRows) -> Tensor:
+    """For every selected key the largest ||x_i - x_j||^2 of a key outside I: (..., Q, N)."""
+    *sets, keys, width = rows.weights.shape[:-2] + rows.vectors.shape[-2:]
+    vectors = rows.vectors.expand(*sets, keys, width).reshape(-1, keys, width)
+    squares = vectors.square().sum(-1)
+    others = torch.where(rows.outside.reshape(len(vectors), -1, keys), squares.unsqueeze(-2), -torch.inf)
+    indices = rows.indices.reshape(len(vectors), -1, rows.top_n)
+    found = []
+    for x, own, of_rows, outside in zip(vectors, squares, indices, others, strict=True):
+        for chosen, other in zip(of_rows, outside, strict=True):  # one row at a time stays in the cache
+            # ||x_i - x_j||^2 - ||x_j||^2 = ||x_i||^2 - 2 x_i.x_j
+            pairs = torch.addmm(other.unsqueeze(0), x[chosen], x.T, alpha=-2)
+            found.append((pairs.amax(-1) + own[chosen]).clamp(min=0))
+    return torch.stack(found).reshape(rows.indices.shape)
 
 
 def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
@@ -94,7 +110,8 @@ def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
     usable = A != 0
     safe = torch.where(usable, A, 1.0).unsqueeze(-1)
     centre = rows.context / safe
-    spread = rows.weights.abs() * rows.distances_to(centre, torch.ones_like(rows.weights))
+    along = rows.along_context / safe
+    spread = rows.weights.abs() * rows.distances_to(centre, torch.ones_like(rows.weights), along)
     shift = (safe - rows.weights).abs() * _norm(centre).unsqueeze(-1)
     return rows.per_row(sum_where(spread + shift, rows.outside), usable)
 
@@ -144,10 +161,6 @@ def no_collapse_example(length: int) -> SelectedRows:
     """Equal vectors, equal weights, N = L/2: d_tilde = L/4 - 1/2, growing where the paper says it must vanish."""
     weights = torch.full((length,), 1 / length, dtype=torch.float64)
     return select(weights, torch.ones(length, 1, dtype=torch.float64), length // 2)
-
-
-def _largest(values: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, values, 0.0).amax(-1)
 
 
 def _norm(vectors: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
 def theorem1_random_printed(rows: SelectedRows) -> Tensor:
     """(n-N)/n sum_i ||(a_i + N/(n-1)) x_i - x_bar||: the printed main term of E, a misprint (see the doc)."""
     share = _others_share(rows)
-    return _mean_over_sets(rows, rows.distances_to(rows.output, rows.weights + share))
+    return _mean_over_sets(rows, rows.distances_to(rows.output, rows.weights + share, rows.along_output))
 
 
 def theorem1_random_epsilon(rows: SelectedRows) -> Tensor:
@@ -30,7 +30,7 @@ def theorem1_random_epsilon(rows: SelectedRows) -> Tensor:
     mean = rows.distances_to(share * rows.output, (1 + share) * rows.weights)
     squares = rows.norms.square()
     others = squares.sum(-1, keepdim=True) - squares
-    return _mean_over_sets(rows, 0.5 * share * torch.where(others > 0, others / mean, 0.0))
+    return _mean_over_sets(rows, 0.5 * share * torch.where((others > 0) & rows.visible, others / mean, 0.0))
 
 
 def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
@@ -44,6 +44,8 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     """
     if not 0 <= heaviest <= 12:
         raise ValueError(f"heaviest must lie between 0 and 12 (it costs 2^heaviest passes), got {heaviest}")
+    if heaviest == 0:
+        return _bounds_of_one_case(rows)
     heavy_keys = torch.where(rows.visible, rows.norms, -1.0).topk(min(heaviest, rows.weights.shape[-1]), -1).indices
     heavy = torch.zeros_like(rows.visible).scatter(-1, heavy_keys, True) & rows.visible
     light = rows.visible & ~heavy
@@ -67,13 +69,22 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
         pool = torch.where(heavy, size, size - 1).clamp(min=1)
         light_share, heavy_share = (drawn / p.clamp(min=1) for p in (size - 1, size))
         mean = rows.distances_to(certain_sum + light_share * light_sum, (1 + light_share) * rows.weights)
-        if heaviest:
-            for_heavy = rows.distances_to(certain_sum + heavy_share * light_sum, rows.weights)
-            mean = torch.where(heavy, for_heavy, mean)
+        for_heavy = rows.distances_to(certain_sum + heavy_share * light_sum, rows.weights)
+        mean = torch.where(heavy, for_heavy, mean)
         variance = drawn * (pool - drawn).clamp(min=0) / (pool * (pool - 1).clamp(min=1)) * apart
         lower = lower + chance * mean
         upper = upper + chance * safe_sqrt(mean.square() + variance)
     return Bounds(_mean_over_sets(rows, lower), _mean_over_sets(rows, upper))
+
+
+def _bounds_of_one_case(rows: SelectedRows) -> Bounds:
+    N, n, share = rows.top_n, rows.n.unsqueeze(-1), _others_share(rows)
+    mean = rows.distances_to(share * rows.output, (1 + share) * rows.weights, share * rows.along_output)
+    size = n.clamp(min=1)
+    apart = rows.distances_to(rows.output / size, rows.weights, rows.along_output / size).square()
+    others_apart = sum_where(apart, rows.visible).unsqueeze(-1) - n / (n - 1).clamp(min=1) * apart
+    variance = share * (n - 1 - N).clamp(min=0) / (n - 2).clamp(min=1) * others_apart.clamp(min=0)
+    return Bounds(_mean_over_sets(rows, mean), _mean_over_sets(rows, safe_sqrt(mean.square() + variance)))
 
 
 def _chance(rows: SelectedRows, heavy: Tensor, certain: Tensor, size: Tensor, drawn: int) -> Tensor:

@@ -47,12 +47,12 @@ class SelectedRows:
     @cached_property
     def mass(self) -> Tensor:
         """A, the weight of the selected keys together."""
-        return torch.where(self.chosen, self.weights, 0.0).sum(-1)
+        return self.chosen_weights.sum(-1)
 
     @cached_property
     def context(self) -> Tensor:
         """s, the selected keys' part of the attention output."""
-        return torch.where(self.chosen, self.weights, 0.0) @ self.vectors
+        return (self.weights * self.chosen) @ self.vectors
 
     @cached_property
     def output(self) -> Tensor:
@@ -70,18 +70,37 @@ class SelectedRows:
         return self.weights.abs() * safe_sqrt(self.squares).unsqueeze(-2)
 
     @cached_property
+    def along_context(self) -> Tensor:
+        """x_i . s for every key."""
+        return self.context @ self.vectors.mT
+
+    @cached_property
+    def along_output(self) -> Tensor:
+        """x_i . x_bar for every key."""
+        return self.output @ self.vectors.mT
+
+    @cached_property
     def distances(self) -> Tensor:
         """||y_i - s|| for every key."""
-        return self.distances_to(self.context, self.weights)
+        return self.distances_to(self.context, self.weights, self.along_context)
 
-    def distances_to(self, points: Tensor, coefficients: Tensor) -> Tensor:
-        """||c_i x_i - p|| for one point per row."""
-        return scaled_distances(coefficients, self.vectors, points, self.squares)
+    def distances_to(self, points: Tensor, coefficients: Tensor, along: Tensor | None = None) -> Tensor:
+        """||c_i x_i - p|| for one point per row; along: x_i . p where it is known."""
+        return scaled_distances(coefficients, self.vectors, points, self.squares, along)
 
     @cached_property
     def chosen_weights(self) -> Tensor:
-        """The N selected weights, heaviest first."""
+        """The N selected weights, heaviest first; 0 where a row has fewer visible keys."""
         return self.weights.gather(-1, self.indices)
+
+    @property
+    def chosen_vectors(self) -> Tensor:
+        """The N selected vectors of each row, heaviest first: (..., Q, N, d)."""
+        *sets, queries, top_n = self.indices.shape
+        every = self.vectors.expand(*sets, *self.vectors.shape[-2:]).reshape(-1, self.vectors.shape[-1])
+        offsets = torch.arange(0, len(every), self.vectors.shape[-2], device=every.device)
+        places = self.indices.reshape(len(offsets), queries * top_n) + offsets.unsqueeze(-1)
+        return every.index_select(0, places.flatten()).reshape(*self.indices.shape, -1)
 
     @property
     def applies(self) -> Tensor:
@@ -111,7 +130,7 @@ class SelectedRows:
         return value.unsqueeze(-1) if self.one_row_per_set and value.dim() else value
 
 
-_OF_ALL_SETS = ("n", "squares", "norms", "output")
+_OF_ALL_SETS = ("n", "squares", "norms", "output", "along_output")
 
 
 def select(
@@ -159,8 +178,15 @@ def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
-    """Indices of the N heaviest visible keys, heaviest first, ties to the earlier key."""
-    return torch.where(visible, weights, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
+    """Indices of the N heaviest visible keys, heaviest first, ties to the earlier key; hidden ones where n < N."""
+    weights = torch.where(visible, weights, -torch.inf)
+    values, indices = weights.topk(min(top_n, weights.shape[-1]), dim=-1)
+    # topk orders ties as it likes, and takes any of those with the least weight.
+    last = values[..., -1:]
+    if bool(((weights == last).sum(-1) > (values == last).sum(-1)).any()):
+        return weights.sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
+    by_key = indices.sort(dim=-1).values
+    return by_key.gather(-1, weights.gather(-1, by_key).sort(dim=-1, descending=True, stable=True).indices)
 
 
 def top_n_set(
@@ -173,37 +199,43 @@ def top_n_set(
     return torch.zeros_like(visible).scatter(-1, top_n_indices(weights, top_n, visible), True) & visible
 
 
-def scaled_distances(weights: Tensor, vectors: Tensor, points: Tensor, squares: Tensor | None = None) -> Tensor:
+def scaled_distances(
+    weights: Tensor, vectors: Tensor, points: Tensor, squares: Tensor | None = None, along: Tensor | None = None
+) -> Tensor:
     """||a_i x_i - p|| for weights (..., Q, L), vectors (..., L, d) and points (..., Q, d): (..., Q, L).
 
     From inner products, so that no (Q, L, d) tensor arises; pairs so close that the subtraction would lose more than
-    half of the digits are computed again from their difference. squares: ||x_i||^2 where they are known.
+    half of the digits are computed again from their difference. squares and along: ||x_i||^2 and x_i . p where they are
+    known.
     """
     squares = vectors.square().sum(-1) if squares is None else squares
-    own = weights.square() * squares.unsqueeze(-2)
-    point = points.square().sum(-1, keepdim=True)
-    squared = own - 2 * weights * (points @ vectors.mT) + point
+    along = points @ vectors.mT if along is None else along
+    apart = weights.square() * squares.unsqueeze(-2) + points.square().sum(-1, keepdim=True)  # if at a right angle
+    squared = torch.addcmul(apart, weights, along, value=-2)
     with torch.no_grad():
-        close = (squared < torch.finfo(squared.dtype).eps ** 0.5 * (own + point)).nonzero(as_tuple=True)
+        close = (squared < torch.finfo(squared.dtype).eps ** 0.5 * apart).nonzero(as_tuple=True)
     if close[0].numel():
         *batch, row, key = close
         every_vector = vectors.expand(*squared.shape[:-2], *vectors.shape[-2:])
         every_weight = weights.expand(squared.shape)
         every_point = points.expand(*squared.shape[:-1], points.shape[-1])
-        apart = every_weight[close].unsqueeze(-1) * every_vector[(*batch, key)] - every_point[(*batch, row)]
-        squared = squared.index_put(close, apart.square().sum(-1))
+        between = every_weight[close].unsqueeze(-1) * every_vector[(*batch, key)] - every_point[(*batch, row)]
+        squared = squared.index_put(close, between.square().sum(-1))
     return safe_sqrt(squared)
 
 
 def safe_sqrt(squared: Tensor) -> Tensor:
-    """sqrt with gradient 0 at 0, where a norm has no derivative but 0 is a subgradient."""
-    positive = squared > 0
+    """sqrt with gradient 0 at 0, where a norm has no derivative but 0 is a subgradient; 0 below."""
+    if not squared.requires_grad:
+        return squared.clamp(min=0).sqrt()
+    positive = ~(squared <= 0)
     return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
 
 
 def sum_where(values: Tensor, where: Tensor) -> Tensor:
-    """The sum over the keys where `where` holds; what stands elsewhere, NaN included, does not count."""
-    return torch.where(where, values, 0.0).sum(-1)
+    """The sum of values, all finite, over the keys where `where` holds."""
+    total: Tensor = torch.linalg.vecdot(values, where.to(values.dtype))
+    return total
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

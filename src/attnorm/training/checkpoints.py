@@ -44,15 +44,26 @@ def load_checkpoint(
     Raises:
         ValueError: The checkpoint is damaged or belongs to another model.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+    moments = _tensors(path / "optimizer.safetensors", device)
     try:
-        weights = load_file(path / "model.safetensors", device=str(device))
-        moments = load_file(path / "optimizer.safetensors", device=str(device))
         record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over") from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise _unreadable(path, error) from None
+    load_weights(path, model, device)
+    parameters = dict(model.named_parameters())
+    for key, value in moments.items():
+        name, _, moment = key.rpartition("/")
+        optimizer.state[parameters[name]][moment] = value
+    return record
+
+
+def load_weights(path: Path, model: torch.nn.Module, device: torch.device) -> None:
+    """The weights of a checkpoint alone.
+
+    Raises:
+        ValueError: As `load_checkpoint`.
+    """
+    weights = _tensors(path / "model.safetensors", device)
     parameters = dict(model.named_parameters())
     shapes, saved = ({name: each.shape for name, each in values.items()} for values in (parameters, weights))
     if shapes != saved:
@@ -60,10 +71,20 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    for key, value in moments.items():
-        name, _, moment = key.rpartition("/")
-        optimizer.state[parameters[name]][moment] = value
-    return record
+
+
+def _tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path.parent, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over")
 
 
 def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -1,13 +1,14 @@
 """Compiled blocks, with the attention of a replaced softmax beside the graphs where it brings kernels of its own.
 
-A rescaled softmax is traced like the rest of a block. Every other normalizer runs on FlexAttention, which is compiled
-already, or block by block with a backward pass of its own: traced into the graph of a block they would be compiled
-twice, or unrolled. So a graph ends before such an attention call and another begins after it.
+A rescaled softmax is traced like the rest of a block, and so is every normalizer where the whole matrix of weights is
+computed at once (`dense`). Otherwise they run on FlexAttention, which is compiled already, or block by block with a
+backward pass of its own: traced into the graph of a block they would be compiled twice, or unrolled. So a graph ends
+before such an attention call and another begins after it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,6 +17,8 @@ from attnorm.normalizers.softmax import Softmax
 from attnorm.training.architectures import ARCHITECTURES
 from attnorm.training.settings import Settings
 
+Attention = Literal["engine", "dense"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; past it torch would go on uncompiled, and say so only in a log
 
 
@@ -25,18 +28,21 @@ def compile_blocks(model: Any, settings: Settings) -> None:
 
 
 @contextmanager
-def compiled_training(model: Any) -> Iterator[None]:
-    """While a model with compiled blocks is trained."""
+def in_training(model: Any, *, compiled: bool = False, attention: Attention = "engine") -> Iterator[None]:
+    """While a model is trained: how its patched layers attend, and how many graphs may be compiled."""
     from transformers import AttentionInterface
 
     from attnorm.models import kernel
     from attnorm.models.attach import normalizer_of, patched_modules
+    from attnorm.training.dense_attention import dense_attention
 
     normalizers = [normalizer_of(module) for module in patched_modules(model).values()]
-    if not all(_is_rescaled_softmax(normalizer) for normalizer in normalizers):
+    if attention == "dense":
+        AttentionInterface.register(kernel.KERNEL, dense_attention)
+    elif compiled and not all(_is_rescaled_softmax(normalizer) for normalizer in normalizers):
         AttentionInterface.register(kernel.KERNEL, torch.compiler.disable(kernel.patched_attention))
     try:
-        with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS):
+        with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS) if compiled else nullcontext():
             yield
     finally:
         kernel.register()

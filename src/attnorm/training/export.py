@@ -3,7 +3,6 @@
 import copy
 import errno
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from attnorm.training.sampling import sample_text
 from attnorm.training.settings import Settings
 from attnorm.training.tokenizer import as_transformers, token_bytes
 from attnorm.training.tokens import Corpus
+from attnorm.training.versions import versions
 
 SAMPLE = "sample.txt"
 
@@ -66,7 +66,7 @@ def export(
         **speed_and_memory(out / METRICS),
         "validation": _validation(saved, corpus, settings, device, lengths),
         "rise": loss_rise(out / METRICS),
-        "versions": _versions(),
+        "versions": versions(),
         "command": command,
         "note": note,
     }
@@ -88,7 +88,7 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
 
     from attnorm.models.saving import save_pretrained
 
-    half = _halved(model)
+    half = rounded(model, torch.float16)
     draft = out / ".export"
     draft.mkdir(parents=True, exist_ok=True)
     try:
@@ -102,13 +102,13 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
     draft.rmdir()
 
 
-def _halved(model: Any) -> Any:
-    """A copy in float16, but for the few numbers that the normalizers have learned."""
+def rounded(model: Any, dtype: torch.dtype) -> Any:
+    """A copy in half precision on the CPU, but for the few numbers that the normalizers have learned."""
     from attnorm.models.attach import normalizer_of, patched_modules
 
-    half = copy.deepcopy(model).to("cpu", torch.float16).eval()
-    for rounded, trained in zip(patched_modules(half).values(), patched_modules(model).values(), strict=True):
-        normalizer_of(rounded).float().load_state_dict(normalizer_of(trained).state_dict())
+    half = copy.deepcopy(model).to("cpu", dtype).eval()
+    for half_module, module in zip(patched_modules(half).values(), patched_modules(model).values(), strict=True):
+        normalizer_of(half_module).float().load_state_dict(normalizer_of(module).state_dict())
     return half
 
 
@@ -150,16 +150,4 @@ def _validation(
         "by_length": [{"length": length, **figures(loss)} for length, loss in losses.items()],
         "bigram": {**figures(counted.bigram), "strength": asdict(counted)["bigram_strength"]},
         "unigram": figures(counted.unigram),
-    }
-
-
-def _versions() -> dict[str, str]:
-    import tokenizers
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
     }

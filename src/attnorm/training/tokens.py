@@ -31,6 +31,8 @@ class Corpus:
     valid: Tokens
     source: dict[str, Any]
     """File names and hashes, for the record of a run; no paths."""
+    folder: Path
+    """Where the tokens lie."""
 
     @property
     def vocabulary(self) -> int:
@@ -68,8 +70,6 @@ def prepare(
     Raises:
         ValueError: A file is missing or no text.
     """
-    from tokenizers import Tokenizer
-
     source = describe_texts(texts, valid)
     key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
     place = folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -80,17 +80,27 @@ def prepare(
             tokenizer = train_tokenizer(texts, vocab, seed)
             tokenizer.save(str(draft / "tokenizer.json"))
             for name, paths in (("train", texts), ("valid", [valid])):
-                _encode(tokenizer, paths, draft / f"{name}.npy", partial(progress, name))
+                encode(tokenizer, paths, draft / f"{name}.npy", partial(progress, name))
             atomic.write_json(draft / "source.json", key)
+    return read_corpus(place, source)
+
+
+def read_corpus(folder: Path, source: dict[str, Any]) -> Corpus:
+    """A corpus that `prepare` made in this very folder."""
+    from tokenizers import Tokenizer
+
     return Corpus(
-        tokenizer=Tokenizer.from_file(str(place / "tokenizer.json")),
-        train=np.load(place / "train.npy", mmap_mode="r"),
-        valid=np.load(place / "valid.npy", mmap_mode="r"),
+        tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
+        train=np.load(folder / "train.npy", mmap_mode="r"),
+        valid=np.load(folder / "valid.npy", mmap_mode="r"),
         source=source,
+        folder=folder,
     )
 
 
-def _encode(tokenizer: Any, texts: Sequence[Path], path: Path, progress: Callable[[int], None]) -> None:
+def encode(
+    tokenizer: Any, texts: Sequence[Path], path: Path, progress: Callable[[int], None] = lambda tokens: None
+) -> None:
     """Streams the ids of the texts, each followed by the end of a text, into a .npy file of unknown length."""
     written = 0
     with path.open("wb") as file:

@@ -1,6 +1,7 @@
 """The report in a real browser: what a person clicks, types and hears does what it says, quietly and offline."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.compute as pc
@@ -8,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report.html.numbers import number
-from attnorm.report.html.vocabulary import verdict_word
+from attnorm.report.vocabulary import verdict_word
 from tests.report.html.conftest import Open
 from tests.report.html.sample import CAST, HOSTILE, Sample, core_only, empty, gpt2_size, hostile, sample, with_gaps
 
@@ -318,3 +319,26 @@ def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> N
     assert page.locator("#heads-table tbody tr").count() == 12
     expect(page.locator("#controls")).to_be_hidden()
     expect(page.locator("noscript").first).to_be_visible()
+
+
+def test_bounds_of_softmax_are_not_shown_as_those_of_another_normalizer(open_report: Open) -> None:
+    """The model as it runs may be patched: the printed bound and the ceiling are those of softmax alone."""
+    analysis = sample()
+    page = open_report(analysis)
+    charts = page.locator("#panel")
+    expect(charts).to_contain_text("printed bound")
+    expect(charts).not_to_contain_text("is that of softmax on these logits")
+    page.select_option("#choose-normalizer", label="entmax15")
+    expect(charts).not_to_contain_text("printed bound")
+    expect(charts).to_contain_text("The ceiling is that of softmax on these logits: entmax15 is not bound by it.")
+    model = {**analysis.manifest["model"], "runs": "kneemax"}
+    page = open_report(replace(analysis, manifest={**analysis.manifest, "model": model}))
+    charts = page.locator("#panel")
+    expect(charts).not_to_contain_text("printed bound")
+    expect(charts).to_contain_text("The floor is that of softmax on these logits: kneemax is not bound by it.")
+
+
+def test_the_scale_of_the_map_says_what_it_shows(open_report: Open) -> None:
+    page = open_report(sample())
+    page.select_option("#choose-metric", "effective_keys")
+    expect(page.locator("#legend .scale")).to_contain_text("Effective keys (keys, logarithmic); the bars count heads")

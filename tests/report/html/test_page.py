@@ -17,8 +17,9 @@ import pytest
 
 from attnorm.analysis.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
+from attnorm.report.chosen import default_choice
 from attnorm.report.html import page as report
-from attnorm.report.html.data import default_choice, payload
+from attnorm.report.html.data import payload
 from attnorm.report.html.numbers import plain
 from attnorm.report.html.written import table_rows, what_if_table
 from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample

@@ -4,28 +4,25 @@ Keys (text, length, normalizer, kind, layer, head) are written once, for the hea
 belong to head i are rows starts[i] to starts[i + 1].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, METRICS, PER_ROW
+from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances, shown
 from attnorm.report.html.packing import packed
-from attnorm.report.html.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
+from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
 KEY = tuple(name for name, _ in HEAD_KEY)
-MODEL = "model"  # the normalizer that stands for what the model itself runs
 
 # What the curves of a head show; the rest of by_length stays in the tables.
 CURVES = (
     "n", "entropy_nats", "entropy_nats_q25", "entropy_nats_q75", "entropy_floor", "effective_keys", "max_weight",
     "weight_ceiling", "effective_gap", "effective_gap_q25", "effective_gap_q75", "effective_gap_without_sink",
 )  # fmt: skip
-DISTANCES = ("fixed_printed", "fixed_tight", "random_printed", "random_lower", "random_upper")
 SETS = (
     "top_n", "mass", "relative_distance", *DISTANCES, "separability", "separability_null", "separability_null_low",
     "separability_null_high", "separability_sphere", "separability_lower", "separability_upper",
@@ -35,13 +32,14 @@ SETS = (
 def payload(analysis: Any) -> dict[str, Any]:
     heads = analysis.heads
     index = {key: row for row, key in enumerate(_keys(heads))}
-    choices = {name: _distinct(heads, name) for name in ("text", "length", "normalizer", "kind")}
+    choices = {name: distinct(heads, name) for name in ("text", "length", "normalizer", "kind")}
     measured = [name for name in BY_NAME if np.isfinite(shown(heads, name)).any()]
     quantiles = [f"{name}_q{q}" for name in PANEL_METRICS if name in PER_ROW for q in ("05", "95")]
     return {
         "choices": choices,
         "first": default_choice(analysis),
         "kindNames": KINDS,
+        "runs": (analysis.manifest.get("model") or {}).get("runs", "softmax"),
         "metrics": [_described(name) for name in measured],
         "shares": list(SHARES),
         "panelMetrics": [name for name in PANEL_METRICS if name in measured],
@@ -66,62 +64,8 @@ def payload(analysis: Any) -> dict[str, Any]:
     }
 
 
-def default_choice(analysis: Any) -> dict[str, Any]:
-    """What is shown first: the longest length, the first text and kind that have it, the model as it runs."""
-    choice: dict[str, Any] = {"text": "", "length": None, "normalizer": "", "kind": ""}
-    heads = analysis.heads
-    for name in ("length", "normalizer", "text", "kind"):
-        values = _distinct(heads, name)  # of what is left: a text need not have every length
-        if values:
-            choice[name] = values[-1] if name == "length" else MODEL if MODEL in values else values[0]
-            heads = chosen_rows(heads, {name: choice[name]})
-    return choice
-
-
-def column(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """A column as floats, NaN where it is missing - also where the table has no such column."""
-    if table is None or name not in table.column_names:
-        return np.full(0 if table is None else table.num_rows, np.nan)
-    return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
-
-
-def shown(heads: pa.Table, metric: str) -> NDArray[np.float64]:
-    """What the report shows of a metric: its mean over the rows, and of the horizon its median.
-
-    A horizon is exponential in the spread: one wide row would lift the mean above every other.
-    """
-    return column(heads, f"{metric}_q50" if metric == "horizon" else metric)
-
-
-def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
-    """The rows that agree with the choice in every column that the table has."""
-    for name, value in choice.items():
-        if name in table.column_names:
-            values = table.column(name)
-            table = table.filter(pc.is_null(values) if value is None else pc.equal(values, value))
-    return table
-
-
-def relative_distances(top_n: pa.Table) -> pa.Table:
-    """Bounds over (n - N) ||s|| like the distance itself, which makes heads and lengths comparable."""
-    if top_n is None or not {"d_tilde", "relative_distance", *DISTANCES} <= set(top_n.column_names):
-        return top_n
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factor = column(top_n, "relative_distance") / column(top_n, "d_tilde")
-        for name in DISTANCES:
-            scaled = pa.array(column(top_n, name) * factor, from_pandas=True)
-            top_n = top_n.set_column(top_n.column_names.index(name), name, scaled)
-    return top_n
-
-
 def _keys(table: pa.Table) -> list[tuple[Any, ...]]:
     return list(zip(*(table.column(name).to_pylist() for name in KEY), strict=True))
-
-
-def _distinct(table: pa.Table, name: str) -> list[Any]:
-    """In order of appearance; lengths by size, None (an input that was taken whole) first."""
-    values = list(dict.fromkeys(table.column(name).to_pylist()))
-    return sorted(values, key=lambda length: length or 0) if name == "length" else values
 
 
 def _places(table: pa.Table, name: str, choices: Sequence[Any]) -> list[int]:

@@ -7,17 +7,16 @@ written out here and read without JavaScript; heat map, curves, sorting and filt
 
 import base64
 import hashlib
-import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from attnorm.analysis.store import write_whole
 from attnorm.report.html import numbers, written
 from attnorm.report.html.data import payload
-from attnorm.report.html.vocabulary import VERDICTS
+from attnorm.report.vocabulary import VERDICTS
 
 HERE = Path(__file__).parent
 STYLES = ("colours", "page", "explorer", "charts", "table", "print")
@@ -47,17 +46,7 @@ def render(analysis: Any) -> str:
 def save(analysis: Any, path: str | Path) -> Path:
     """Writes the page, whole or not at all; the path."""
     target = Path(path)
-    text = render(analysis)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        Path(unfinished).chmod(0o666 & ~_umask())  # mkstemp's file is private, a report is not
-        Path(unfinished).replace(target)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    write_whole(target, render(analysis).encode())
     return target
 
 
@@ -88,9 +77,3 @@ def _templates() -> Environment:
     }
     environment.filters.update(number=numbers.number, share=numbers.share, plain=numbers.plain)
     return environment
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

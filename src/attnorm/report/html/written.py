@@ -1,12 +1,16 @@
 """The words and the plain table of the page: what it says before any script runs."""
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from attnorm.analysis.sentences import threshold_sentences
+from attnorm.analysis.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
-from attnorm.report.html.data import chosen_rows, default_choice, shown
+from attnorm.report.chosen import chosen_rows, default_choice, shown
 from attnorm.report.html.numbers import MISSING, number, plain, share
-from attnorm.report.html.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
+from attnorm.report.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
 
 def page_words(analysis: Any) -> dict[str, Any]:
@@ -16,21 +20,28 @@ def page_words(analysis: Any) -> dict[str, Any]:
     return {
         "model_name": str(model.get("name") or "a model") if isinstance(model, Mapping) else str(model),
         "headline": verdict.headline.partition("; "),  # the clause that matters most is set larger
-        "sentences": list(verdict.sentences),
+        "sentences": [with_lead(sentence) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
         "advice": [advice_words(one) for one in verdict.advice],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
-        "notes": [str(note) for note in manifest.get("notes") or []],
+        "notes": [f"{str(note).rstrip('.')}." for note in manifest.get("notes") or []],
         "facts": key_facts(manifest),
         "table_metrics": [BY_NAME[name] for name in TABLE_METRICS],
         "rows": table_rows(analysis.heads, choice),
         "metric_groups": [(title, [one for one in METRICS if one.group == group]) for group, title in GROUPS.items()],
         "settings": settings_of(manifest),
+        "judged_by": threshold_sentences(thresholds_of(manifest.get("thresholds") or {}), manifest),
         "manifest": sections(manifest),
         "created": str(manifest.get("created") or ""),
         "version": str((manifest.get("versions") or {}).get("attnorm") or ""),
     }
+
+
+def with_lead(sentence: str) -> tuple[str, str]:
+    """What a sentence is about, where it begins with a question or a title, and the rest."""
+    found = re.match(r"([^.;]{3,60}?[?:]) (.*)", sentence, re.DOTALL)
+    return (found[1], found[2]) if found else ("", sentence)
 
 
 def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -82,7 +93,11 @@ def length_text(length: int | None) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    return share(value) if name in SHARES else number(value)
+    """Keys are counted: from ten on without a fraction."""
+    if name in SHARES:
+        return share(value)
+    counted = BY_NAME[name].unit == "keys" and value is not None and 10 <= value < 10_000
+    return number(math.floor(value + 0.5) if counted and value is not None else value)
 
 
 def key_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -137,11 +152,19 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
 def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
     """The manifest as titled lists; what is nested deeper is named by its path."""
     titled: list[tuple[str, list[tuple[str, str]]]] = []
+    manifest = {**manifest, "thresholds": _beside_defaults(manifest.get("thresholds") or {})}
     loose = [(str(key), plain(value)) for key, value in manifest.items() if not _nested(value)]
     for key, value in manifest.items():
         if _nested(value):
             titled.append((_title(key), list(_leaves(value))))
     return [*titled, *([("Run", loose)] if loose else [])]
+
+
+def _beside_defaults(thresholds: Mapping[str, Any]) -> dict[str, str]:
+    """Each threshold, with the default where it is another."""
+    changed = thresholds_of(thresholds).differences(Thresholds())
+    usual = {name: f" (default {default:g})" for name, (_, default) in changed.items()}
+    return {name: f"{value:g}{usual.get(name, '')}" for name, value in thresholds.items()}
 
 
 def _nested(value: Any) -> bool:

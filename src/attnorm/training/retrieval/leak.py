@@ -14,6 +14,7 @@ from attnorm.training.retrieval.tasks import CLASSES
 
 PRIORITIES_FROM = 0.9
 PRIORITIES, QUERIES = 101, 32
+CONTENDERS = 10  # the best of each class are among about so many of the best
 
 
 def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor:
@@ -29,15 +30,21 @@ def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor
     return change.square().mean((-1, -2)) / variance
 
 
+def leak_at_top(models: Retrievers, size: int) -> list[dict[str, float | None]]:
+    """As `class_leak`, where the contenders of a set of this size lie: a model may be at its most exact there."""
+    found = class_leak(models, 1 - min(CONTENDERS, size) / (size + 1))
+    return [{f"{name}_at_top": value for name, value in each.items()} for each in found]
+
+
 @torch.no_grad()
-def class_leak(models: Retrievers) -> list[dict[str, float | None]]:
-    """Per copy of a model that ranks by priority: the slope of its logits on [0.9, 1], and the leak in priorities.
+def class_leak(models: Retrievers, lowest: float = PRIORITIES_FROM) -> list[dict[str, float | None]]:
+    """Per copy of a model that ranks by priority: the slope of its logits on [lowest, 1], and the leak in priorities.
 
     leak = standard deviation of the logit over the classes / slope, both averaged over priorities and queries; None
     where the logit does not rise with the priority.
     """
     device = models.to_key.weight_SIO.device
-    priority = torch.linspace(PRIORITIES_FROM, 1, PRIORITIES, device=device)
+    priority = torch.linspace(lowest, 1, PRIORITIES, device=device)
     hot = torch.eye(CLASSES, device=device).expand(PRIORITIES, -1, -1)
     items = torch.cat([priority[:, None, None].expand(-1, CLASSES, 1), hot], -1).flatten(0, 1)
     query = torch.linspace(0, 1, QUERIES, device=device)[:, None]
@@ -45,6 +52,6 @@ def class_leak(models: Retrievers) -> list[dict[str, float | None]]:
     read = models.read(items.expand(*shape, *items.shape))
     logits = models.logits(read, query.expand(*shape, 1)).unflatten(-1, (PRIORITIES, CLASSES)).double()
     mean = logits.mean(-1)
-    slopes = ((mean[..., -1] - mean[..., 0]) / (1 - PRIORITIES_FROM)).mean(-1).tolist()
+    slopes = ((mean[..., -1] - mean[..., 0]) / (1 - lowest)).mean(-1).tolist()
     spreads = logits.std(-1, unbiased=False).mean((-1, -2)).tolist()
     return [{"slope": s, "leak": d / s if s > 0 else None} for s, d in zip(slopes, spreads, strict=True)]

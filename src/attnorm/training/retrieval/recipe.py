@@ -1,8 +1,11 @@
 """How a stack is trained: every number here changes the weights, whichever the normalizer and the task."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+OF_THE_PAPER = ("steps", "batch", "smallest", "largest", "width", "learning_rate", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,11 @@ class Recipe:
     leak_from: float = 0.25
     # Ours, 0 = off. Share of the sets whose priorities are squeezed toward 1, by up to a factor 2^-12.
     squeezed: float = 0.0
+    # Ours, 0 = off. In training, the logits of every set are scaled to this standard deviation, so that sets squeezed
+    # however hard ask for the right order, not for larger logits. Tests take the logits as they are.
+    standardized: float = 0.0
     cosine: bool = False  # the learning rate falls to 0 along a cosine; the paper keeps it
+    dtype: str = "float32"  # of the matrix products in training; tests are in float32 always
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "width"):
@@ -40,16 +47,28 @@ class Recipe:
             )
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be above 0, got {self.learning_rate}")
-        for name in ("weight_decay", "leak_penalty"):
+        for name in ("weight_decay", "leak_penalty", "standardized"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name.replace('_', ' ')} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.leak_from < 1:
             raise ValueError(f"leak_from is a share of the steps, at least 0 and below 1; got {self.leak_from}")
         if not 0 <= self.squeezed <= 1:
             raise ValueError(f"squeezed is a share of the sets, between 0 and 1; got {self.squeezed}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype == "bfloat16" and (self.squeezed or self.leak_penalty or self.standardized):
+            raise ValueError(
+                "bfloat16 rounds priorities near 1 to steps of 1/256, and squeezed, leak_penalty and standardized are "
+                "about differences far below that; train in float32, or leave them at 0"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """Without what is switched off, so that an option added later does not rename the runs before it."""
+        usual = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if name in OF_THE_PAPER or value != usual[name]}
 
     def penalised(self, step: int) -> bool:
         """Whether a step, counted from 0, has the leak penalty."""

@@ -1,11 +1,13 @@
 """Train and test stacks for several normalizers in one folder; what is finished there is not done again.
 
     records.jsonl   a line per normalizer, seed, size and normalizer at test time
+    metrics.jsonl   the training loss of every seed, each hundred steps
     models/         the weights of each stack, safetensors
+    checkpoints/    of the stack in training, weights and optimizer state
     manifest.json   versions, command, and how each stack was made
 
 The folder may hold several tasks and recipes: lines and models carry the key of their run. It is whole at any moment,
-so a run that was stopped goes on with the same call.
+so a run that was stopped, in the middle of a training or between two, goes on with the same call.
 """
 
 import math
@@ -19,11 +21,12 @@ import torch
 
 from attnorm.analysis.manifest import now, versions
 from attnorm.training import atomic
-from attnorm.training.lm import chosen_device
-from attnorm.training.retrieval.model import normalizer_for
+from attnorm.training.devices import chosen_device
+from attnorm.training.retrieval.journal import CHECKPOINTS, METRICS, Journal
+from attnorm.training.retrieval.normalizer import normalizer_for
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.records import RECORDS, Record
-from attnorm.training.retrieval.stacks import FOLDER, Stack, found_stacks, run_key, save_stack
+from attnorm.training.retrieval.stacks import FOLDER, Stack, found_stacks, run_key, save_stack, stack_name
 from attnorm.training.retrieval.tasks import Task, find_task
 from attnorm.training.retrieval.training import check_recipe, train
 from attnorm.training.retrieval.trials import Trials, records_of
@@ -64,6 +67,7 @@ def train_retrieval(
     trials: Trials | None = None,
     device: str | None = None,
     compiled: bool | None = None,
+    checkpoint_every: int = 2000,
     command: str = "",
     report: Report = lambda progress: None,
 ) -> Results:
@@ -72,11 +76,15 @@ def train_retrieval(
     Args:
         device: A GPU where none is named and there is one.
         compiled: torch.compile the training step; on CUDA unless said otherwise.
+        checkpoint_every: Steps from one checkpoint of a stack in training to the next.
         command: How this was called, for the manifest.
 
     Raises:
         ValueError: Unknown names, numbers out of range, a folder of something else, or damaged files.
+        TrainingInterrupted: Ctrl-C or SIGTERM while a stack is trained; a checkpoint was written.
     """
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     recipe, trials = recipe or Recipe(), trials or Trials()
     sort, place = find_task(task), chosen_device(device)
     compiled = place.type == "cuda" if compiled is None else compiled
@@ -87,7 +95,7 @@ def train_retrieval(
     manifest: dict[str, Any] = {}
     for number, name in enumerate(normalizers, 1):
         here = Progress(name, number, len(normalizers), "training", 0, recipe.steps)
-        job = _Job(sort, name, recipe, place, compiled, command)
+        job = _Job(sort, name, recipe, place, compiled, checkpoint_every, command)
         for stack in _stacks(out, job, seeds, here, report):
             testing = replace(here, stage="testing", total=len(trials.sizes))
             found = records_of(out, stack, sort, trials, place, partial(_tell_trials, report, testing))
@@ -105,6 +113,7 @@ class _Job:
     recipe: Recipe
     device: torch.device
     compiled: bool
+    checkpoint_every: int
     command: str
 
 
@@ -116,6 +125,7 @@ def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: 
     if not missing:
         return held
     report(here)
+    journal = Journal(out, stack_name(key, missing), job.checkpoint_every)
     trained = train(
         job.task,
         normalizer_for(job.normalizer, len(missing)),
@@ -123,6 +133,7 @@ def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: 
         job.recipe,
         device=job.device,
         compiled=job.compiled,
+        journal=journal,
         report=lambda step, loss: report(replace(here, done=step, loss=loss)),
     )
     about = {
@@ -136,7 +147,9 @@ def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: 
         "command": job.command,
         "versions": versions(),
     }
-    return [*held, save_stack(out, key, missing, trained.models, about)]
+    stack = save_stack(out, key, missing, trained.models, about)
+    journal.close()
+    return [*held, stack]
 
 
 def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, Any]:
@@ -172,7 +185,7 @@ def _claim(out: Path) -> None:
     """Makes the folder; one with files of another kind is left alone."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder for the output")
-    ours = {RECORDS, MANIFEST, FOLDER}
+    ours = {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}
     if out.is_dir() and any(not path.name.startswith(".") and path.name not in ours for path in out.iterdir()):
         raise ValueError(f"{out} holds files of something else; choose an empty or a new folder")
     out.mkdir(parents=True, exist_ok=True)

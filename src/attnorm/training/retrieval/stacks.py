@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from attnorm.training import atomic
-from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.model import Retrievers
+from attnorm.training.retrieval.normalizer import normalizer_for
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.tasks import Task
 
@@ -41,9 +42,13 @@ class Stack:
 
 def run_key(task: str, normalizer: str, recipe: Recipe, device: str) -> str:
     """Short name of all that the weights of a seed depend on; CPU and CUDA draw different data."""
-    what = {"task": task, "normalizer": normalizer, "recipe": recipe.as_dict(), "device": device}
+    what = {"task": task, "normalizer": normalizer, "recipe": recipe.identity(), "device": device}
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    return f"{task}-{normalizer}-{digest[:10]}"
+    return f"{task}-{normalizer.translate({ord(':'): '_', ord('='): '_'})}-{digest[:10]}"
+
+
+def stack_name(key: str, seeds: Sequence[int]) -> str:
+    return f"{key}-seeds-{_ranges(seeds)}"
 
 
 def found_stacks(out: Path, key: str = "") -> list[Stack]:
@@ -68,7 +73,7 @@ def found_stacks(out: Path, key: str = "") -> list[Stack]:
 def save_stack(out: Path, key: str, seeds: Sequence[int], models: Retrievers, about: dict[str, Any]) -> Stack:
     from safetensors.torch import save
 
-    path = out / FOLDER / f"{key}-seeds-{_ranges(seeds)}.safetensors"
+    path = out / FOLDER / f"{stack_name(key, seeds)}.safetensors"
     about = {"run": key, **about, "seeds": list(seeds)}
     weights = {name: value.detach().cpu().contiguous() for name, value in models.state_dict().items()}
     with atomic.replacing(path) as draft:

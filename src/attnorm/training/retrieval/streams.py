@@ -37,15 +37,20 @@ def stream(purpose: str, seed: int, block: int, device: torch.device) -> torch.G
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def training_batches(task: Task, seeds: Sequence[int], recipe: Recipe, device: torch.device) -> Iterator[Batch]:
-    """One batch per step. They are views of blocks drawn ahead, each contiguous: a step copies nothing."""
-    for block in range(-(-recipe.steps // STEPS_AT_ONCE)):
+def training_batches(
+    task: Task, seeds: Sequence[int], recipe: Recipe, device: torch.device, first: int = 0
+) -> Iterator[Batch]:
+    """One batch per step, from the step `first` on. They are views of blocks drawn ahead, each contiguous: a step
+    copies nothing."""
+    for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
         sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
             sets = _squeezed(sets, recipe.squeezed, seeds, block)
         steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
         other = _other_classes(sets, seeds, block) if recipe.penalised(steps[-1]) else None
         for i, step in enumerate(steps):
+            if step < first:
+                continue
             classes = other[i] if other is not None and recipe.penalised(step) else None
             yield Batch(sets.items[i], sets.query[i], sets.visible[i], sets.label[i], classes)
 

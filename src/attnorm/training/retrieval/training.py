@@ -7,6 +7,7 @@ the plain way, on any device.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.normalizers.contract import Normalizer
+from attnorm.training.interruption import StopRequest, TrainingInterrupted
+from attnorm.training.retrieval.journal import Journal
 from attnorm.training.retrieval.leak import leaked_share
 from attnorm.training.retrieval.model import Retrievers, mixture
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.streams import Batch, training_batches
 from attnorm.training.retrieval.tasks import Task
 
+_SMALLEST_VARIANCE = 1e-12
 REPORT_EVERY = 100  # steps; reading the loss makes the GPU wait
 
 
@@ -38,40 +42,48 @@ def train(
     *,
     device: torch.device,
     compiled: bool = False,
+    journal: Journal | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
     """One model per seed. `report(steps done, mean loss)` is called now and then.
 
+    Args:
+        journal: Goes on from the last checkpoint there, and leaves new ones and the losses; nothing is kept without.
+
     Raises:
-        ValueError: The recipe squeezes priorities, and the task has none.
+        ValueError: The recipe squeezes priorities and the task has none, or the checkpoint is damaged.
+        TrainingInterrupted: Ctrl-C or SIGTERM, with a journal; a checkpoint was written.
     """
     check_recipe(recipe, task)
     began = time.monotonic()
-    on_cuda = device.type == "cuda"
     models = Retrievers(task, normalizer, seeds, recipe.width).to(device)
-    # On CUDA the rate is a tensor, which a change of the learning rate fills: a number would be part of the kernel.
-    rate = torch.tensor(recipe.learning_rate, device=device) if on_cuda else recipe.learning_rate
-    optimizer = torch.optim.AdamW(
-        models.parameters(), lr=rate, weight_decay=recipe.weight_decay, fused=on_cuda, capturable=on_cuda
-    )
-
-    def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
-        return _loss(models, batch, recipe.leak_penalty)
-
-    if compiled:
-        torch.compiler.reset()  # after eight stacks of one process it would no longer compile, and say so only in a log
-    step_loss = torch.compile(loss_of, mode="reduce-overhead") if compiled else loss_of
+    optimizer = _optimizer(models, recipe, device)
+    first, spent = journal.resume(models, optimizer, device) if journal else (0, 0.0)
+    step_loss = _step_loss(models, recipe, device, compiled)
     losses = torch.full((len(seeds),), torch.nan)
-    for step, batch in enumerate(training_batches(task, seeds, recipe, device)):
-        if recipe.cosine:
-            _set_rate(optimizer, recipe.rate_at(step))
-        optimizer.zero_grad(set_to_none=True)
-        total, losses = step_loss(batch)
-        total.backward()
-        optimizer.step()
-        if (step + 1) % REPORT_EVERY == 0 or step + 1 == recipe.steps:
-            report(step + 1, float(losses.mean()))
-    return Trained(models.eval(), losses.tolist(), time.monotonic() - began)
+
+    def seconds() -> float:
+        return spent + time.monotonic() - began
+
+    with StopRequest() if journal else nullcontext() as stop:
+        for done, batch in enumerate(training_batches(task, seeds, recipe, device, first), first + 1):
+            if recipe.cosine:
+                _set_rate(optimizer, recipe.rate_at(done - 1))
+            optimizer.zero_grad(set_to_none=True)
+            total, losses = step_loss(batch)
+            total.backward()
+            optimizer.step()
+            last = done == recipe.steps
+            if done % REPORT_EVERY == 0 or last:
+                each = losses.tolist()
+                if journal:
+                    journal.log(done, each, seconds())
+                report(done, sum(each) / len(each))
+            if journal and not last and (done % journal.every == 0 or (stop and stop.asked)):
+                journal.save(models, optimizer, done, seconds())
+            if stop and stop.asked and not last:
+                raise TrainingInterrupted(done)
+    return Trained(models.eval(), losses.tolist(), seconds())
 
 
 def check_recipe(recipe: Recipe, task: Task) -> None:
@@ -83,18 +95,55 @@ def check_recipe(recipe: Recipe, task: Task) -> None:
         raise ValueError(f"squeezed is for tasks with priorities, and {task.name!r} has none; leave it at 0")
 
 
-def _loss(models: Retrievers, batch: Batch, leak_penalty: float) -> tuple[Tensor, Tensor]:
+def _optimizer(models: Retrievers, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
+    """On CUDA one fused kernel that never asks the CPU; its rate is a tensor, since a number would be part of it."""
+    on_cuda = device.type == "cuda"
+    rate = torch.tensor(recipe.learning_rate, device=device) if on_cuda else recipe.learning_rate
+    return torch.optim.AdamW(
+        models.parameters(), lr=rate, weight_decay=recipe.weight_decay, fused=on_cuda, capturable=on_cuda
+    )
+
+
+def _step_loss(
+    models: Retrievers, recipe: Recipe, device: torch.device, compiled: bool
+) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
+            return _loss(models, batch, recipe)
+
+    if not compiled:
+        return loss_of
+    torch.compiler.reset()  # after eight stacks of one process it would no longer compile, and say so only in a log
+    graph = torch.compile(loss_of, mode="reduce-overhead")
+
+    def step(batch: Batch) -> tuple[Tensor, Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()  # the gradients of the step before may be overwritten from here on
+        return graph(batch)
+
+    return step
+
+
+def _loss(models: Retrievers, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The sum over the copies - each gets the gradient of its own mean - and the cross-entropy of each."""
     read = models.read(batch.items_SBNF)
     logits = models.logits(read, batch.query_SBF)
     values = models.values(read, batch.label_SB.shape[1])
-    scores = models.classes(mixture(models.weights(logits, batch.visible_SBN), values))
+    scaled = _standardized(logits, batch.visible_SBN, recipe.standardized) if recipe.standardized else logits
+    scores = models.classes(mixture(models.weights(scaled, batch.visible_SBN), values))
     entropies = F.cross_entropy(scores.flatten(0, 1), batch.label_SB.flatten(), reduction="none")
     losses = entropies.unflatten(0, batch.label_SB.shape).mean(-1)
     total = losses.sum()
     if batch.other_SBN is not None:
-        total = total + leak_penalty * leaked_share(models, batch, logits).sum()
+        total = total + recipe.leak_penalty * leaked_share(models, batch, logits).sum()
     return total, losses.detach()
+
+
+def _standardized(logits_SBN: Tensor, visible_SBN: Tensor, deviation: float) -> Tensor:
+    """Every set's logits with mean 0 and this standard deviation; those of equal logits stay equal."""
+    n = visible_SBN.sum(-1, keepdim=True)
+    centred = logits_SBN - (logits_SBN * visible_SBN).sum(-1, keepdim=True) / n
+    variance = (centred.square() * visible_SBN).sum(-1, keepdim=True) / n
+    return deviation * centred * (variance + _SMALLEST_VARIANCE).rsqrt()
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,6 +1,6 @@
 """What a stack is tested on, and its records: those in the file already, and the missing ones, made and added."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,9 @@ import torch
 
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.evaluation import evaluate, sets_at
-from attnorm.training.retrieval.leak import class_leak
-from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.leak import class_leak, leak_at_top
+from attnorm.training.retrieval.model import Retrievers
+from attnorm.training.retrieval.normalizer import normalizer_for
 from attnorm.training.retrieval.records import RECORDS, Record, append_records, read_records
 from attnorm.training.retrieval.stacks import Stack, load_stack
 from attnorm.training.retrieval.tasks import Task
@@ -79,7 +80,7 @@ def records_of(
             name: None if name == OWN else normalizer_for(name, len(stack.seeds)).to(device) for name in missing
         }
         made = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), others)
-        about = _about(stack, models, task)
+        about = _about(stack, models, task, size)
         new = [about[r["seed"]] | r for r in made if (r["tested_with"], r["seed"]) not in there]
         append_records(path, new)
         known += new
@@ -87,12 +88,23 @@ def records_of(
     return known
 
 
-def _about(stack: Stack, models: Retrievers, task: Task) -> dict[int, dict[str, Any]]:
-    """For every seed: how it was trained, and how it ranks."""
+def _about(stack: Stack, models: Retrievers, task: Task, size: int) -> dict[int, dict[str, Any]]:
+    """For every seed: how it was trained, and how it ranks, over all and at the top of sets of this size."""
     about = stack.about
     shared = {name: about[name] for name in ("run", "task", "normalizer", "device")}
-    leaks: Sequence[dict[str, float | None]] = class_leak(models) if task.has_priority else [{} for _ in stack.seeds]
+    leaks: list[dict[str, float | None]] = [{} for _ in stack.seeds]
+    if task.has_priority:
+        leaks = [
+            over_all | at_top for over_all, at_top in zip(class_leak(models), leak_at_top(models, size), strict=True)
+        ]
     return {
-        seed: {**shared, **about["recipe"], "train_seconds": about["train_seconds"], "train_loss": loss, **leak}
-        for seed, loss, leak in zip(stack.seeds, about["train_losses"], leaks, strict=True)
+        seed: {
+            **shared,
+            **about["recipe"],
+            "train_seconds": about["train_seconds"],
+            "train_loss": about["train_losses"][copy],
+            "learned": {name: value[copy].item() for name, value in models.normalizer.named_parameters()},
+            **leaks[copy],
+        }
+        for copy, seed in enumerate(stack.seeds)
     }

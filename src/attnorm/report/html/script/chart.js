@@ -1,5 +1,5 @@
 // Line charts as SVG: lines are named where they end, never in a legend, and every chart can be read as a table.
-const BOX = { width: 356, height: 224, left: 44, right: 88, top: 16, bottom: 37 };
+const BOX = { width: 356, height: 228, left: 44, right: 88, top: 20, bottom: 37 };
 
 function linearTicks(low, high, wanted = 4) {
   const raw = (high - low) / wanted;
@@ -146,7 +146,7 @@ function drawSeries(drawing, series, x, y) {
 
 function drawHorizon(drawing, horizon, xAxis, x) {
   const { top, bottom, height, width, left, right } = BOX;
-  const name = `horizon ${number(horizon)}`;
+  const name = `horizon ${metricText("horizon", horizon)}`;
   let [at, text, anchor] = [left, `← ${name}`, "start"];
   if (horizon > xAxis.high) [at, text, anchor] = [width - right, `${name} →`, "end"];
   else if (horizon >= xAxis.low) {
@@ -154,7 +154,7 @@ function drawHorizon(drawing, horizon, xAxis, x) {
     drawing.append(s("line", { class: "horizon", x1: place, x2: place, y1: top, y2: height - bottom }));
     [at, text, anchor] = place < width / 2 ? [place + 4, name, "start"] : [place - 4, name, "end"];
   }
-  drawing.append(s("text", { class: "horizon-name", x: at, y: top - 2, "text-anchor": anchor }, text));
+  drawing.append(s("text", { class: "horizon-name", x: at, y: top - 7, "text-anchor": anchor }, text));
 }
 
 function described(spec, series, format) {

@@ -26,7 +26,7 @@ function drawCoverage() {
 function dumbbells(rows) {
   const width = Math.min(Math.max(document.getElementById("coverage").clientWidth, 300), 640);
   const [left, right, top, step] = [64, 18, 12, 22];
-  const height = top + step * rows.length + 34;
+  const height = top + step * rows.length + 50;
   const largest = extent(rows.flatMap((row) => row.slice(6)).filter((value) => value !== null))[1];
   const most = Math.min(1, 1.08 * largest) || 1;
   const x = (value) => left + (value / most) * (width - left - right);
@@ -35,9 +35,11 @@ function dumbbells(rows) {
   const said = `Coverage by layer at N = ${coverageN}. ${lines.join("; ")}.`;
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said });
   for (const tick of linearTicks(0, most, width < 480 ? 3 : 5).filter((value) => value <= most)) {
-    drawing.append(s("line", { class: "grid", x1: x(tick), x2: x(tick), y1: top - 8, y2: height - 30 }));
-    drawing.append(s("text", { x: x(tick), y: height - 14, "text-anchor": "middle" }, `${short(number(100 * tick))} %`));
+    drawing.append(s("line", { class: "grid", x1: x(tick), x2: x(tick), y1: top - 8, y2: height - 46 }));
+    drawing.append(s("text", { x: x(tick), y: height - 30, "text-anchor": "middle" }, `${short(number(100 * tick))} %`));
   }
+  const title = { x: (left + width - right) / 2, y: height - 8, "text-anchor": "middle" };
+  drawing.append(s("text", title, "share of the visible keys"));
   rows.forEach((row, i) => {
     const y = top + step * (i + 0.5);
     const [one, union, independent] = row.slice(6).map((value) => (value === null ? NaN : value));

@@ -6,12 +6,20 @@ function halfOfRows(row, name) {
   return { xs, low, high, look: "band c-main" };
 }
 
+// Floor, ceiling and horizon are those of softmax; another map may pass them.
+function ofSoftmax(row, limit) {
+  if (runs(row) === "softmax") return "";
+  return ` The ${limit} is that of softmax on these logits: ${runs(row) || "what this layer runs"} is not bound by it.`;
+}
+
 function entropyChart(row) {
   const xs = curve(row, "byLength", "n");
   return chart({
     title: "Entropy against length",
     unit: "nats",
-    how: "At log n attention is uniform; at the floor it is as sharp as the logits permit. The band holds half of the rows.",
+    how:
+      "At log n attention is uniform; at the floor it is as sharp as the logits permit. The band holds half of the " +
+      `rows.${ofSoftmax(row, "floor")}`,
     x: N_AXIS,
     y: { zero: true },
     bands: [halfOfRows(row, "entropy_nats")],
@@ -61,7 +69,9 @@ function weightChart(row) {
   return chart({
     title: "Largest weight against length",
     unit: "with the ceiling that the logits put on it",
-    how: "The ceiling is the largest weight that the logit spread allows among n keys; 1/n is uniform attention.",
+    how:
+      "The ceiling is the largest weight that the logit spread allows among n keys; 1/n is uniform attention." +
+      ofSoftmax(row, "ceiling"),
     x: N_AXIS,
     y: { domain: [0, 1] },
     series: [
@@ -148,7 +158,7 @@ function distanceChart(row) {
 function sensitivityChart(row) {
   const xs = curve(row, "sensitivity", "temperature");
   const of = (name) => curve(row, "sensitivity", name);
-  const softmax = ["model", "softmax"].includes(places("normalizer")[heads.normalizer[row]]);
+  const softmax = runs(row) === "softmax";
   const gain = (step, look) => ({ name: `g, ε = ${step}`, label: `g, ε ${step}`, xs, ys: of(`gain_${step}`), look });
   const printed = xs.map((T) => Math.min(1 / (4 * T), Math.SQRT2));
   const wrong = softmax ? " The printed bound min{1/(4T), √2} is too small." : "";

@@ -72,6 +72,12 @@ function rowOf(choice, layer, head) {
   return row === undefined ? -1 : row;
 }
 
+// What a head's weights come from: the name of a normalizer, null for a patched model whose layers differ.
+function runs(row) {
+  const name = source.choices.normalizer[heads.normalizer[row]];
+  return name === "model" ? source.runs : name;
+}
+
 function verdictOf(row) {
   const place = heads.verdict[row];
   return place === null ? { name: "unknown", mark: "?", label: "not judged", meaning: "" } : source.verdicts[place];

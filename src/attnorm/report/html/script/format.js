@@ -42,8 +42,11 @@ function lengthText(length) {
   return length === null ? "whole input" : `${number(length)} tokens`;
 }
 
+// Keys are counted: from ten on without a fraction.
 function metricText(name, value) {
-  return source.shares.includes(name) ? share(value) : number(value);
+  if (source.shares.includes(name)) return share(value);
+  const counted = metrics.get(name)?.unit === "keys" && value >= 10 && value < 10000;
+  return number(counted ? Math.round(value) : value);
 }
 
 function withUnit(name, value) {

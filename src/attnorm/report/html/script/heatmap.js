@@ -166,7 +166,9 @@ function scaleDrawing(metric, values) {
   });
   const ticks = logarithmic ? [low, Math.sqrt(low * high), high] : [low, (low + high) / 2, high];
   const labels = ticks.map((tick) => h("span", null, metricText(metric.name, tick)));
-  return h("div", { class: "scale" }, drawing, h("p", { "aria-hidden": "true" }, labels));
+  const unit = [metric.unit, logarithmic ? "logarithmic" : ""].filter(Boolean).join(", ");
+  const told = `${metric.label}${unit ? ` (${unit})` : ""}; the bars count heads, median ${middle}`;
+  return h("div", { class: "scale" }, drawing, h("p", { "aria-hidden": "true" }, labels), h("p", { "aria-hidden": "true" }, told));
 }
 
 function median(values) {

@@ -1,0 +1,68 @@
+"""attnorm train needle: teach a trained model to find a pass key, and ask for it far beyond its training length."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from attnorm.cli.measuring import numbers_of
+from attnorm.cli.output import Json, show, show_json, usage_errors
+
+
+def needle(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
+    text: Annotated[Path, typer.Option(help="Text to hide keys in; the last quarter is for the questions.")],
+    digits: Annotated[int, typer.Option(help="Digits of a key.")] = 5,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 250,
+    batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    longer: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Lengths to ask at, in training lengths (1 for learned positions).")
+    ] = "1,2,4",
+    questions: Annotated[int, typer.Option(help="Questions per length and depth (five depths).")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the keys and where they are hidden.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16 (autocast).", show_default="float32 on a CPU, else as trained"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a copy of the model on hidden pass keys, then count those found at longer and longer lengths.
+
+    Only the digits of the answers are learned. The folder of the model is left as it is.
+    """
+    from attnorm.training.needle import NeedleTask
+    from attnorm.training.needle_run import train_needle
+
+    def report(step: int, loss: float) -> None:
+        typer.echo(f"step {step:,} of {steps:,}: loss {loss:.3f}", err=True)
+
+    with usage_errors():
+        task = NeedleTask(
+            digits=digits, steps=steps, batch=batch, learning_rate=lr, seed=seed, questions=questions,
+            longer=tuple(numbers_of("--longer", longer) or ()),
+        )  # fmt: skip
+        record = train_needle(model, text, task, device=device, dtype=dtype, compiled=compiled, report=report)
+    if as_json:
+        show_json(record)
+    else:
+        show(_found(record))
+
+
+def _found(record: dict[str, Any]) -> Table:
+    task = record["task"]
+    depths = list(dict.fromkeys(answer["depth"] for answer in record["answers"]))
+    table = Table(
+        title="Pass keys found, %",
+        caption=f"{task['questions']} questions each, keys of {task['digits']} digits; depth 0 is the start",
+    )
+    for name in ("length", "all", *(f"depth {depth:g}" for depth in depths), "digits"):
+        table.add_column(name, justify="right")
+    for length, figures in record["by_length"].items():
+        here = [answer for answer in record["answers"] if answer["length"] == int(length)]
+        cells = [figures["exact"], *(answer["exact"] for answer in here), figures["digits"]]
+        table.add_row(f"{int(length):,}", *(f"{100 * cell:.0f}" for cell in cells))
+    return table

@@ -1,0 +1,67 @@
+"""Every experiment by name. Modules are imported when an experiment is used, so that the command starts fast.
+
+A module of the table has an `EXPERIMENT`: an `Experiment` of the name it is listed under.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attnorm.experiments.experiment import Experiment
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Entry:
+    module: str
+    what: str  # in a few words, for a list that imports nothing
+
+
+# The papers' figures, tables and guidelines: what "all" runs, in this order.
+PAPERS = {
+    "fig1": Entry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
+    "fig2": Entry("attnorm.experiments.fig2", "distances, and the critical N by a Kolmogorov-Smirnov test"),
+    "fig3": Entry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
+    "fig4": Entry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
+    "dispersion": Entry("attnorm.experiments.dispersion", "entropy and effective gap against context length"),
+    "spread": Entry("attnorm.experiments.spread", "the spread of the logits, next to Proposition 3.1"),
+    "adaptive": Entry("attnorm.experiments.adaptive", "where the adaptive temperature acts"),
+    "gradients": Entry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
+    "guidelines": Entry("attnorm.experiments.guidelines", "each practical guideline: yes, no or partly"),
+}
+# Experiments that train models, hours long: only by name.
+TRAINED = {
+    "retrieval": Entry("attnorm.experiments.retrieval", "models that pick from sets, on sets far larger"),
+    "language-models": Entry("attnorm.experiments.language_models", "small language models of every normalizer"),
+}
+EXPERIMENTS = {**PAPERS, **TRAINED}
+
+
+def named(names: Iterable[str]) -> list[Experiment]:
+    """The experiments of these names, each once, in the order given; "all" stands for those of the papers."""
+    wanted: list[str] = []
+    for name in names:
+        wanted += PAPERS if name == ALL else [name]
+    if not wanted:
+        raise ValueError(f"name an experiment: {', '.join([*EXPERIMENTS, ALL])}")
+    return [experiment(name) for name in dict.fromkeys(wanted)]
+
+
+def experiment(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, [*EXPERIMENTS, ALL], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"no experiment is called {name!r}; {hint}There are {', '.join([*EXPERIMENTS, ALL])}")
+    module = EXPERIMENTS[name].module
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:  # a library that the experiment needs
+            raise
+        raise ValueError(
+            f"the experiment {name!r} is not part of this installation: there is no module {module}"
+        ) from None
+    result: Experiment = found.EXPERIMENT
+    return result

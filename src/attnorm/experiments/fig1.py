@@ -1,0 +1,193 @@
+"""Figure 1: tokens on a circle, scaled by attention, and the ball around what is selected - a toy, and a real head.
+
+The paper's picture is two-dimensional; a head's vectors are not. The real head is drawn so that what decides stays
+exact: on the left directions in a plane, in the middle the length of every a_i x_i, on the right its distance from s,
+and so who is inside the ball. The plane is that of s and of the direction in which the selected keys differ most.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from attnorm.experiments.critical_n import Array
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
+from attnorm.experiments.figures import fig1 as draw
+from attnorm.experiments.subject_rows import LastRows, last_rows
+from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
+from attnorm.theory.selection import SelectedRows, select
+
+LENGTH = 48  # tokens: as many as a picture can show
+TOP_N = 5
+TOY_TOKENS = 24
+DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One row as the picture shows it; everything by key."""
+
+    title: str
+    directions: Array  # angle of x_i in the plane
+    lengths: Array  # ||a_i x_i||
+    context: tuple[float, float]  # s in the plane
+    from_context: Array  # angle of a_i x_i - s in the plane
+    distances: Array  # ||a_i x_i - s||, exact
+    radius: float
+    chosen: Array  # 1 where selected
+    inside: Array  # 1 where selected and distinguishable
+    dimension: int
+
+    def table(self) -> pa.Table:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return pa.table({"scene": [self.title] * len(self.lengths), "key": np.arange(len(self.lengths)), **numbers})
+
+
+def scene(rows: SelectedRows, title: str) -> Scene:
+    """Of one row: weights (1, 1, L) and vectors (1, L, d)."""
+    y = rows.weights[0, 0, :, None] * rows.vectors[0]
+    s = rows.context[0, 0]
+    plane = _plane(s, y[rows.chosen[0, 0]])
+    apart, directions = (y - s) @ plane.T, rows.vectors[0] @ plane.T
+    return Scene(
+        title=title,
+        directions=_array(torch.atan2(directions[:, 1], directions[:, 0])),
+        lengths=_array(torch.linalg.vector_norm(y, dim=-1)),
+        context=(float((s @ plane.T)[0]), float((s @ plane.T)[1])),
+        from_context=_array(torch.atan2(apart[:, 1], apart[:, 0])),
+        distances=_array(rows.distances[0, 0]),
+        radius=float(nearest_outsider(rows)[0, 0]),
+        chosen=_array(rows.chosen[0, 0]),
+        inside=_array(distinguishable(rows)[0, 0]),
+        dimension=rows.vectors.shape[-1],
+    )
+
+
+def _array(values: Tensor) -> Array:
+    return np.asarray(values.double().numpy(), dtype=np.float64)
+
+
+def _plane(s: Tensor, selected: Tensor) -> Tensor:
+    """Two orthonormal directions (2, d): that of s, and the one in which the selected keys differ most beside it."""
+    if s.shape[-1] == 2:
+        return torch.eye(2, dtype=s.dtype)
+    first = s / torch.linalg.vector_norm(s).clamp(min=1e-12)
+    rest = selected - (selected @ first).unsqueeze(-1) * first
+    second = torch.linalg.svd(rest - rest.mean(0), full_matrices=False).Vh[0]
+    second = second - (second @ first) * first
+    return torch.stack([first, second / torch.linalg.vector_norm(second).clamp(min=1e-12)])
+
+
+def toy(seed: int, tokens: int = TOY_TOKENS) -> SelectedRows:
+    """The paper's picture: tokens at random on a circle, softmax of random logits."""
+    generator = torch.Generator().manual_seed(seed)
+    angles = 2 * math.pi * torch.rand(tokens, generator=generator, dtype=torch.float64)
+    logits = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    return _alone(logits.softmax(0), torch.stack([angles.cos(), angles.sin()], -1))
+
+
+def _alone(weights: Tensor, vectors: Tensor) -> SelectedRows:
+    return select(weights[None, None], vectors[None], TOP_N)
+
+
+def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
+    """Layer and head of the row to draw: of those with the median N_s the one whose top N hold a middling mass."""
+    found: list[tuple[float, float, int, int]] = []
+    for place, layer in enumerate(layers):
+        rows = layer.selected(TOP_N)
+        per_group = layer.weights.shape[1]
+        for group, row in np.ndindex(*layer.weights.shape[:2]):
+            share, mass = float(separability(rows)[group, row]), float(rows.mass[group, row])
+            found.append((share, mass, place, group * per_group + row))
+    middle = float(np.median([one[0] for one in found]))
+    nearest = min(abs(one[0] - middle) for one in found)
+    likely = [one for one in found if abs(one[0] - middle) == nearest]
+    _, _, place, head = min(likely, key=lambda one: abs(one[1] - 0.6))
+    layer = layers[place]
+    group, row = divmod(head, layer.weights.shape[1])
+    return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
+
+
+def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
+    (length,) = subject.lengths([LENGTH])
+    layers = [one.on_sphere() for one in last_rows(subject, length, tell=tell) if one.keys == length]
+    if not layers:
+        raise ValueError(f"no layer of this model looks at all {length} tokens; Figure 1 draws a row that does")
+    layer, head, rows = typical(layers)
+    scenes = (
+        scene(toy(subject.seed), "toy: random tokens on a circle"),
+        scene(rows, f"{subject.loaded().name}, layer {layer + 1}, head {head + 1}"),
+    )
+    shares = torch.cat([separability(one.selected(TOP_N)).flatten() for one in layers]).numpy()
+    chance = _by_dimension(layers, subject, tell)
+    finding = _finding(scenes, shares, chance)
+    setting = f"{subject.passages()[0].name}; last of {length} tokens, vectors: values on the sphere"
+    return Outcome(
+        words=_words(scenes, shares, chance),
+        findings=(finding,),
+        figures={"fig1": draw.figure(scenes, TOP_N, setting)},
+        tables={"fig1": pa.concat_tables([one.table() for one in scenes])},
+        parameters={
+            "length": length,
+            "top_n": TOP_N,
+            "layer": layer,
+            "head": head,
+            "toy_tokens": TOY_TOKENS,
+            "draws": DRAWS,
+            "seed": subject.seed,
+        },
+    )
+
+
+def _by_dimension(layers: list[LastRows], subject: Subject, tell: Tell) -> dict[int, float]:
+    """Mean N_s / N of the heads' own weights on uniform directions: in the plane of the picture, and in the model's."""
+    generator = torch.Generator().manual_seed(subject.seed)
+    found = {}
+    for dimension in (2, layers[0].vectors.shape[-1]):
+        values = []
+        for place, layer in enumerate(layers):
+            normal = torch.randn(*layer.vectors.shape[:2], dimension, generator=generator, dtype=torch.float64)
+            rows = LastRows(layer.layer, layer.weights, on_sphere(normal), layer.visible).selected(TOP_N)
+            values.append(separability_null(rows, DRAWS, "isotropic", None, generator).mean.flatten())
+            tell(f"uniform directions in {dimension} dimensions", place + 1, len(layers))
+        found[dimension] = float(torch.cat(values).mean())
+    return found
+
+
+def _finding(scenes: tuple[Scene, ...], shares: Array, chance: dict[int, float]) -> Finding:
+    plane, model = chance.items()
+    told = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
+    some = 0 < float((shares < 1).mean()) < 1
+    return Finding(
+        "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
+        "; ".join(told) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
+        f"{(shares == 1).mean():.0%}",
+        "reproduces" if some else "partly",
+        f"A plane misleads: the heads' weights on uniform directions keep {plane[1]:.2f} of the selected keys inside "
+        f"in {plane[0]} dimensions and {model[1]:.2f} in {model[0]}.",
+    )
+
+
+def _words(scenes: tuple[Scene, ...], shares: Array, chance: dict[int, float]) -> str:
+    drawn, real = scenes
+    plane, model = chance.items()
+    return (
+        f"In the toy {int(drawn.inside.sum())} of the {TOP_N} selected tokens stay inside the ball, in the head drawn "
+        f"beside it {int(real.inside.sum())}; over all {len(shares)} heads {shares.mean():.2f} of the selected keys "
+        f"do, and {(shares == 1).mean():.0%} of the heads keep all of them. The picture is right as an "
+        f"illustration; but uniform directions with the heads' own weights leave {plane[1]:.2f} inside in the plane "
+        f"and {model[1]:.2f} in {model[0]} dimensions, where directions are nearly orthogonal."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="fig1",
+    title="Figure 1: the geometry of selection",
+    source="Mudarisov et al. 2025, Figure 1",
+    question="What does it look like when a head selects, in the paper's toy and in a real head?",
+    run=_run,
+)

@@ -1,0 +1,146 @@
+"""The numbers behind Figure 2: the distance of every head at every N, and what random selection would give instead.
+
+All formulas are theory's; here they are taken at the last row of every head. Arrays are (heads, len(grid)).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from attnorm.experiments.critical_n import Array
+from attnorm.experiments.subject_rows import LastRows
+from attnorm.theory.distance import d_tilde, relative_distance, theorem1_fixed_printed, theorem1_fixed_tight
+from attnorm.theory.random_set import (
+    corollary2_printed,
+    random_set_monte_carlo,
+    theorem1_random_bounds,
+    theorem1_random_printed,
+)
+from attnorm.theory.selection import SelectedRows
+from attnorm.theory.threads import one_thread
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Every head of a model at one length, for every N of the grid."""
+
+    length: int
+    grid: tuple[int, ...]
+    measured: Array  # d_tilde of the true top-N set
+    printed: Array  # the expectation as printed
+    lower: Array  # the corrected expectation lies between lower and upper
+    upper: Array
+    mass: Array  # A, the weight of the top N
+    context: Array  # ||s||, what the top N add up to
+    output: Array  # ||x_bar||, what all keys add up to
+
+    @property
+    def heads(self) -> int:
+        return len(self.measured)
+
+    def column(self, top_n: int) -> int:
+        return self.grid.index(top_n)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Every head at one length and N, with what is too slow for every N."""
+
+    length: int
+    top_n: int
+    measured: Array
+    relative: Array  # d_tilde / ((L - N) ||s||)
+    fixed_printed: Array  # the upper bound for the true set
+    fixed_tight: Array
+    printed: Array
+    expected: Array  # the expectation itself, by drawing random sets
+    expected_error: Array  # its standard error
+    lower: Array
+    upper: Array
+    corollary: Array  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
+
+    def table(self) -> pa.Table:
+        """One row per head."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        heads = len(self.measured)
+        return pa.table(
+            {"length": [self.length] * heads, "top_n": [self.top_n] * heads, "head": list(range(heads)), **numbers}
+        )
+
+
+def whole(layers: Sequence[LastRows], length: int) -> list[LastRows]:
+    """The layers whose last row sees all keys: a sliding window does not."""
+    kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
+    if not kept:
+        raise ValueError(
+            f"no layer of this model looks at all {length} tokens with finite weights; Figure 2 is about rows that do"
+        )
+    return kept
+
+
+@one_thread()
+def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], tell: Callable[[int], None]) -> Distances:
+    """tell: how many N are done."""
+    length = layers[0].keys
+    every = [layer.selected(max(grid)) for layer in layers]
+    for rows in every:
+        _ = rows.norms, rows.output, rows.squares  # the same for all N
+    columns: dict[str, list[Array]] = {name: [] for name in _NUMBERS}
+    for place, N in enumerate(grid):
+        chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
+        for name, number in _NUMBERS.items():
+            columns[name].append(_by_head(chosen, number))
+        tell(place + 1)
+    return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
+
+
+@one_thread()
+def at_point(
+    layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
+) -> Point:
+    """draws: of random sets. heaviest: how many keys the corrected bounds tell apart, tighter for peaked rows."""
+    chosen = [layer.selected(top_n) for layer in layers]
+    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in chosen]
+    bounds = [theorem1_random_bounds(rows, heaviest) for rows in chosen]
+    return Point(
+        length=layers[0].keys,
+        top_n=top_n,
+        measured=_by_head(chosen, d_tilde),
+        relative=_by_head(chosen, relative_distance),
+        fixed_printed=_by_head(chosen, theorem1_fixed_printed),
+        fixed_tight=_by_head(chosen, theorem1_fixed_tight),
+        printed=_by_head(chosen, theorem1_random_printed),
+        expected=_flat([one.mean for one in drawn]),
+        expected_error=_flat([one.standard_error for one in drawn]),
+        lower=_flat([one[0] for one in bounds]),
+        upper=_flat([one[1] for one in bounds]),
+        corollary=_by_head(chosen, corollary2_printed),
+    )
+
+
+def _norm(vectors: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms
+
+
+_NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
+    "measured": d_tilde,
+    "printed": theorem1_random_printed,
+    "lower": lambda rows: theorem1_random_bounds(rows)[0],
+    "upper": lambda rows: theorem1_random_bounds(rows)[1],
+    "mass": lambda rows: rows.mass,
+    "context": lambda rows: _norm(rows.context),
+    "output": lambda rows: _norm(rows.output),
+}
+
+
+def _by_head(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Array:
+    return _flat([number(rows) for rows in layers])
+
+
+def _flat(values: Sequence[Tensor]) -> Array:
+    return np.asarray(torch.cat([value.flatten() for value in values]).numpy(), dtype=np.float64)

@@ -1,0 +1,174 @@
+"""Figure 3: how many of the N selected keys are geometrically distinguishable, and how many chance would make so.
+
+N_s counts the selected y_i = a_i x_i within r of the context vector s, r the distance of the nearest key that was not
+selected. The paper normalises the vectors to a sphere; here also as they are. Beside the measured N_s / N stand the
+same weights dealt out to the keys at random (permuted), directions drawn anew (Assumption 1, "isotropic"), and the
+bounds of Theorem 2 as printed and as corrected.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from attnorm.experiments.critical_n import Array
+from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
+from attnorm.experiments.fig3_findings import findings, words
+from attnorm.experiments.figures import fig3 as draw
+from attnorm.experiments.subject_rows import LastRows, last_rows
+from attnorm.theory.geometry import (
+    minimum_separation,
+    nearest_outsider,
+    on_sphere,
+    separability,
+    theorem2_bounds,
+    theorem2_printed,
+    xi,
+)
+from attnorm.theory.selection import SelectedRows
+from attnorm.theory.threads import one_thread
+
+LENGTH = 1024
+TOP_N = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Separabilities:
+    """Every head, (heads, len(top_n)): the measured share, its nulls, and Theorem 2."""
+
+    top_n: tuple[int, ...]
+    draws: int  # of each null
+    measured: Array
+    permuted: Array  # the weights dealt out to the keys at random, r found anew
+    isotropic: Array  # directions drawn anew (Assumption 1), r found anew
+    isotropic_fixed: Array  # the same with r fixed at the measured one: what Theorem 2 is about
+    fixed_error: Array  # its standard error
+    lower: Array  # corrected bounds for that r
+    upper: Array
+    printed_lower: Array
+    printed_upper: Array
+    certain: Array  # 1 where r >= max xi: all N keys are inside, as they are for all vectors so far apart
+
+    @property
+    def slack(self) -> Array:
+        """How far the mean of the draws with r fixed may lie from the truth; where all agree, by the rule of three."""
+        return np.asarray(4 * self.fixed_error + 3 / (self.draws * np.array(self.top_n)))
+
+    def table(self, vectors: str) -> pa.Table:
+        heads, columns = self.measured.shape
+        numbers = {name: value.ravel() for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return pa.table(
+            {
+                "vectors": [vectors] * (heads * columns),
+                "head": np.repeat(np.arange(heads), columns),
+                "top_n": np.tile(self.top_n, heads),
+                **numbers,
+            }
+        )
+
+
+def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
+    (length,) = subject.lengths([LENGTH if not subject.quick else LENGTH // 2])
+    draws = 4 if subject.quick else 40
+    top_n = tuple(N for N in (TOP_N[:6] if subject.quick else TOP_N) if length > N)
+    generator = torch.Generator().manual_seed(subject.seed)
+    layers = [one for one in last_rows(subject, length, tell=tell) if one.keys > max(top_n)]
+    if not layers:
+        raise ValueError(f"no layer of this model looks at more than {max(top_n)} keys; Figure 3 needs rows that do")
+    sphere = measure([one.on_sphere() for one in layers], top_n, draws, generator, tell, "on the sphere")
+    raw = measure(layers, top_n, draws, generator, tell, "as they are")
+    setting = (
+        f"{subject.loaded().name}, {subject.passages()[0].name}; last row of {len(raw.measured)} heads, L = {length}"
+    )
+    return Outcome(
+        words=words(sphere, raw),
+        findings=findings(sphere, raw),
+        figures={"fig3": draw.figure(sphere, raw, setting)},
+        tables={"fig3": pa.concat_tables([sphere.table("on the sphere"), raw.table("as they are")])},
+        parameters={
+            "length": length,
+            "top_n": top_n,
+            "rows": "last",
+            "vectors": "values after the head's projection",
+            "radius": "distance of the nearest key outside the top N",
+            "draws": draws,
+            "seed": subject.seed,
+        },
+    )
+
+
+@one_thread()
+def measure(
+    layers: Sequence[LastRows], top_n: tuple[int, ...], draws: int, generator: torch.Generator, tell: Tell, what: str
+) -> Separabilities:
+    """tell: after each layer."""
+    found: dict[str, list[Array]] = {}
+    for place, layer in enumerate(layers):
+        every = layer.selected(max(top_n))
+        radii = _at_each(every, top_n, nearest_outsider)
+        numbers = {
+            "measured": _at_each(every, top_n, separability),
+            **_theorem2(layer, every, top_n),
+            **_nulls(layer, top_n, radii, draws, generator),
+        }
+        for name, value in numbers.items():
+            found.setdefault(name, []).append(np.asarray(value.flatten(0, -2).numpy(), dtype=np.float64))
+        tell(f"separability of vectors {what}", place + 1, len(layers))
+    return Separabilities(top_n, draws, **{name: np.concatenate(values) for name, values in found.items()})
+
+
+def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
+    """Both forms of the bounds, for the radius of each row as if it had been fixed in advance."""
+    M = (layer.vectors.square().sum(-1).mean(-1)).sqrt().unsqueeze(-1).expand(every.weights.shape[:-1])
+    delta = minimum_separation(layer.vectors).unsqueeze(-1).expand(M.shape)
+    columns = []
+    for N in top_n:
+        rows = every.with_indices(every.indices[..., :N])
+        r = nearest_outsider(rows)
+        certain = (r >= xi(rows, M, delta).amax(-1)).double()
+        columns.append(torch.stack([*theorem2_bounds(rows, r, M), *theorem2_printed(rows, r, M, delta), certain]))
+    return dict(
+        zip(("lower", "upper", "printed_lower", "printed_upper", "certain"), torch.stack(columns, -1), strict=True)
+    )
+
+
+def _at_each(every: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
+    """A number of every row for each N, in the last dimension."""
+    return torch.stack([number(every.with_indices(every.indices[..., :N])) for N in top_n], -1)
+
+
+def _nulls(
+    layer: LastRows, top_n: tuple[int, ...], radii: Tensor, draws: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """What theory.geometry.separability_null draws for one N at a time; here a draw serves all N and both radii."""
+    lengths = torch.linalg.vector_norm(layer.vectors, dim=-1, keepdim=True)
+    permuted, isotropic, fixed = [], [], []
+    for _ in range(draws):
+        dealt = layer.permuted(generator).selected(max(top_n))
+        permuted.append(_at_each(dealt, top_n, separability))
+        normal = torch.randn(layer.vectors.shape, generator=generator, dtype=torch.float64)
+        drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
+        chosen = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
+        isotropic.append(torch.stack([separability(rows) for rows in chosen], -1))
+        fixed.append(torch.stack([separability(rows, radii[..., place]) for place, rows in enumerate(chosen)], -1))
+    with_fixed = torch.stack(fixed)
+    return {
+        "permuted": torch.stack(permuted).mean(0),
+        "isotropic": torch.stack(isotropic).mean(0),
+        "isotropic_fixed": with_fixed.mean(0),
+        "fixed_error": with_fixed.std(0) / math.sqrt(draws),
+    }
+
+
+EXPERIMENT = Experiment(
+    name="fig3",
+    title="Figure 3: geometric separability",
+    source="Mudarisov et al. 2025, Figure 3 and Theorem 2",
+    question="Which share of the selected keys can be told from the others, and is that more than chance?",
+    run=_run,
+)

@@ -1,0 +1,73 @@
+"""What all figures of the experiments share: lettering, inks that stay apart in grey, and files that do not change.
+
+Every quantity has its own line style and marker as well as its colour, so that a grey printer loses nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnorm.report.palette import INK, PALE
+
+__all__ = ["CORRECTED", "INK", "MEASURED", "NULL", "PALE", "PRINTED", "letter", "note", "save", "style", "tidy"]
+
+LETTERING: dict[Any, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 8.5, "mathtext.fontset": "dejavusans",
+    "svg.fonttype": "path", "svg.hashsalt": "attnorm", "pdf.fonttype": 42,
+    "axes.edgecolor": PALE, "axes.linewidth": 0.7, "axes.titlesize": 9.5, "axes.labelsize": 9,
+    "xtick.color": PALE, "ytick.color": PALE, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "text.color": INK, "axes.labelcolor": INK, "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
+
+# Keyword arguments of a line for each thing that figures compare: colour, style and marker differ, and lightness too.
+MEASURED: dict[str, Any] = {"color": INK, "linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.8}
+CORRECTED: dict[str, Any] = {"color": "#0a6ab4", "linestyle": "--", "marker": "s", "markersize": 4, "linewidth": 1.5}
+PRINTED: dict[str, Any] = {
+    "color": "#d9731a", "linestyle": ":", "marker": "^", "markersize": 4.5, "linewidth": 1.7,
+    "markerfacecolor": "white",
+}  # fmt: skip
+NULL: dict[str, Any] = {
+    "color": "#8b939d", "linestyle": "-.", "marker": "D", "markersize": 3.5, "linewidth": 1.3,
+    "markerfacecolor": "white",
+}  # fmt: skip
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Figures are to be made and saved inside."""
+    with matplotlib.rc_context(LETTERING):
+        yield
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """As SVG, PNG and PDF beside each other, without dates: the same figure gives the same bytes."""
+    svg, png, pdf = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("svg", "png", "pdf"))
+    figure.savefig(svg, metadata={"Date": None}, facecolor="white")
+    figure.savefig(png, dpi=160, facecolor="white")
+    figure.savefig(pdf, metadata={"CreationDate": None}, facecolor="white")
+    return [svg, png, pdf]
+
+
+def tidy(axes: Axes, *, grid: bool = True) -> None:
+    """No box, a pale grid behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if grid:
+        axes.grid(color="#e9ebee", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def letter(axes: Axes, which: str, title: str) -> None:
+    """The panel's letter and what it shows, above it on the left."""
+    axes.set_title(f"({which})  {title}", loc="left")
+
+
+def note(figure: Figure, text: str) -> None:
+    """A line in small print under everything: model, text, rows."""
+    # Names of models and texts are data: a dollar sign must not start a formula.
+    figure.text(0.01, 0.008, text, fontsize=7, color=PALE, parse_math=False)

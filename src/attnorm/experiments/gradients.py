@@ -1,0 +1,214 @@
+"""Gradient sensitivity, section 2.3 of Mudarisov et al. 2025: its toy exactly, and the same questions to real heads.
+
+The toy: the two largest logits a, a + eps become a + 2 eps, a. The paper has the weights move by about sqrt(2) eps/T;
+to first order it is 3 sqrt(2)/4 eps/T, and however small T is the weights cannot move by more than sqrt 2. On real
+rows the same move is made on the two largest logits, and the exact norm of the Jacobian stands beside every bound.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
+from attnorm.experiments.sampled_rows import SampledRows, sample_rows
+from attnorm.theory.gradient import (
+    corollary3_corrected,
+    corollary3_printed,
+    entmax_jacobian_norm,
+    finite_difference_gain,
+    lemma2_corrected,
+    lemma2_printed,
+    swap_example,
+)
+
+STEPS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # eps/T of the toy
+HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: how far the two stand above the rest
+TOY_KEYS = 1024
+TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+ROUNDING = 1e-6
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Real rows in order of nothing in particular; `move` and `norms` have one column for each temperature."""
+
+    n: Floats
+    layer: Floats
+    head: Floats
+    norm: Floats  # exact, as the model runs
+    printed: Floats  # Lemma 2
+    corrected: Floats
+    move: Floats  # change of the weights per eps/T when the toy's move is made on the two largest logits
+    norms: Floats
+
+
+def toy() -> pa.Table:
+    """One row per height a/T and step eps/T, T = 1: distances in units of eps/T."""
+    rows = []
+    for a in HEIGHTS:
+        for step in STEPS:
+            found = swap_example(a, step, 1.0, TOY_KEYS)
+            rows.append(
+                {
+                    "a_over_T": a, "eps_over_T": step, "weight_distance": found.weight_distance,
+                    "per_step": found.weight_distance / step, "first_order_per_step": found.first_order / step,
+                    "printed_per_step": found.printed / step, "corrected_per_step": found.corrected / step,
+                }
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
+    """epsilon: the toy's eps in units of T, small enough for first order."""
+    logits = torch.where(rows.visible, rows.logits.double(), -torch.inf)
+    best = logits.topk(2, dim=-1).indices
+    move = torch.zeros_like(logits).scatter(
+        -1, best, torch.tensor([-1.0, 2.0], dtype=torch.float64).expand(len(best), 2)
+    )
+    moves, norms = [], []
+    for T in TEMPERATURES:
+        # finite_difference_gain divides by the step's length, sqrt(5) eps; here it is per eps/T.
+        step = 5**0.5 * epsilon * T
+        gain = finite_difference_gain(
+            lambda z: torch.softmax(z, -1), logits, step, temperature=T, directions=move[None]
+        )[0]
+        moves.append(gain * 5**0.5 * T)
+        norms.append(entmax_jacobian_norm(torch.softmax(logits / T, -1), temperature=T))
+    F = torch.where(rows.visible, torch.exp(logits - logits.amax(-1, keepdim=True)), 0.0)
+    weights = torch.softmax(logits, -1)
+    return Gradients(
+        n=rows.n.double().numpy(),
+        layer=rows.layer.double().numpy(),
+        head=rows.head.double().numpy(),
+        norm=entmax_jacobian_norm(weights).numpy(),
+        printed=lemma2_printed(F, F, rows.visible).numpy(),
+        corrected=lemma2_corrected(F, F, rows.visible).numpy(),
+        move=torch.stack(moves, -1).numpy(),
+        norms=torch.stack(norms, -1).numpy(),
+    )
+
+
+def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
+    length = subject.lengths((512,) if subject.quick else (512, 1024))[-1]
+    count = 12 if subject.quick else 24
+    rows = sample_rows(subject, tell, length, count)
+    found = measure(rows.where(rows.n > 2))
+    example = toy()
+    from attnorm.experiments.figures.gradients import figure
+
+    text = subject.passages()[0].name
+    about = f"{subject.loaded().name}, {text}, {len(found.n):,} rows of up to {length:,} keys, all heads"
+    return Outcome(
+        words=_words(found),
+        findings=judged(found, example),
+        figures={"gradients": figure(found, example, about)},
+        tables={"toy": example, "rows": table(found)},
+        parameters={
+            "length": length, "rows_per_head": count, "toy_keys": TOY_KEYS, "steps": STEPS, "heights": HEIGHTS,
+            "temperatures": TEMPERATURES, "seed": subject.seed,
+        },
+    )  # fmt: skip
+
+
+def judged(found: Gradients, example: pa.Table) -> tuple[Finding, ...]:
+    limit = [row for row in example.to_pylist() if row["a_over_T"] == HEIGHTS[-1]]
+    small, large = limit[0], limit[-1]
+    own = TEMPERATURES.index(1.0)
+    quarter, half = float(corollary3_printed(1.0)), float(corollary3_corrected(1.0))
+    short, long = found.n <= 64, found.n >= 0.7 * found.n.max()
+    low = int((found.printed < found.norm * (1 - ROUNDING)).sum())
+    ratio = found.corrected / np.maximum(found.norm, 1e-12)
+    norms = [float(np.median(found.norm[part])) for part in (short, long)]
+    cold = float(np.median(found.norms[:, 0]) / np.median(found.norms[:, own]))
+    return (
+        Finding(
+            claim="Toy of section 2.3: the weights move by about sqrt(2) eps/T = 1.414 eps/T",
+            ours=f"{small['per_step']:.3f} eps/T for eps = {small['eps_over_T']:g} T",
+            verdict="reproduces" if abs(small["per_step"] - 2**0.5) < 0.1 else "does not",
+            why="3 sqrt(2)/4 = 1.061: at a tie the Jacobian's largest eigenvalue is 1/(2T), and only 3/sqrt(10) of the "
+            "step points along it",
+        ),
+        Finding(
+            claim="... so for sufficiently small T the change becomes large (section 2.3)",
+            ours=f"at eps = {large['eps_over_T']:g} T it is {large['weight_distance']:.3f}, "
+            f"{large['per_step']:.3f} eps/T",
+            verdict="partly",
+            why="the change of the weights never exceeds sqrt 2, so eps/T is right only while eps < T",
+        ),
+        Finding(
+            claim="Nearly identical logits of a real head move its weights by O(eps/T) (section 2.3)",
+            ours=f"the toy's move on the two largest logits of real rows: {np.median(found.move[:, own]):.2f} eps/T "
+            f"in the median row, {np.quantile(found.move[:, own], 0.95):.2f} in the most sensitive 5 %, at most "
+            f"{found.move[:, own].max():.2f}",
+            verdict="reproduces",
+            why="the order is right; the constant is the rows' own, from 0 (decided rows) to 1.06 (tied winners)",
+        ),
+        Finding(
+            claim="||J|| <= 1/(4T) (Corollary 3)",
+            ours=f"exceeded in {float((found.norm > quarter).mean()):.0%} of the rows at T = 1; largest "
+            f"{found.norm.max():.3f}, rows above 1/(2T): {int((found.norm > half * (1 + ROUNDING)).sum())}",
+            verdict="does not" if bool((found.norm > quarter).any()) else "reproduces",
+            why="1/(4T) is the largest entry of the Jacobian, its norm reaches 1/(2T)",
+        ),
+        Finding(
+            claim="Lemma 2 bounds the Jacobian of any F / sum F",
+            ours=f"printed form below the exact norm in {low} rows, at its cap sqrt 2 in "
+            f"{float((found.printed >= 2**0.5 * (1 - ROUNDING)).mean()):.0%}; corrected form {np.median(ratio):.1f} "
+            "times the norm in the median row",
+            verdict="does not" if low else "partly",
+            why="with exp the printed form is so large that only its wrong cap sqrt 2 is left; it fails for other F",
+        ),
+        Finding(
+            claim="Lower T inflates Jacobian norms (section 2.3, Discussion)",
+            ours=f"median norm at T = {TEMPERATURES[0]:g} over that at T = 1: {cold:.2g}; largest "
+            f"{found.norms[:, 0].max():.3g} against {found.norms[:, own].max():.3g}",
+            verdict="partly" if cold < 1 else "reproduces",
+            why="only rows with tied winners follow 1/T; a row that is decided has a Jacobian near 0: it freezes",
+        ),
+        Finding(
+            claim="Vanishing attention makes gradients too small in long contexts (introduction)",
+            ours=f"median exact norm {norms[0]:.3f} in rows of up to 64 keys, {norms[1]:.3f} in the longest",
+            verdict="reproduces"
+            if norms[1] < 0.5 * norms[0]
+            else "partly"
+            if norms[1] < 0.9 * norms[0]
+            else "does not",
+            why="the norm is about the second largest weight: it falls only where heads disperse",
+        ),
+    )
+
+
+def table(found: Gradients) -> pa.Table:
+    return pa.table(
+        {
+            "layer": found.layer.astype(np.int64), "head": found.head.astype(np.int64), "n": found.n.astype(np.int64),
+            "jacobian_norm": found.norm, "lemma2_printed": found.printed, "lemma2_corrected": found.corrected,
+            **{f"norm_T_{T:g}": found.norms[:, place] for place, T in enumerate(TEMPERATURES)},
+            **{f"move_T_{T:g}": found.move[:, place] for place, T in enumerate(TEMPERATURES)},
+        }
+    )  # fmt: skip
+
+
+def _words(found: Gradients) -> str:
+    return (
+        f"The toy's constant is 1.06, not 1.41, and eps/T holds only while eps < T. Of {len(found.n):,} real rows, "
+        f"{float((found.norm > 0.25).mean()):.0%} have a Jacobian norm above the printed bound 1/4 at the model's own "
+        f"temperature; none exceeds 1/2. Cooling does not inflate the gradient of a typical row: at T = "
+        f"{TEMPERATURES[0]:g} the median norm is {np.median(found.norms[:, 0]):.2g}, against "
+        f"{np.median(found.norm):.2g} as trained, while the largest grows to {found.norms[:, 0].max():.3g}."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="gradients",
+    title="Gradient sensitivity: the toy and real heads",
+    source="Mudarisov et al. 2025, section 2.3, Lemma 2 and Corollary 3",
+    question="How far do weights move when logits do, in the paper's toy and in real heads?",
+    run=run,
+)

@@ -1,0 +1,166 @@
+"""The results as tables in Markdown, and in words."""
+
+from collections.abc import Iterable, Sequence
+
+from attnorm.experiments.language_models.results import Contender, Line, contenders, rank_correlation
+
+# Of the attention statistics: heading and digits.
+ATTENTION = {
+    "entropy_ratio": ("entropy / log n", 3),
+    "effective_keys": ("effective keys", 1),
+    "max_weight": ("largest weight", 3),
+    "sink_mass": ("first key's share", 3),
+    "row_sum": ("row sum", 3),
+    "jacobian_norm": ("Jacobian norm", 3),
+}
+
+
+def all_tables(lines: Iterable[Line]) -> str:
+    every = list(lines)
+    found = contenders(every)
+    parts = [
+        ("Loss", losses_table(found)), ("Pass keys found", needle_table(found)), ("Cost", cost_table(found)),
+        ("Attention", attention_table(found)), ("Learning rates", rates_table(every)), ("Trials", trials_table(every)),
+        ("In words", in_words(found)),
+    ]  # fmt: skip
+    return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
+
+
+def losses_table(found: Sequence[Contender]) -> str:
+    """Nats per token by text and window length."""
+    if not found:
+        return ""
+    columns = [(text, length) for text, lengths in found[0].losses.items() for length in lengths]
+    rows = [
+        [one.name, str(one.seeds), *(one.losses[text][length].written(4) for text, length in columns)] for one in found
+    ]
+    return table(["normalizer", "seeds", *(f"{text}, {length:,}" for text, length in columns)], rows)
+
+
+def needle_table(found: Sequence[Contender]) -> str:
+    """Percent of keys with every digit right, and of digits."""
+    asked = [one for one in found if one.found]
+    if not asked:
+        return ""
+    lengths = list(asked[0].found)
+    best_first = sorted(asked, key=lambda one: [-one.found[length].mean for length in reversed(lengths)])
+    rows = [
+        [
+            one.name,
+            *(one.found[length].written(1, 100) for length in lengths),
+            *(one.digits[length].written(1, 100) for length in lengths),
+        ]
+        for one in best_first
+    ]
+    headings = [f"{what} at {length:,}" for what in ("keys", "digits") for length in lengths]
+    return table(["normalizer", *(f"% {heading}" for heading in headings)], rows)
+
+
+def cost_table(found: Sequence[Contender]) -> str:
+    rows = [
+        [
+            one.name,
+            _number(one.tokens_per_second, "{:,.0f}"),
+            _number(None if one.peak_memory_bytes is None else one.peak_memory_bytes / 2**30, "{:.1f}"),
+            one.computed,
+            _number(one.tokens, "{:,}"),
+            _number(one.parameters, "{:,}"),
+            _number(one.learning_rate, "{:g}"),
+        ]
+        for one in found
+        if one.at_inference is None
+    ]
+    headings = ["normalizer", "tokens/s", "peak GiB", "attention", "tokens read", "parameters", "learning rate"]
+    return table(headings, rows) if rows else ""
+
+
+def attention_table(found: Sequence[Contender]) -> str:
+    looked = [one for one in found if one.attention]
+    rows = [
+        [one.name, *(_number(one.attention.get(name), f"{{:.{digits}f}}") for name, (_, digits) in ATTENTION.items())]
+        for one in looked
+    ]
+    return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows) if rows else ""
+
+
+def rates_table(lines: Sequence[Line]) -> str:
+    """Validation loss at the end of the short runs."""
+    tried = [line for line in lines if line["stage"] == "rate"]
+    rates = sorted({line["learning_rate"] for line in tried})
+    rows = []
+    for name in dict.fromkeys(line["normalizer"] for line in tried):
+        ended = {line["learning_rate"]: line["valid_loss"] for line in tried if line["normalizer"] == name}
+        best = min((loss for loss in ended.values() if loss is not None), default=None)
+        cells = [_number(ended.get(rate), "{:.4f}") if rate in ended else "" for rate in rates]
+        rows.append(
+            [name, *(f"**{cell}**" if ended.get(r) == best else cell for r, cell in zip(rates, cells, strict=True))]
+        )
+    return table(["normalizer", *(f"{rate:g}" for rate in rates)], rows) if rows else ""
+
+
+def trials_table(lines: Sequence[Line]) -> str:
+    tried = [line for line in lines if line["stage"] == "trial"]
+    rows = [
+        [
+            line["normalizer"],
+            line["attention"],
+            _number(line.get("tokens_per_second"), "{:,.0f}"),
+            _number((line.get("peak_memory_bytes") or 0) / 2**30 or None, "{:.1f}"),
+            (line["problem"] or "").splitlines()[0][:80] if line["problem"] else "",
+        ]
+        for line in tried
+    ]
+    return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows) if rows else ""
+
+
+def in_words(found: Sequence[Contender]) -> str:
+    """Who is best at what, and whether sharper heads find more."""
+    trained = [one for one in found if one.at_inference is None]
+    if len(trained) < 2:
+        return ""
+    text, lengths = next(iter((text, list(by)) for text, by in found[0].losses.items()))
+    said = []
+    for length in (lengths[0], lengths[-1]):
+        best = min(found, key=lambda one: one.losses[text][length].mean)
+        softmax = next((one for one in found if one.name == "softmax"), None)
+        behind = "" if softmax is None or softmax is best else f"; softmax {softmax.losses[text][length].mean:.4f}"
+        said.append(
+            f"On windows of {length:,} tokens {best.name} has the lowest loss on {text}, "
+            f"{best.losses[text][length].mean:.4f} nats{behind}."
+        )
+    asked = [one for one in found if one.found]
+    if asked:
+        for length in (min(asked[0].found), max(asked[0].found)):
+            best = max(asked, key=lambda one: one.found[length].mean)
+            most = best.found[length].mean
+            said.append(
+                f"At {length:,} tokens {best.name} finds most keys, {100 * most:.1f} %."
+                if most
+                else f"At {length:,} tokens no model finds a key."
+            )
+        said.append(_sharper(asked, max(asked[0].found)))
+    return " ".join(words for words in said if words)
+
+
+def _sharper(asked: Sequence[Contender], length: int) -> str:
+    pairs = [
+        (one.attention["entropy_ratio"], one.found[length].mean)
+        for one in asked
+        if one.at_inference is None and "entropy_ratio" in one.attention
+    ]
+    correlation = rank_correlation(pairs)
+    if correlation is None:
+        return ""
+    return (
+        f"Rank correlation of entropy / log n (before fine-tuning) with keys found at {length:,} tokens, over "
+        f"{len(pairs)} normalizers: {correlation:+.2f}."
+    )
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,82 @@
+"""What is run: the models, the tokens they read, the learning rates tried, and what is asked of them afterwards."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from attnorm.training.needle import NeedleTask
+from attnorm.training.settings import Settings
+
+SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Equal conditions for every normalizer: only it and its learning rate differ."""
+
+    normalizers: tuple[str, ...] = (
+        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "softpick", "sa_softmax", "sink",
+    )  # fmt: skip
+    at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
+    """Put in the place of softmax in the trained softmax model; log_scaled is softmax up to the training length."""
+    layers: int = 8
+    heads: int = 8
+    width: int = 512
+    context: int = 1024
+    vocab: int = 8192
+    batch: int = 64
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rate_tokens: int = 5_200_000
+    main_tokens: int = 60_000_000
+    warmup_share: float = 0.06
+    weight_decay: float = 0.1
+    longer: tuple[int, ...] = (1, 2, 4)
+    chunks: int = 40
+    """Pieces of text, each as long as the longest window, on which the losses at all lengths are taken."""
+    observed: int = 4
+    """Windows on which attention is looked at."""
+    needle: NeedleTask = field(default_factory=lambda: NeedleTask(batch=64))
+    dtype: str = "bfloat16"
+    compiled: bool = True
+
+    def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> Settings:
+        steps = max(1, math.ceil(tokens / (self.batch * self.context)))
+        return Settings(
+            architecture="llama", layers=self.layers, heads=self.heads, width=self.width, context=self.context,
+            vocab=self.vocab, steps=steps, batch=self.batch, learning_rate=rate,
+            warmup=max(1, round(self.warmup_share * steps)), weight_decay=self.weight_decay, seed=seed,
+            dtype=self.dtype, normalizer=normalizer,
+        )  # fmt: skip
+
+    def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
+        """Those of the normalizers that are asked for, in that order.
+
+        Raises:
+            ValueError: One is not part of the plan.
+        """
+        if not names:
+            return self.normalizers
+        unknown = [name for name in names if name not in self.normalizers]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
+        return tuple(names)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+FULL = Plan()
+QUICK = Plan(
+    normalizers=(SOFTMAX, "ssmax", "entmax15"),
+    layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
+    rates=(3e-3, 1e-2), rate_tokens=5_000, main_tokens=20_000, chunks=4, observed=2,
+    needle=NeedleTask(steps=20, batch=8, questions=4, digits=2, longer=(1, 2), depths=(0.2, 0.8)),
+    dtype="float32", compiled=False,
+)  # fmt: skip
+
+
+def on_this_machine(plan: Plan) -> Plan:
+    """The plan as it can be run here: without a GPU nothing is compiled and nothing rounded to half precision."""
+    import torch
+
+    return plan if torch.cuda.is_available() else replace(plan, dtype="float32", compiled=False)

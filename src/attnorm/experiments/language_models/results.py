@@ -1,0 +1,127 @@
+"""The lines of results.jsonl put together: one record per model, mean over its seeds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over seeds and half the distance between the smallest and the largest; None with one seed."""
+
+    mean: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(mean(values), None if len(values) < 2 else (max(values) - min(values)) / 2)
+
+    def written(self, digits: int, scale: float = 1.0) -> str:
+        half = "" if self.half is None else f" ± {scale * self.half:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{half}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model as trained, or with another normalizer put in at inference."""
+
+    normalizer: str
+    at_inference: str | None
+    seeds: int
+    losses: dict[str, dict[int, Spread]]
+    """By text and window length, nats per token."""
+    found: dict[int, Spread]
+    """Share of keys found by length; empty before it was asked."""
+    digits: dict[int, Spread]
+    attention: dict[str, float]
+    learning_rate: float | None = None
+    tokens: int | None = None
+    parameters: int | None = None
+    tokens_per_second: float | None = None
+    peak_memory_bytes: float | None = None
+    computed: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.normalizer if self.at_inference is None else f"{self.normalizer} → {self.at_inference}"
+
+    def loss(self, text: str, length: int) -> float | None:
+        found = self.losses.get(text, {}).get(length)
+        return None if found is None else found.mean
+
+
+def contenders(lines: Iterable[Line]) -> list[Contender]:
+    """Those whose losses were measured, the lowest loss at the training length first."""
+    every = list(lines)
+    measured = [line for line in every if line["stage"] == "measure"]
+    keys = dict.fromkeys((line["normalizer"], line["at_inference"]) for line in measured)
+    made = [_contender(every, *key) for key in keys]
+    return sorted(made, key=lambda one: min(next(iter(one.losses.values())).items())[1].mean)
+
+
+def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None) -> Contender:
+    here = [line for line in lines if line.get("normalizer") == normalizer]
+    asked = [line for line in here if line.get("at_inference", at_inference) == at_inference]
+    measured = [line for line in asked if line["stage"] == "measure"]
+    needles = [line for line in asked if line["stage"] == "needle"]
+    main = [line for line in here if line["stage"] == "main" and not line["problem"]]
+    statistics = [line["attention_statistics"]["mean"] for line in measured if line.get("attention_statistics")]
+    trained = at_inference is None
+    return Contender(
+        normalizer,
+        at_inference,
+        seeds=len(measured),
+        losses={text: _by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
+        found=_by_length([_part(line, "exact") for line in needles]),
+        digits=_by_length([_part(line, "digits") for line in needles]),
+        attention=_means(statistics),
+        learning_rate=main[0]["learning_rate"] if main and trained else None,
+        tokens=main[0]["tokens"] if main and trained else None,
+        parameters=main[0]["parameters"] if main and trained else None,
+        tokens_per_second=_largest(main, "tokens_per_second") if trained else None,
+        peak_memory_bytes=_largest(main, "peak_memory_bytes") if trained else None,
+        computed=main[0]["attention"] if main and trained else "",
+    )
+
+
+def _by_length(found: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
+    if not found:
+        return {}
+    return {int(length): Spread.of([one[length] for one in found]) for length in found[0]}
+
+
+def _part(line: Line, which: str) -> dict[str, float]:
+    return {length: figures[which] for length, figures in line["by_length"].items()}
+
+
+def _means(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    names = found[0] if found else ()
+    values = {name: [one[name] for one in found] for name in names}
+    return {name: mean(v for v in each if v is not None) for name, each in values.items() if None not in each}
+
+
+def _largest(lines: Sequence[Line], name: str) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return max(values, default=None)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's; None for fewer than four pairs, or where one side is all the same."""
+    if len(pairs) < 4:
+        return None
+    first, second = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
+    middle = (len(pairs) - 1) / 2
+    spread = [sum((rank - middle) ** 2 for rank in ranks) for ranks in (first, second)]
+    if not all(spread):
+        return None
+    together = sum((a - middle) * (b - middle) for a, b in zip(first, second, strict=True))
+    return float(together / (spread[0] * spread[1]) ** 0.5)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """From 0; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

@@ -1,0 +1,50 @@
+"""One pass of a model over the start of a text, its attention calls looked at one by one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnorm.experiments.experiment import Subject, Tell
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.sampling import length_bins, spread
+from attnorm.models.inputs import run
+from attnorm.models.observe import observe
+from attnorm.models.support import attention_sites
+
+
+def look_at(
+    subject: Subject,
+    length: int,
+    look: Callable[[AttentionCall], None],
+    tell: Tell,
+    what: str,
+    *,
+    inputs: bool = False,
+) -> None:
+    """Runs the model over the first `length` tokens of the first text; `look` gets every causal attention call.
+
+    inputs: with the layer inputs behind the keys.
+    """
+    loaded = subject.loaded()
+    layers = len(attention_sites(loaded.model))
+    seen = 0
+
+    def one(call: AttentionCall) -> None:
+        nonlocal seen
+        if call.kind == "decoder":
+            look(call)
+            seen += 1
+        tell(what, min(seen, layers), layers)
+
+    with observe(loaded.model, one, inputs=inputs):
+        run(loaded, subject.model_inputs(length))
+    if not seen:
+        raise ValueError(f"{loaded.name} has no causal attention, and this experiment is about contexts that grow")
+
+
+def longest_rows(call: AttentionCall, count: int) -> Tensor:
+    """`count` queries out of the longest half octave of contexts, evenly spaced, the last among them."""
+    queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
+    n = torch.arange(queries) + 1 + keys - queries
+    return spread((n >= length_bins(keys)[0][0]).nonzero().squeeze(-1), count)

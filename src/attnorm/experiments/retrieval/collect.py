@@ -1,0 +1,126 @@
+"""The records of a plan: those on the disk already, whoever made them, and the rest, trained here.
+
+A folder of `attnorm train retrieval` that came from a GPU holds all that tables and figures need in records.jsonl. On a
+machine without one nothing is trained in its place: what is missing then stays out, and is named.
+"""
+
+import json
+import lzma
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from attnorm.experiments.retrieval.plan import Plan, Training
+from attnorm.training.devices import chosen_device
+from attnorm.training.retrieval.records import RECORDS, Record, read_records
+from attnorm.training.retrieval.run import Progress, train_retrieval
+from attnorm.training.retrieval.stacks import run_key
+
+Tell = Callable[[str, int, int], None]
+DEVICES = ("cuda", "cpu")
+WORTH_COMPILING = 2000  # steps
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a training; `records` may lack some where nothing could be trained."""
+
+    training: Training
+    records: list[Record]
+    complete: bool
+
+    def tested_with(self, name: str) -> list[Record]:
+        return [record for record in self.records if record["tested_with"] == name]
+
+
+def collect(plan: Plan, folder: Path, known: Iterable[Path], device: str | None, tell: Tell) -> list[Found]:
+    """In the order of the plan. New records, weights and checkpoints go to `folder`.
+
+    Args:
+        known: Files of records, .jsonl or .jsonl.xz, that need not exist.
+        device: Where to train and whose records to take; if not given, that of the records, else a GPU if there is one.
+    """
+    there = [record for path in (folder / RECORDS, *known) for record in records_in(path)]
+    here = chosen_device(device).type
+    chosen = here if device is not None else _made_on(plan, there) or here
+    place = device if chosen == here else chosen
+    found = []
+    for number, training in enumerate(plan.trainings):
+        tell(f"{training.section}: {training.label}", number, len(plan.trainings))
+        records = _of(training, plan.seeds, there, chosen)
+        if len(records) < _wanted(training, plan.seeds) and chosen in (here, "cpu"):
+            with _one_thread():
+                records = train_retrieval(
+                    [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
+                    trials=training.trials, device=place, compiled=_compiled(training),
+                    report=_telling(tell, training, number, len(plan.trainings)),
+                ).records  # fmt: skip
+            there += records
+        found.append(Found(training, records, len(records) == _wanted(training, plan.seeds)))
+    tell("", len(plan.trainings), len(plan.trainings))
+    return found
+
+
+def records_in(path: Path) -> list[Record]:
+    """Of a file as `train retrieval` writes it, or packed by xz; none where there is no such file.
+
+    Raises:
+        ValueError: The file cannot be unpacked.
+    """
+    if path.suffix != ".xz":
+        return read_records(path)
+    if not path.exists():
+        return []
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (lzma.LZMAError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it, or copy it again") from None
+
+
+def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
+    """Those that the tests ask for, each once, by test, size and seed."""
+    key = run_key(training.task, training.normalizer, training.recipe, device)
+    mine = {
+        (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
+        for record in records
+        if record.get("run") == key and record["seed"] in seeds and training.trials.asked(record)
+    }
+    return [mine[place] for place in sorted(mine)]
+
+
+def _wanted(training: Training, seeds: Sequence[int]) -> int:
+    return len(seeds) * len(training.trials.sizes) * len(training.trials.names)
+
+
+def _made_on(plan: Plan, records: Sequence[Record]) -> str | None:
+    """The device that made most of the plan's records: data differ between CPU and GPU, so one must serve for all."""
+    counts = {device: sum(len(_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES}
+    most = max(counts, key=lambda device: counts[device])
+    return most if counts[most] else None
+
+
+def _compiled(training: Training) -> bool | None:
+    """As the trainer sees fit, but not where compiling would take longer than the steps."""
+    return None if training.recipe.steps >= WORTH_COMPILING else False
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors of a step are small: threads would wait for one another longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _telling(tell: Tell, training: Training, number: int, of: int) -> Callable[[Progress], None]:
+    def report(now: Progress) -> None:
+        tell(f"{training.section}: {training.label}, {now.stage} {now.done:,} of {now.total:,}", number, of)
+
+    return report

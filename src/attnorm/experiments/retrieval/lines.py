@@ -1,0 +1,123 @@
+"""Everything that tables, figures and verdict need, in one list: a line per training, test and size."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attnorm.experiments.retrieval.collect import Found
+from attnorm.experiments.retrieval.comparison import Difference, Key, against
+from attnorm.experiments.retrieval.plan import BASELINE, PAPERS_RECIPE, Section, Training
+from attnorm.experiments.retrieval.ranking import delivered_margin, needed_margin, predicted_right
+from attnorm.training.retrieval.records import Record
+from attnorm.training.retrieval.summary import Row, mean_of, summarise
+from attnorm.training.retrieval.trials import OWN
+
+
+@dataclass(frozen=True)
+class Line:
+    training: Training
+    row: Row
+    difference: Difference | None  # to softmax as trained, or to the paper's recipe; None for these themselves
+
+    @property
+    def section(self) -> Section:
+        return self.training.section
+
+    @property
+    def label(self) -> str:
+        return self.training.label
+
+    @property
+    def accuracy(self) -> float:
+        return self.row.accuracy.value
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the logits of a training deliver at a size, mean over seeds, and what they would have to."""
+
+    training: Training
+    size: int
+    slope: float  # over priorities from 0.9 to 1, whatever the size
+    leak: float
+    delivered: float  # margin between the two best, in logits
+    needed: float | None  # for half of the weight; None where no margin alone decides
+    class_noise: float | None  # standard deviation of the logit over the classes, among the best
+    logits_right: float
+    predicted_right: float | None  # by the leak alone
+
+
+def lines_of(found: Sequence[Found]) -> list[Line]:
+    """In the order of the trainings; differences within a section, which shares task and data."""
+    made = []
+    for section in dict.fromkeys(one.training.section for one in found):
+        members = [one for one in found if one.training.section == section]
+        first = next((one for one in members if one.training.label in (BASELINE, PAPERS_RECIPE)), None)
+        others: dict[Key, Sequence[Record]] = {
+            (one.training.label, name): one.tested_with(name)
+            for one in members
+            for name in one.training.trials.names
+            if compared(one.training, name) and (one is not first or name != OWN)
+        }
+        sizes = sorted({record["size"] for one in members for record in one.records})
+        differences = against(first.tested_with(OWN), others, sizes) if first else {}
+        for one in members:
+            for row in summarise(one.records):
+                key = (one.training.label, row.tested_with)
+                made.append(Line(one.training, row, differences.get((key, row.size))))
+    return made
+
+
+def compared(training: Training, tested_with: str) -> bool:
+    """What stands in a table, and is compared with its first row: each as trained, and softmax in all tests."""
+    if training.section in ("parts", "steps"):
+        return tested_with in (OWN, "hard")
+    return tested_with == OWN or training.label == BASELINE
+
+
+def scales_of(found: Iterable[Found]) -> list[Scale]:
+    """Of the trainings that rank by priority and whose logits rise with it in every seed."""
+    made = []
+    for one in found:
+        own = one.tested_with(OWN)
+        slope, leak = mean_of(own, "slope"), mean_of(own, "leak")
+        if slope is None or leak is None:
+            continue
+        learned = _mean_learned(own)
+        for size in sorted({record["size"] for record in own}):
+            at_size = [record for record in own if record["size"] == size]
+            tops = [_at_top(record) for record in at_size]
+            known = _leak_holds_at_top(at_size)
+            made.append(
+                Scale(
+                    training=one.training,
+                    size=size,
+                    slope=slope.value,
+                    leak=leak.value,
+                    delivered=_mean([delivered_margin(rise, size) for rise, _ in tops]),
+                    needed=needed_margin(one.training.normalizer, size, learned),
+                    class_noise=_mean([rise * moved for rise, moved in tops]) if known else None,
+                    logits_right=_mean([record["logits_right"] for record in at_size]),
+                    predicted_right=_mean([predicted_right(moved, size) for _, moved in tops]) if known else None,
+                )
+            )
+    return made
+
+
+def _at_top(record: Record) -> tuple[float, float]:
+    """Slope and leak among the contenders; over [0.9, 1] where the record has no others."""
+    slope, leak = record.get("slope_at_top"), record.get("leak_at_top")
+    return (slope, leak) if slope is not None and leak is not None else (record["slope"], record["leak"])
+
+
+def _leak_holds_at_top(records: Sequence[Record]) -> bool:
+    """Measured there, or the same at every priority: sets squeezed toward 1 make a model more exact near 1."""
+    return all(record.get("leak_at_top") is not None or not record.get("squeezed", 0) for record in records)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_learned(records: Sequence[Record]) -> dict[str, float]:
+    names = records[0].get("learned", {})
+    return {name: sum(record["learned"][name] for record in records) / len(records) for name in names}

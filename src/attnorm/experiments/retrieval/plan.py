@@ -1,0 +1,152 @@
+"""Which stacks are trained, and what each is tested on. Nothing here needs more than torch: a GPU may lack the rest.
+
+Every normalizer for which a set has no order takes part, with the same seeds, data and steps. The paper's adaptive
+temperature is for tests alone, where it takes the place of the trained softmax, as hard attention does for all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import available, get
+from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.retrieval.trials import SIZES, Trials
+
+Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]
+SECTIONS: dict[Section, str] = {
+    "paper": "max retrieval, the paper's recipe",
+    "ours": "max retrieval, our recipe",
+    "parts": "our recipe part by part, softmax",
+    "steps": "100,000 steps, softmax",
+    "recall": "associative recall, the rate falling to 0",
+    "majority": "majority, the rate falling to 0",
+}
+BASELINE = "softmax"
+PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
+FOR_TESTS = "adaptive_temperature"
+# Of what the defaults mean on sequences, little is left on sets of 16: these say the same for sets.
+FOR_SETS = {"log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25"}
+OTHERS = ("hard", FOR_TESTS, "entmax15")  # in place of a trained softmax
+OTHER_TASKS = ("softmax", "ssmax", "entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "sa_softmax")
+LONG = 100_000  # steps, as in the paper
+BEYOND = 131_072  # items
+
+# What our recipe changes in the paper's, part by part: a label for tables, and the fields.
+PARTS: dict[str, dict[str, Any]] = {
+    "squeezed sets": {"squeezed": 0.9},
+    "cosine": {"cosine": True},
+    "learning rate 3e-3": {"learning_rate": 3e-3},
+}
+# What can be added to it where the logits are not to be read as they are: for hard attention in the tests.
+STANDARDIZED: dict[str, Any] = {"standardized": 6.0}
+BEST = STANDARDIZED | {"leak_penalty": 10.0}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One stack: all seeds of a normalizer, a task and a recipe."""
+
+    section: Section
+    label: str
+    task: str
+    normalizer: str
+    recipe: Recipe
+    trials: Trials
+
+
+@dataclass(frozen=True)
+class Plan:
+    seeds: tuple[int, ...]
+    trainings: tuple[Training, ...]
+
+    def of(self, *sections: Section) -> list[Training]:
+        return [training for training in self.trainings if training.section in sections]
+
+
+def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Plan:
+    """All of it, or a small version for a CPU and a minute; with `only` no more than these normalizers and softmax.
+
+    Raises:
+        ValueError: A normalizer that does not take part.
+    """
+    chosen = _chosen(only)
+    if quick:
+        return _quick([name for name in chosen if only or name in ("softmax", "ssmax", "entmax15")], seed)
+    paper, sizes = Recipe(), (*SIZES, BEYOND)
+    everything = Trials(sizes=sizes, others=OTHERS)
+    other_tasks = [name for name in chosen if name in OTHER_TASKS]
+    # A constant rate would measure the noise that it leaves in the weights.
+    falling = replace(paper, steps=6000, cosine=True)
+    long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
+    trainings = [
+        *_of_all("paper", chosen, "max", paper, sizes),
+        *(Training("parts", label, "max", BASELINE, recipe, everything) for label, recipe in _parts(paper).items()),
+        *_of_all("ours", [name for name in chosen if name != "hard"], "max", ours(paper), sizes),
+        *_of_all("recall", other_tasks, "recall", falling, SIZES),
+        *_of_all("majority", other_tasks, "majority", falling, SIZES),
+        *(
+            Training("steps", label, "max", BASELINE, replace(recipe, steps=LONG), everything)
+            for label, recipe in long.items()
+        ),
+    ]
+    return Plan(tuple(range(seed, seed + 10)), tuple(trainings))
+
+
+def ours(paper: Recipe) -> Recipe:
+    return replace(paper, **{name: value for part in PARTS.values() for name, value in part.items()})
+
+
+def _quick(chosen: Sequence[str], seed: int) -> Plan:
+    """Rates are higher, since the steps are few: what is learned there is the same in kind."""
+    paper = Recipe(steps=400, batch=64, width=32, learning_rate=1e-2)
+    better = replace(paper, squeezed=0.5, cosine=True)
+    sizes, sets = (16, 64, 256, 1024), 256
+    small = Trials(sizes=sizes, sets=sets, others=OTHERS)
+    parts = {PAPERS_RECIPE: paper, "+ cosine": replace(paper, cosine=True), OUR_RECIPE: better}
+    trainings = [
+        *_of_all("paper", chosen, "max", paper, sizes, sets),
+        *(Training("parts", label, "max", BASELINE, recipe, small) for label, recipe in parts.items()),
+        *_of_all("ours", chosen, "max", better, sizes, sets),
+        *_of_all("recall", chosen, "recall", paper, sizes, sets),
+        *_of_all("majority", chosen, "majority", paper, sizes, sets),
+    ]
+    return Plan(tuple(range(seed, seed + 3)), tuple(trainings))
+
+
+def _of_all(
+    section: Section, chosen: Sequence[str], task: str, recipe: Recipe, sizes: tuple[int, ...], sets: int = 1024
+) -> Iterator[Training]:
+    for name in chosen:
+        others = OTHERS if name == BASELINE and task == "max" else ("hard",)
+        trials = Trials(sizes=sizes, sets=sets, others=others)
+        spelling = FOR_SETS.get(name, name)
+        yield Training(section, spelling, task, spelling, recipe, trials)
+
+
+def _parts(paper: Recipe) -> dict[str, Recipe]:
+    """The paper's recipe, each part of ours alone, ours without each, ours, and what can be added to it."""
+    everything = ours(paper)
+    recipes = {PAPERS_RECIPE: paper}
+    recipes |= {f"+ {part}": replace(paper, **fields) for part, fields in PARTS.items()}
+    for part in PARTS:
+        left = {name: value for other, fields in PARTS.items() if other != part for name, value in fields.items()}
+        recipes[f"ours without {part}"] = replace(paper, **left)
+    recipes[OUR_RECIPE] = everything
+    recipes["ours + standardized logits"] = replace(everything, **STANDARDIZED)
+    recipes["best: ours + standardized, leak penalty"] = replace(everything, **BEST)
+    return recipes
+
+
+def _chosen(only: Sequence[str]) -> list[str]:
+    fitting = [name for name in available() if name != FOR_TESTS and _for_sets(name)]
+    unknown = [name for name in only if name not in fitting]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} does not take part; choose among {', '.join(fitting)}")
+    return [name for name in fitting if not only or name in only or name == BASELINE]
+
+
+def _for_sets(name: str) -> bool:
+    """Whether a row of logits is enough for it, and the order of the keys does not matter."""
+    made = get(name)
+    return isinstance(made, Normalizer) and made.properties.permutation_equivariant

@@ -1,0 +1,221 @@
+"""Fine-tune a language model to find a pass key in its context, then ask at lengths that it has never seen.
+
+The same few hundred steps for every model: what is compared is how well a trained model can be taught to find one
+sentence again, and how far beyond the training length that still works.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from attnorm.training.compilation import Attention, compile_blocks, in_training, without_compiled_blocks
+from attnorm.training.evaluation import EVALUATION_BATCH
+from attnorm.training.optimization import LARGEST_GRADIENT, learning_rate, make_optimizer
+from attnorm.training.passkeys import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.settings import Settings
+from attnorm.training.tokens import Tokens
+
+LOG_EVERY = 20
+LEAST_FILLER = 2  # times the longest window, in each part of the text
+TESTED_SHARE = 0.25  # of the filler: the end, which fine-tuning does not see
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleTask:
+    """What is asked and how long it is practised; the same for all models that are compared."""
+
+    digits: int = 5
+    steps: int = 250
+    batch: int = 32
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    seed: int = 0
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    questions: int = 20  # per length and depth
+    longer: tuple[int, ...] = (1, 2, 4)  # lengths to test at, in training lengths
+
+    def __post_init__(self) -> None:
+        for name in ("digits", "steps", "batch", "questions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.longer or min(self.longer) < 1 or not self.depths:
+            raise ValueError(f"test at one or more lengths and depths, got {self.longer} and {self.depths}")
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths must lie between 0 (the start) and 1 (the end), got {self.depths}")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How often a key was found at one length and depth."""
+
+    length: int
+    depth: float
+    questions: int
+    exact: float
+    """Share of keys with every digit right, when the model writes the likeliest token each time."""
+    digits: float
+    """Share of digits right, each with those before it given."""
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "digits")}
+
+
+def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int) -> tuple[Tokens, Tokens]:
+    """What is practised in, and what is tested in.
+
+    Raises:
+        ValueError: The text or the windows are too short.
+    """
+    least = shortest_window(wording, task.digits)
+    if length < least:
+        raise ValueError(f"a key of {task.digits} digits and its question take {least} tokens, got windows of {length}")
+    cut = len(filler) - int(TESTED_SHARE * len(filler))
+    practised, tested = filler[:cut], filler[cut:]
+    needed = LEAST_FILLER * max(task.longer) * length
+    if len(tested) < needed:
+        raise ValueError(
+            f"the text has {len(filler)} tokens, a quarter of them to test in; windows of {max(task.longer) * length} "
+            f"need {math.ceil(needed / TESTED_SHARE)}: give more text, or test at fewer lengths"
+        )
+    return practised, tested
+
+
+def fine_tune(
+    model: Any,
+    settings: Settings,
+    filler: Tokens,
+    wording: Wording,
+    task: NeedleTask,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    attention: Attention = "engine",
+    deadline: float = math.inf,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[dict[str, float]]:
+    """Trains the model in place on the digits of the answers alone; returns the course of their loss, in nats.
+
+    settings: those the model was trained with; its windows have the length of its training.
+    """
+    recipe = as_settings(task, settings)
+    optimizer = make_optimizer(model, recipe)
+    if compiled:
+        compile_blocks(model, settings)
+    course: list[dict[str, float]] = []
+    losses: list[torch.Tensor] = []
+    model.train()
+    with in_training(model, compiled=compiled, attention=attention):
+        for step in range(task.steps):
+            puzzles = training_puzzles(
+                filler, wording, digits=task.digits, seed=task.seed, step=step, batch=task.batch,
+                length=settings.context + 1,
+            ).to(device)  # fmt: skip
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, recipe)
+            with _autocast(device, settings):
+                loss = answer_loss(model, puzzles)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            late = time.monotonic() >= deadline
+            if late or (step + 1) % LOG_EVERY == 0 or step + 1 == task.steps:
+                mean, losses = float(torch.stack(losses).mean()), []
+                if not math.isfinite(mean):
+                    raise ValueError(
+                        f"after step {step + 1} the loss is {mean}; lower the learning rate (now {task.learning_rate})"
+                    )
+                course.append({"step": step + 1, "loss": round(mean, 5)})
+                report(step + 1, mean)
+            if late:
+                break
+    model.eval()
+    return course
+
+
+def as_settings(task: NeedleTask, settings: Settings) -> Settings:
+    """The recipe of the fine-tuning, for the optimizer and its schedule."""
+    return replace(
+        settings, steps=task.steps, batch=task.batch, learning_rate=task.learning_rate, warmup=task.warmup,
+        weight_decay=0.0,
+    )  # fmt: skip
+
+
+def answer_loss(model: Any, puzzles: Puzzles) -> Any:
+    """Mean cross entropy of the answers' digits, in nats."""
+    return F.cross_entropy(_answer_logits(model, puzzles).flatten(0, 1).float(), puzzles.targets.flatten())
+
+
+def _answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
+    hidden = model.base_model(input_ids=puzzles.windows[:, :-1], use_cache=False).last_hidden_state
+    before = (puzzles.answers - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+    return F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)
+
+
+@torch.inference_mode()
+def find_keys(
+    model: Any,
+    settings: Settings,
+    filler: Tokens,
+    wording: Wording,
+    task: NeedleTask,
+    device: torch.device,
+) -> list[Answered]:
+    """How often the key is found, by length and depth; the questions are the same for every model."""
+    model.eval()
+    found = []
+    with without_compiled_blocks(model, settings):
+        for times in task.longer:
+            length = times * settings.context  # tokens that are read; the last digit is only predicted
+            together = max(1, EVALUATION_BATCH * settings.context // length)
+            for depth in task.depths:
+                puzzles = puzzles_at(
+                    filler, wording, digits=task.digits, seed=task.seed + 1, count=task.questions, length=length + 1,
+                    depth=depth,
+                )  # fmt: skip
+                right = _right(model, puzzles, together, device, settings)
+                found.append(
+                    Answered(
+                        length,
+                        depth,
+                        task.questions,
+                        exact=round(float(right.all(-1).mean()), 5),
+                        digits=round(float(right.mean()), 5),
+                    )
+                )
+    return found
+
+
+def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: Settings) -> Any:
+    """(questions, digits), 1 where the likeliest token is the right one."""
+    parts = []
+    for start in range(0, len(puzzles.windows), together):
+        some = Puzzles(puzzles.windows[start : start + together], puzzles.answers[start : start + together]).to(device)
+        with _autocast(device, settings):
+            parts.append((_answer_logits(model, some).argmax(-1) == some.targets).cpu().numpy())
+    return np.concatenate(parts)
+
+
+def summary(found: Sequence[Answered]) -> dict[str, dict[str, float]]:
+    """By length, over all depths."""
+    by_length: dict[str, dict[str, float]] = {}
+    for length in sorted({each.length for each in found}):
+        here = [each for each in found if each.length == length]
+        by_length[str(length)] = {
+            "questions": sum(each.questions for each in here),
+            "exact": round(float(np.mean([each.exact for each in here])), 5),
+            "digits": round(float(np.mean([each.digits for each in here])), 5),
+        }
+    return by_length
+
+
+def _autocast(device: torch.device, settings: Settings) -> torch.autocast:
+    dtype = getattr(torch, settings.dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

@@ -1,0 +1,87 @@
+"""attnorm reproduce: verdicts on stdout, files in the folder, exit codes that mean what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnorm.cli import app
+from tests.experiments.toy_experiments import Toy
+
+runner = CliRunner()
+
+
+def test_verdicts_go_to_stdout_and_the_place_of_the_page_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Toy().enter(monkeypatch)
+    result = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path / "out"), "--quick"])
+    assert result.exit_code == 0, result.output
+    for word in ("The toy", "It <b>is</b> so.", "a | b <i>", "1 of 2", "does not", "reproduces"):
+        assert word in result.stdout
+    assert "index.html" in result.stderr
+    assert "toy: playing, 1 of 2" in result.stderr
+    assert (tmp_path / "out" / "index.html").is_file()
+    again = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path / "out"), "--quick"])
+    assert "found finished" in again.stdout
+
+
+def test_json_holds_findings_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Toy().enter(monkeypatch)
+    result = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path), "--json", "--seed", "4"])
+    told = json.loads(result.stdout)
+    (one,) = told["experiments"]
+    assert one["findings"][0]["verdict"] == "does not"
+    assert one["found_finished"] is False
+    assert Path(told["index"]).is_file()
+    assert Path(one["folder"]).is_dir()
+
+
+def test_without_a_name_the_experiments_are_listed() -> None:
+    listed = json.loads(runner.invoke(app, ["reproduce", "--json"]).stdout)
+    in_all = {one["name"]: one["in_all"] for one in listed}
+    assert in_all["fig2"]
+    assert not in_all["retrieval"]
+    assert all(one["what"] for one in listed)
+    assert "critical N" in runner.invoke(app, ["reproduce"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["fig9"], "no experiment is called 'fig9'"),
+        (["toy", "--model", "./nowhere"], "there is no folder './nowhere'"),
+        (["toy", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["toy", "--seed", "-1"], "greater than or equal to 0"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_why(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Toy(needs_model=True).enter(monkeypatch)
+    result = runner.invoke(app, ["reproduce", *arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "the same command goes on"),
+        (MemoryError(), 1, "out of memory. Take --quick"),
+        (torch.OutOfMemoryError("CUDA"), 1, "out of memory. Take --quick"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (ValueError("the text ends"), 2, "the text ends"),
+    ],
+)
+def test_what_goes_wrong_is_told_in_a_sentence(
+    error: BaseException, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Toy(fails=error).enter(monkeypatch)
+    result = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path)])
+    assert result.exit_code == code, result.output
+    assert told in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output

@@ -1,0 +1,180 @@
+"""Dispersion against length: slopes, for how many heads the ceiling binds, rotation and key/value groups."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from attnorm.experiments.dispersion import EXPERIMENT, RUNS, measure
+from attnorm.experiments.dispersion_findings import judged
+from attnorm.experiments.dispersion_tables import bound_shares, head_table, kv_effect
+from attnorm.experiments.experiment import Outcome, Subject
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.observe import observe
+from attnorm.models.rotation import before_rotation
+from tests.models.tiny import tiny
+
+QUICK = Subject(quick=True)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
+
+
+def test_every_head_has_a_slope_and_the_shares_of_bound_heads_never_fall_with_length(outcome: Outcome) -> None:
+    heads = outcome.tables["heads"]
+    assert heads.num_rows == 36
+    assert np.isfinite(heads["gap_slope"].to_numpy()).all()
+    for keys in ("all keys", "without the sink"):
+        rows = [row for row in outcome.tables["ceiling"].to_pylist() if row["keys"] == keys]
+        assert [row["at"] for row in rows] == ["1k", "8k", "128k", "1M"]
+        for reading in ("as_measured", "growing"):
+            shares = [row[reading] for row in rows]
+            assert shares == sorted(shares)
+        assert all(row["growing"] <= row["as_measured"] for row in rows)
+
+
+def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -> None:
+    told = [finding.ours for finding in outcome.findings if finding.ours.startswith("not applicable")]
+    assert len(told) == 2
+    assert outcome.parameters["rotation"].startswith("not applicable")
+    assert set(outcome.figures) == {"dispersion", "entropy-by-layer", "gap-by-layer"}
+
+
+def test_a_pass_that_was_made_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = measure(QUICK, silent, 64, 16, tmp_path)
+    monkeypatch.setattr("attnorm.experiments.dispersion.look_at", None)  # a second pass would call it
+    again = measure(QUICK, silent, 64, 16, tmp_path)
+    names = ["layer", "head", "rows", "entropy_nats", "logit_spread"]  # without NaN, which equals nothing
+    assert again.variants[RUNS]["heads"].select(names).equals(first.variants[RUNS]["heads"].select(names))
+    with pytest.raises(TypeError):
+        measure(QUICK, silent, 64, 17, tmp_path)
+
+
+def curve(spread: float, gap_of: float = 0.0, ns: tuple[int, ...] = (16, 64, 256, 1024)) -> list[dict[str, float]]:
+    return [
+        {
+            "layer": 0, "head": 0, "n": float(n), "n_low": n // 2 + 1, "n_high": n, "entropy_nats": math.log(n),
+            "max_weight": 1 / n, "logit_spread": spread, "logit_spread_q50": spread, "effective_gap": gap_of,
+            "logit_spread_without_sink": spread / 2, "logit_spread_without_sink_q50": spread / 2,
+        }
+        for n in ns
+    ]  # fmt: skip
+
+
+def one_head(spread: float) -> dict[str, pa.Table]:
+    rows = curve(spread)
+    names = (
+        "kv_head", "rows", "gap_slope", "gap_slope_error", "gap_slope_without_sink", "sink_mass_q50",
+        "entropy_nats_q50", "entropy_ratio_q50", "entropy_ratio_without_sink_q50", "max_weight_q50", "horizon_q50",
+    )  # fmt: skip
+    head = {**rows[-1], **dict.fromkeys(names, 0.0), "length": 1024}
+    return {"heads": pa.Table.from_pylist([head]), "by_length": pa.Table.from_pylist(rows)}
+
+
+def test_uniform_attention_has_entropy_slope_one_and_weight_slope_minus_one() -> None:
+    (row,) = head_table(one_head(3.0)).to_pylist()
+    assert row["entropy_slope"] == pytest.approx(1)
+    assert row["weight_slope"] == pytest.approx(-1)
+    assert row["horizon"] == pytest.approx(1 + math.exp(3))
+    assert row["horizon_without_sink"] == pytest.approx(1 + math.exp(1.5))
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(3.0, [1, 1, 1, 1]), (8.0, [0, 1, 1, 1]), (12.0, [0, 0, 0, 1])])
+def test_a_head_is_bound_from_its_horizon_on(spread: float, expected: list[float]) -> None:
+    tables = one_head(spread)
+    key = (1024, RUNS)
+    rows = bound_shares({key: head_table(tables)}, {key: tables["by_length"]}).to_pylist()[:4]
+    assert [row["as_measured"] for row in rows] == expected
+    assert rows[0]["measured"] == float(1 + math.exp(spread) < 1024)
+    assert math.isnan(rows[1]["measured"])  # no row of 8k keys was measured
+
+
+def grouped(slopes: np.ndarray) -> pa.Table:
+    layer, head = np.divmod(np.arange(slopes.size), 6)
+    return pa.table({"layer": layer, "head": head, "kv_head": head // 3, "gap_slope": slopes.ravel()})
+
+
+def test_heads_that_share_keys_are_found_alike_only_where_they_are() -> None:
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=(10, 6))
+    alike = np.repeat(generator.normal(size=(10, 2)), 3, axis=1) + 0.1 * noise
+    found = kv_effect(grouped(alike), np.random.default_rng(1), draws=199)
+    assert found["within_groups_over_within_layers"] < 0.2
+    assert found["p_value"] < 0.01
+    other = kv_effect(grouped(noise), np.random.default_rng(1), draws=199)
+    assert other["p_value"] > 0.05
+    alone = pa.table({"layer": [0, 0], "head": [0, 1], "kv_head": [0, 1], "gap_slope": [0.1, 0.9]})
+    assert not kv_effect(alone, np.random.default_rng(1))["applies"]
+
+
+def test_slopes_of_one_are_no_confirmation_of_the_theory(outcome: Outcome) -> None:
+    heads = outcome.tables["heads"]
+    flat, steep = (
+        heads.set_column(heads.column_names.index("gap_slope"), "gap_slope", pa.array([slope] * 36))
+        for slope in (0.0, 1.0)
+    )
+    curves = {(512, RUNS): outcome.tables["by-length"]}
+    groups = {"applies": False}
+    verdicts = [
+        judged({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, 512)[1].verdict
+        for table in (flat, steep)
+    ]
+    assert verdicts == ["reproduces", "does not"]
+
+
+def test_before_rotation_the_queries_are_the_plain_projections_and_nothing_else_changes() -> None:
+    model = tiny("llama")
+    ids = torch.arange(3, 23)[None]
+    plain = model(ids).logits
+    seen: list[tuple[AttentionCall, AttentionCall | None]] = []
+    states: list[torch.Tensor] = []
+    module = model.model.layers[0].self_attn
+    handle = module.register_forward_pre_hook(
+        lambda _, args, kwargs: states.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    with (
+        torch.no_grad(),
+        before_rotation(model) as before,
+        observe(model, lambda call: seen.append((call, before.of(call)))),
+    ):
+        watched = model(ids).logits
+    handle.remove()
+    assert torch.equal(plain, watched)
+    call, unrotated = seen[0]
+    assert unrotated is not None
+    expected = module.q_proj(states[0]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    torch.testing.assert_close(unrotated.query_BHQD, expected)
+    assert not torch.allclose(unrotated.query_BHQD[:, :, 1:], call.query_BHQD[:, :, 1:])
+    torch.testing.assert_close(
+        unrotated.query_BHQD[:, :, 0], call.query_BHQD[:, :, 0]
+    )  # the first stands at position 0
+    assert unrotated.value_BGKE is call.value_BGKE
+
+
+def test_after_an_error_the_rotation_is_the_models_own_again() -> None:
+    import transformers.models.llama.modeling_llama as file
+
+    model, original = tiny("llama"), file.apply_rotary_pos_emb
+    with before_rotation(model):
+        assert file.apply_rotary_pos_emb is not original
+    assert file.apply_rotary_pos_emb is original
+    with pytest.raises(RuntimeError, match="stop"), before_rotation(model):
+        raise RuntimeError("stop")
+    assert file.apply_rotary_pos_emb is original
+
+
+def test_a_model_that_does_not_rotate_gives_none() -> None:
+    model = tiny("gpt2")
+    found: list[AttentionCall | None] = []
+    with torch.no_grad(), before_rotation(model) as before, observe(model, lambda call: found.append(before.of(call))):
+        model(torch.arange(3, 23)[None])
+    assert found == [None, None]

@@ -1,0 +1,222 @@
+"""Figure 2: the expectations it compares, the critical N, and what decides it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from attnorm.experiments.critical_n import (
+    accepted,
+    bootstrap_heads,
+    critical_n,
+    interval,
+    ks_p_value,
+    ks_statistic,
+    ks_threshold,
+    n_grid,
+    power_law_over_heads,
+    rejection_rates,
+    resampled_critical_n,
+    subsampled_heads,
+)
+from attnorm.experiments.experiment import Subject
+from attnorm.experiments.fig2 import PAIRS, _compare, _fewer_heads
+from attnorm.experiments.fig2 import QUICK as SIZES
+from attnorm.experiments.fig2_findings import explained
+from attnorm.experiments.fig2_measure import Distances, at_point, over_grid, whole
+from attnorm.experiments.subject_rows import LastRows, joined, last_rows
+
+
+def synthetic(heads: int, keys: int, sharpness: float = 2.0, dimension: int = 8, seed: int = 0) -> list[LastRows]:
+    """One layer of heads, each with vectors of its own, whose weights know nothing of them."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = sharpness * torch.linspace(0.5, 1.5, heads, dtype=torch.float64)[:, None, None]
+    logits = scale * torch.randn(heads, 1, keys, generator=generator, dtype=torch.float64)
+    vectors = torch.randn(heads, keys, dimension, generator=generator, dtype=torch.float64)
+    vectors = vectors + torch.randn(heads, 1, dimension, generator=generator, dtype=torch.float64)
+    return [LastRows(0, logits.softmax(-1), vectors, torch.ones(heads, 1, keys, dtype=torch.bool))]
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def at_200() -> Distances:
+    return over_grid(synthetic(60, 200, sharpness=4.0), n_grid(200, 1.2), silent)
+
+
+def test_the_corrected_expectation_is_the_mean_over_random_sets_and_the_printed_one_is_not() -> None:
+    point = at_point(synthetic(6, 120, sharpness=0.7), 5, 1500, torch.Generator().manual_seed(1))
+    slack = 5 * point.expected_error
+    assert (point.lower <= point.expected + slack).all()
+    assert (point.expected <= point.upper + slack).all()
+    assert (point.upper < 2 * point.lower).all()
+    assert (point.printed > 2 * point.expected).all()
+
+
+def test_the_grid_has_every_small_n_and_ends_where_all_but_one_key_is_selected() -> None:
+    grid = n_grid(1024, 1.06)
+    assert grid[:16] == tuple(range(1, 17))
+    assert grid[-1] == 1023
+    steps = np.diff(grid)
+    assert (steps > 0).all()
+    assert (np.array(grid[17:]) / np.array(grid[16:-1]) < 1.1).all()
+    assert n_grid(3, 1.06) == (1, 2)
+
+
+@pytest.mark.parametrize("heads", [3, 12, 36, 144])
+def test_statistic_threshold_and_p_value_are_those_of_the_exact_test(heads: int) -> None:
+    generator = np.random.default_rng(heads)
+    for shift in (0.0, 0.4, 1.0):
+        first, second = generator.normal(size=(heads, 1)), generator.normal(size=(heads, 1)) + shift
+        exact = stats.ks_2samp(first[:, 0], second[:, 0], method="exact")
+        statistic = ks_statistic(first, second)[0]
+        assert statistic == pytest.approx(exact.statistic)
+        assert ks_p_value(round(statistic * heads), heads) == pytest.approx(exact.pvalue, rel=1e-6)
+        assert accepted(first, second)[0] == (exact.pvalue >= 0.01)
+
+
+def test_equal_samples_have_no_gap_and_three_heads_can_tell_nothing_apart() -> None:
+    values = np.array([[1.0, 2.0], [1.0, 3.0], [5.0, 3.0]])
+    assert ks_statistic(values, values[::-1]).tolist() == [0.0, 0.0]
+    assert ks_threshold(3) == math.inf
+    assert accepted(values, values + 100).all()
+
+
+def test_critical_n_is_the_first_n_at_which_two_laws_meet() -> None:
+    generator = np.random.default_rng(0)
+    grid = (1, 2, 4, 8, 16)
+    first = generator.normal(size=(200, 5))
+    second = generator.normal(size=(200, 5)) + np.array([3.0, 1.0, 0.6, 0.0, 2.0])
+    assert critical_n(first, second, grid) == 8
+    assert math.isnan(critical_n(first, second + 5, grid))
+    resampled = resampled_critical_n(first, second, grid, bootstrap_heads(200, 200, 20, 0))
+    assert interval(resampled)[0] >= 8
+    power = rejection_rates(first, second, bootstrap_heads(200, 200, 50, 0))
+    assert power[0] == 1
+    assert power[3] < 0.5
+    fewer = rejection_rates(first, second, bootstrap_heads(200, 20, 50, 0))
+    assert fewer[2] < power[2]
+
+
+def test_subsamples_take_no_head_twice_and_the_seed_decides() -> None:
+    which = subsampled_heads(30, 12, 5, 3)
+    assert all(len(set(draw)) == 12 for draw in which.tolist())
+    assert (which == subsampled_heads(30, 12, 5, 3)).all()
+    assert (which != subsampled_heads(30, 12, 5, 4)).any()
+
+
+def test_the_power_law_leaves_out_lengths_without_a_critical_n() -> None:
+    lengths = (32, 64, 128, 256, 512)
+    critical = np.array([math.nan, *(0.5 * length**0.7 for length in lengths[1:])])
+    resampled = np.stack([critical * 1.1, critical * np.array([1, 1, 1.2, 1.4, 1.6]), np.full(5, math.nan)])
+    law = power_law_over_heads(lengths, critical, resampled)
+    assert law is not None
+    assert law.exponent == pytest.approx(0.7)
+    assert law.coefficient == pytest.approx(0.5)
+    assert law.exponent_interval[0] == pytest.approx(0.7, abs=0.02)
+    assert law.exponent_interval[1] > 0.85
+    assert power_law_over_heads(lengths, np.full(5, math.nan), resampled) is None
+
+
+def test_the_printed_critical_n_is_that_of_the_norms_and_not_of_random_sets(at_200: Distances) -> None:
+    critical = {name: critical_n(*pair(at_200), at_200.grid) for name, pair in PAIRS.items()}
+    assert critical["printed"] == pytest.approx(critical["||s|| against ||x_bar||"], rel=0.25)
+    assert critical["corrected, upper end"] > 5 * critical["printed"]
+    assert explained(at_200, critical["printed"]) > 0.95
+    assert math.isnan(explained(at_200, math.nan))
+
+
+def test_random_sets_are_told_apart_from_the_printed_expectation_and_lie_close_to_the_corrected_one() -> None:
+    """The control that the printed expectation fails: sets drawn at random are what E is about."""
+    for N in (2, 20, 100):
+        point = at_point(synthetic(60, 200, sharpness=0.7), N, 200, torch.Generator().manual_seed(0))
+        drawn = point.expected[:, None]
+        assert (point.upper < 1.4 * point.expected).all()
+        assert not accepted(drawn, point.printed[:, None]).any()
+
+
+def test_fewer_heads_give_a_smaller_critical_n(at_200: Distances) -> None:
+    told = [row for row in _fewer_heads(at_200, SIZES, 0) if row["compared"] == "corrected, upper end"]
+    assert [row["heads"] for row in told] == [18, 36, 60]
+    critical = [float(row["critical_n"]) for row in told]
+    assert critical == sorted(critical)
+    assert critical[0] < critical[-1]
+
+
+def test_lengths_without_any_critical_n_are_told_as_such(at_200: Distances) -> None:
+    apart = Distances(**{**vars(at_200), "printed": at_200.measured * 1000})
+    (one,) = _compare("printed", [apart], SIZES, 0).critical
+    assert math.isnan(one.top_n)
+    assert one.last_accepted == 0
+
+
+def test_permuting_keeps_the_weights_and_hidden_keys_hidden() -> None:
+    (layer,) = synthetic(1, 12)
+    visible = layer.visible.clone()
+    visible[..., [0, 7]] = False
+    hidden = LastRows(0, torch.where(visible, layer.weights, 0.0), layer.vectors, visible)
+    dealt = hidden.permuted(torch.Generator().manual_seed(0))
+    assert dealt.weights[~visible].eq(0).all()
+    assert torch.equal(dealt.weights.sort(-1).values, hidden.weights.sort(-1).values)
+    assert not torch.equal(dealt.weights, hidden.weights)
+
+
+def test_layers_put_together_give_the_same_numbers() -> None:
+    layers = [*synthetic(2, 40), *synthetic(3, 40, dimension=4), *synthetic(2, 40, seed=1)]
+    together = joined(layers)
+    assert [one.heads for one in together] == [4, 3]
+    grid = (1, 5, 30)
+    apart, one = over_grid([layers[0], layers[2]], grid, silent), over_grid([together[0]], grid, silent)
+    for name in ("measured", "printed", "lower", "upper", "mass"):
+        assert getattr(one, name) == pytest.approx(getattr(apart, name)), name
+
+
+def test_rows_that_do_not_see_everything_are_left_out_or_refused() -> None:
+    layers = [*synthetic(1, 40), *synthetic(1, 40, seed=1)]
+    assert whole(layers, 40) == layers
+    broken = LastRows(0, layers[0].weights * math.nan, layers[0].vectors, layers[0].visible)
+    assert whole([broken, layers[1]], 40) == [layers[1]]
+    with pytest.raises(ValueError, match="no layer of this model looks at all 64 tokens"):
+        whole(layers, 64)
+
+
+def test_the_last_row_is_the_models_own() -> None:
+    """Weights sum to 1, and weights times values are what the head gives out, in every layer."""
+    from attnorm.models.inputs import run
+    from attnorm.models.observe import observe
+
+    subject = Subject()
+    layers = last_rows(subject, 40)
+    outputs = []
+
+    def look(call: object) -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            call.query_BHQD,
+            call.key_BGKD,
+            call.value_BGKE,
+            is_causal=True,
+            scale=call.scale,  # type: ignore[attr-defined]
+        )
+        outputs.append(out[0, :, -1])
+
+    with observe(subject.loaded().model, look):
+        run(subject.loaded(), subject.model_inputs(40))
+    assert len(layers) == len(outputs) == 6
+    for layer, output in zip(layers, outputs, strict=True):
+        assert layer.keys == 40
+        assert layer.weights.sum(-1).numpy() == pytest.approx(1.0)
+        mixed = (layer.weights @ layer.vectors).flatten(0, 1)
+        assert torch.allclose(mixed.float(), output, atol=1e-5)
+
+
+def test_a_window_of_the_text_starts_where_it_is_asked_to() -> None:
+    first, later = last_rows(Subject(), 24), last_rows(Subject(), 24, start=24)
+    assert later[0].keys == 24
+    assert not torch.allclose(first[0].weights, later[0].weights)
+    inputs = last_rows(Subject(), 24, vectors="inputs")
+    assert inputs[0].vectors.shape == (1, 24, 192)
+    assert torch.allclose(inputs[0].weights.flatten(0, 1), first[0].weights.flatten(0, 1))

@@ -1,0 +1,225 @@
+"""The frame of the experiments: what is written, what is not run again, what is refused, and in which words."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from attnorm.experiments import catalogue, run
+from attnorm.experiments.experiment import Subject
+from attnorm.experiments.run import reproduce
+from tests.experiments.toy_experiments import Toy
+
+SUBJECT = Subject(quick=True)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    return Toy().enter(monkeypatch)
+
+
+def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(toy: Toy, tmp_path: Path) -> None:
+    (written,) = reproduce(["toy"], SUBJECT, tmp_path, command="attnorm reproduce toy")
+    files = {path.name for path in (tmp_path / "toy").iterdir()}
+    pictures, tables = {f"picture.{s}" for s in ("svg", "png", "pdf")}, {"numbers.csv", "numbers.parquet"}
+    assert files == {*pictures, *tables, "verdict.md", "outcome.json"}
+    assert pq.read_table(tmp_path / "toy" / "numbers.parquet")["head"].to_pylist() == [0, 1]
+    record = json.loads((tmp_path / "toy" / "outcome.json").read_text())
+    assert record == written.record
+    assert record["findings"][0]["verdict"] == "does not"
+    assert record["parameters"] == {"missing": None}
+    assert record["manifest"]["command"] == "attnorm reproduce toy"
+    assert record["manifest"]["versions"]["attnorm"]
+    assert "a \\| b <i> | 1 of 2 | does not | because |" in (tmp_path / "toy" / "verdict.md").read_text()
+
+
+def test_figures_are_the_same_bytes_when_drawn_again(toy: Toy, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        toy.runs = 0
+        reproduce(["toy"], SUBJECT, tmp_path / folder)
+    for suffix in ("svg", "png", "pdf"):
+        one, two = ((tmp_path / folder / "toy" / f"picture.{suffix}").read_bytes() for folder in ("one", "two"))
+        assert one == two, suffix
+
+
+def test_what_is_finished_is_not_run_again_unless_asked(toy: Toy, tmp_path: Path) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    (again,) = reproduce(["toy", "toy"], SUBJECT, tmp_path)
+    assert toy.runs == 1
+    assert again.found
+    assert [finding["claim"] for finding in again.findings] == ["a | b <i>", "c"]
+    (fresh,) = reproduce(["toy"], SUBJECT, tmp_path, fresh=True)
+    assert toy.runs == 2
+    assert not fresh.found
+
+
+def test_another_version_of_attnorm_runs_it_again(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    monkeypatch.setattr(run, "versions", lambda: {"attnorm": "99"})
+    reproduce(["toy"], SUBJECT, tmp_path)
+    assert toy.runs == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"quick": False}, "quick: True there, False here"), ({"seed": 3}, "seed: 0 there, 3 here"),
+     ({"only": ("softmax",)}, "only: none there, softmax here")],
+)  # fmt: skip
+def test_results_of_other_settings_are_never_overwritten_silently(
+    toy: Toy, tmp_path: Path, change: dict[str, object], told: str
+) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    with pytest.raises(ValueError, match=r"choose another --out, or replace it with --fresh") as refused:
+        reproduce(["toy"], replace(SUBJECT, **change), tmp_path)
+    assert told in str(refused.value)
+    assert toy.runs == 1
+    reproduce(["toy"], replace(SUBJECT, **change), tmp_path, fresh=True)
+    assert toy.runs == 2
+
+
+def test_a_change_of_the_text_is_seen(toy: Toy, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("one two three")
+    subject = replace(SUBJECT, texts=(text,))
+    reproduce(["toy"], subject, tmp_path / "out")
+    text.write_text("one two four")
+    from attnorm.experiments import subject as module
+
+    module._passages.cache_clear()
+    with pytest.raises(ValueError, match=r"texts: book\.txt there, book\.txt here"):
+        reproduce(["toy"], subject, tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_experiment_that_fails_leaves_nothing_half_written(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Toy("good").enter(monkeypatch)
+    Toy("bad", fails=error).enter(monkeypatch)
+    with pytest.raises(type(error)):
+        reproduce(["good", "bad"], SUBJECT, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "index.html"]
+
+
+def test_parts_have_a_folder_by_what_decides_them_and_fresh_clears_it(toy: Toy, tmp_path: Path) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    first = toy.parts[-1]
+    assert first.parent == tmp_path / "parts"
+    first.mkdir(parents=True)
+    (first / "half").write_text("done")
+    reproduce(["toy"], replace(SUBJECT, only=("softmax",)), tmp_path, fresh=True)
+    assert toy.parts[-1] == first  # a choice among the parts shares them
+    assert not first.exists()
+    reproduce(["toy"], replace(SUBJECT, seed=1), tmp_path, fresh=True)
+    assert toy.parts[-1] != first
+
+
+def test_the_index_page_shows_everything_in_the_folder_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        Toy(name).enter(monkeypatch)
+        reproduce([name], SUBJECT, tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert page.index('id="one"') < page.index('id="two"')
+    for link in ("one/picture.svg", "two/picture.pdf", "one/numbers.csv", "two/numbers.parquet", "one/verdict.md"):
+        assert f'"{link}"' in page
+        assert (tmp_path / link).is_file()
+    assert "It &lt;b&gt;is&lt;/b&gt; so." in page
+    assert "2 does not" in page
+    assert "2 reproduces" in page
+    assert "<script" not in page
+    assert "default-src &#39;none&#39;" in page
+
+
+def test_a_damaged_record_is_named_and_replaced_by_fresh(toy: Toy, tmp_path: Path) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "toy" / "outcome.json").write_text(content)
+        with pytest.raises(ValueError, match=r"outcome\.json is damaged .* --fresh"):
+            reproduce(["toy"], SUBJECT, tmp_path)
+    reproduce(["toy"], SUBJECT, tmp_path, fresh=True)
+    assert toy.runs == 2
+
+
+def test_a_folder_of_someone_else_is_not_taken(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no finished experiment"):
+        reproduce(["toy"], SUBJECT, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        reproduce(["toy"], SUBJECT, tmp_path / "file")
+    assert toy.runs == 0
+
+
+def test_all_means_the_papers_and_leaves_out_what_trains() -> None:
+    assert {"fig1", "fig2", "fig3", "fig4", "dispersion", "guidelines"} <= set(catalogue.PAPERS)
+    assert not set(catalogue.PAPERS) & set(catalogue.TRAINED)
+
+
+def test_names_are_checked_before_anything_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no experiment is called 'fig22'; did you mean 'fig2'\?"):
+        reproduce(["toy", "fig22"], SUBJECT, tmp_path)
+    monkeypatch.setitem(catalogue.EXPERIMENTS, "gone", catalogue.Entry("attnorm.experiments.gone", ""))
+    with pytest.raises(ValueError, match="'gone' is not part of this installation"):
+        reproduce(["toy", "gone"], SUBJECT, tmp_path)
+    with pytest.raises(ValueError, match="name an experiment"):
+        reproduce([], SUBJECT, tmp_path)
+    assert toy.runs == 0
+
+
+def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> None:
+    for name in ("fig1", "fig2", "fig3"):
+        found = catalogue.experiment(name)
+        assert found.name == name
+        assert found.question.endswith("?")
+
+
+@pytest.mark.parametrize(
+    ("subject", "told"),
+    [
+        (Subject(texts=(Path("missing.txt"),)), "cannot read the text missing.txt"),
+        (Subject(model="./no-such-folder"), "there is no folder './no-such-folder'"),
+        (Subject(device="abacus"), "cannot use the device 'abacus'"),
+    ],
+)
+def test_wrong_subjects_are_told_in_one_sentence(subject: Subject, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        subject.identity(with_model=True)
+
+
+def test_a_text_too_short_is_told_with_its_length(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("It was the best of times.")
+    with pytest.raises(ValueError, match=r"'short\.txt' has \d+ tokens .* at least 32.*--text"):
+        Subject(texts=(text,)).lengths((32, 64))
+
+
+def test_lengths_stop_where_text_or_model_end() -> None:
+    assert Subject().lengths((4096, 64, 32, 1024, 2048)) == (32, 64, 1024)
+
+
+def test_two_texts_of_one_name_are_refused(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.txt").write_text("words")
+    with pytest.raises(ValueError, match=r"two texts are named 't\.txt'"):
+        Subject(texts=(tmp_path / "a" / "t.txt", tmp_path / "b" / "t.txt")).passages()
+
+
+def test_a_text_that_is_not_utf8_is_told_where(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=r"not UTF-8 text .* at byte 3"):
+        Subject(texts=(tmp_path / "t.txt",)).passages()
+
+
+def test_parameters_that_are_no_plain_values_are_refused() -> None:
+    assert run._plain(Path("/somewhere/book.txt")) == "book.txt"
+    assert run._plain(__import__("numpy").array([1.0, math.nan])) == [1.0, None]
+    with pytest.raises(TypeError, match="plain values"):
+        run._plain(object())

@@ -1,0 +1,192 @@
+"""The language models: every piece of work is done once, whoever comes; results are what the lines say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnorm.analysis.analyze import analyze
+from attnorm.experiments.language_models import stages
+from attnorm.experiments.language_models.__main__ import changed
+from attnorm.experiments.language_models.plan import FULL, QUICK, Plan
+from attnorm.experiments.language_models.recipe import EXPERIMENT, outcome
+from attnorm.experiments.language_models.statistics import attention_statistics
+from attnorm.experiments.language_models.testing import spread_chunks
+from attnorm.experiments.language_models.training import Worker, best_rate, trained_model
+from attnorm.experiments.language_models.trial import try_out
+from attnorm.experiments.language_models.workplace import Workplace
+from attnorm.models.attach import normalizer_of, patched_modules
+from attnorm.models.load import load
+from attnorm.training.needle import NeedleTask
+from tests.training.conftest import write_text
+
+TINY = replace(
+    QUICK,
+    normalizers=("softmax", "kneemax"), at_inference=("log_scaled",),
+    context=96, vocab=300, batch=2, rates=(1e-3, 1e-2), rate_tokens=576, main_tokens=1920, chunks=2, observed=1,
+    needle=NeedleTask(steps=2, batch=2, questions=2, digits=2, longer=(1, 2), depths=(0.5,)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    folder = tmp_path_factory.mktemp("texts")
+    sizes = {"train": 400, "valid": 300, "other": 100}
+    train, valid, other = (
+        write_text(folder / f"{name}.txt", size, seed) for seed, (name, size) in enumerate(sizes.items())
+    )
+    return train, valid, other
+
+
+@pytest.fixture(scope="module")
+def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    place = Workplace.open(tmp_path_factory.mktemp("lm"), TINY)
+    stages.prepare(place, texts[:1], texts[1], texts[2:])
+    assert not stages.everything(place, max_minutes=0.0, device="cpu")
+    assert [line["stage"] for line in place.results()] == ["texts"]
+    assert stages.rates(place, ["softmax"], device="cpu")
+    assert stages.everything(place, device="cpu"), place.results(stage="problem")
+    return place
+
+
+def test_every_piece_of_work_is_one_line(finished: Workplace) -> None:
+    done = [(line["stage"], line.get("normalizer"), line.get("at_inference")) for line in finished.results()]
+    assert len(done) == 1 + 2 * 2 + 2 + 3 + 3
+    assert done.count(("rate", "softmax", None)) == 2
+    assert {key for key in done if key[0] == "measure"} == {
+        ("measure", "softmax", None), ("measure", "softmax", "log_scaled"), ("measure", "kneemax", None),
+    }  # fmt: skip
+    main = finished.results(stage="main", normalizer="kneemax")[0]
+    assert main["steps"] == 10
+    assert main["tokens"] == 1920
+    assert main["learning_rate"] == best_rate(finished, "kneemax")
+    assert main["tokens_per_second"] > 0
+    assert main["settings"]["normalizer"] == "kneemax"
+    assert {"torch", "transformers", "python"} <= main["versions"].keys()
+
+
+def test_what_is_finished_is_not_done_again(finished: Workplace) -> None:
+    before = len(finished.results())
+    assert stages.everything(finished, device="cpu")
+    assert len(finished.results()) == before
+
+
+def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished: Workplace, tmp_path: Path) -> None:
+    tried = {line["learning_rate"]: line["valid_loss"] for line in finished.results(stage="rate", normalizer="softmax")}
+    assert best_rate(finished, "softmax") == min(tried, key=lambda rate: tried[rate])
+    place = Workplace.open(tmp_path, TINY)
+    place.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-3, "valid_loss": 3.0})
+    with pytest.raises(ValueError, match=r"no short run at the learning rate 0\.01 yet"):
+        best_rate(place, "softmax")
+    place.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-2, "valid_loss": None})
+    assert best_rate(place, "softmax") == 1e-3
+
+
+def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workplace) -> None:
+    losses = finished.results(stage="measure", normalizer="softmax", at_inference=None)[0]["losses"]
+    assert {name: list(by) for name, by in losses.items()} == {
+        "valid": ["96", "192", "384"], "other": ["96", "192", "384"],
+    }  # fmt: skip
+    swapped = finished.results(stage="measure", at_inference="log_scaled")[0]["losses"]["valid"]
+    assert swapped["96"] == losses["valid"]["96"]  # softmax itself up to the training length
+    assert swapped["384"] != losses["valid"]["384"]
+    tokens = stages.read_texts(finished).valid
+    chunks = spread_chunks(tokens, 160, 3)
+    assert [len(chunk) for chunk in chunks] == [161, 161, 161]
+    assert chunks[0].tolist() == tokens[:161].tolist()
+    with pytest.raises(ValueError, match="a loss at 100000 needs 100001"):
+        spread_chunks(tokens, 100_000, 3)
+
+
+def test_models_are_exported_in_half_precision_with_what_they_learned(finished: Workplace) -> None:
+    assert stages.export(finished, ["kneemax"], device="cpu")
+    worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
+    trained, _ = trained_model(worker, "kneemax", 0)
+    exported = load(finished.folder / "models" / "kneemax-seed-0", dtype="auto", device="cpu")
+    assert exported.model.dtype == torch.bfloat16
+    assert exported.tokenizer is not None
+    for name, weight in exported.model.named_parameters():
+        assert torch.equal(weight, trained.get_parameter(name).to(torch.bfloat16))
+    assert {normalizer_of(module).name for module in patched_modules(exported.model).values()} == {"kneemax"}
+
+
+def test_two_processes_do_not_do_the_same(finished: Workplace, tmp_path: Path) -> None:
+    with finished.claimed("softmax-seed-7") as mine:
+        assert mine
+        other = Workplace.open(finished.folder, TINY)
+        with other.claimed("softmax-seed-7") as also_mine:
+            assert not also_mine
+        assert not stages.main(other, ["softmax"], seeds=[7], device="cpu")
+    assert not finished.results(seed=7)
+
+
+def test_a_folder_belongs_to_one_plan(finished: Workplace) -> None:
+    with pytest.raises(ValueError, match="holds another plan: width is 32 there and 64 here"):
+        Workplace.open(finished.folder, replace(TINY, width=64))
+
+
+def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workplace, tmp_path: Path) -> None:
+    place = Workplace.open(tmp_path, replace(TINY, normalizers=("local", "softmax")))
+    (tmp_path / "data").symlink_to(finished.data)
+    for rate in TINY.rates:
+        for name in ("local", "softmax"):
+            place.add(
+                {
+                    "stage": "rate",
+                    "normalizer": name,
+                    "learning_rate": rate,
+                    "valid_loss": None if name == "local" else 1.0,
+                }
+            )
+    assert not stages.main(place, device="cpu")
+    assert "diverged at every learning rate" in place.results(stage="problem")[0]["problem"]
+    assert place.results(stage="main", normalizer="softmax")
+
+
+def test_the_statistics_are_those_of_analyze(finished: Workplace) -> None:
+    worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
+    model, _ = trained_model(worker, "kneemax", 0)
+    window = torch.from_numpy(worker.texts.valid[:96].astype("int64"))
+    ours = attention_statistics(model, window[None], torch.device("cpu"))
+    heads = analyze(model, {"input_ids": window[None]}, metrics="core").heads.to_pydict()
+    for name in ("entropy_nats", "effective_keys", "sink_mass", "max_weight"):
+        assert [number for layer in ours["heads"][name] for number in layer] == pytest.approx(heads[name], rel=1e-3)
+
+
+def test_a_trial_chooses_a_way_that_runs(finished: Workplace, tmp_path: Path) -> None:
+    place = Workplace.open(tmp_path, TINY)
+    try_out(place, ["kneemax"], device="cpu")
+    (line,) = place.results(stage="trial")
+    assert line["attention"] == "dense"
+    assert line["problem"] is None
+    assert line["tokens_per_second"] > 0
+    assert json.loads((tmp_path / "attention.json").read_text()) == {"kneemax": "dense"}
+
+
+def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
+    place = Workplace.open(tmp_path, FULL)
+    for name, loss in {"softmax": 3.0, "ssmax": 2.0, "sigmoid": 2.5, "sink": 4.0, "kneemax": None}.items():
+        place.add({"stage": "main", "normalizer": name, "seed": 0, "valid_loss": loss})
+    assert stages.closest(place, 2) == ("softmax", "ssmax", "sigmoid")
+
+
+def test_the_outcome_compares_with_softmax(finished: Workplace) -> None:
+    made = outcome(finished.results(), TINY)
+    assert {finding.claim.split(" models")[0] for finding in made.findings} == {"kneemax", "softmax → log_scaled"}
+    assert made.tables["models"].num_rows == 3
+    assert "lowest loss on valid" in made.words
+    assert set(made.figures) == {"language-models", "course"}
+    assert EXPERIMENT.name == "language-models"
+
+
+def test_plans_change_by_name() -> None:
+    plan = changed(FULL, ["main_tokens=1000", "rates=[0.1]", "needle.steps=7"])
+    assert (plan.main_tokens, plan.rates, plan.needle.steps) == (1000, (0.1,), 7)
+    assert isinstance(plan, Plan)
+    with pytest.raises(ValueError, match="'relu' is not trained here"):
+        FULL.chosen(["relu"])
+    model = FULL.settings("ssmax", rate=1e-3, tokens=60_000_000, seed=0)
+    assert model.steps == 916
+    assert model.tokens_per_step == 65536

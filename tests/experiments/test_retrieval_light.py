@@ -1,0 +1,23 @@
+"""A machine that only trains the plan needs torch and what the trainer needs, no library for figures and tables."""
+
+import subprocess
+import sys
+
+HEAVY = ("matplotlib", "pyarrow", "scipy")
+
+
+def test_the_plan_needs_no_library_for_figures() -> None:
+    code = (
+        "import sys; from attnorm.experiments.retrieval.collect import collect; "
+        "from attnorm.experiments.retrieval.plan import plan; plan(); "
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_experiment_is_found_under_its_name() -> None:
+    from attnorm.experiments.catalogue import experiment
+
+    assert experiment("retrieval").name == "retrieval"
+    assert not experiment("retrieval").needs_model

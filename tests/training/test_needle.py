@@ -1,0 +1,158 @@
+"""Pass keys: the key that is asked for is the one that is hidden, and what is counted is what was right."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnorm.cli import app
+from attnorm.training.architectures import build_model
+from attnorm.training.needle import NeedleTask, answer_loss, find_keys, fine_tune, split_filler, summary
+from attnorm.training.needle_run import settings_of
+from attnorm.training.passkeys import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
+from tests.training.conftest import tiny
+from tests.training.test_normalizers_in_training import Train
+
+WORDING = Wording(before=(1, 2), after=(3,), question=(4, 1, 2), digits=tuple(range(10, 20)))
+FILLER: Any = np.arange(20, 2020).astype(np.uint16) % 280 + 20
+CPU = torch.device("cpu")
+
+
+def parts(puzzles: Puzzles, row: int) -> tuple[list[int], list[int], int]:
+    """The hidden key, the answer, and how many tokens lie between."""
+    window = puzzles.windows[row].tolist()
+    answer = puzzles.answers[row].tolist()
+    start = window.index(1) + 2
+    hidden = window[start : start + len(answer)]
+    question = answer[0] - 3
+    assert window[question : answer[0]] == [4, 1, 2]
+    assert window[start + len(answer)] == 3
+    return hidden, [window[place] for place in answer], question - (start + len(answer) + 1)
+
+
+def test_the_answer_is_the_hidden_key_at_every_distance() -> None:
+    puzzles = training_puzzles(FILLER, WORDING, digits=3, seed=1, step=2, batch=400, length=60)
+    assert puzzles.windows.shape == (400, 60)
+    found = [parts(puzzles, row) for row in range(400)]
+    assert all(hidden == answer for hidden, answer, _ in found)
+    assert all(set(hidden) <= set(range(10, 20)) for hidden, _, _ in found)
+    distances = [distance for _, _, distance in found]
+    assert min(distances) == 1
+    assert max(distances) >= 60 - WORDING.size(3) - 2
+    assert len({tuple(hidden) for hidden, _, _ in found}) > 300
+    filler = puzzles.windows[(puzzles.windows >= 20)]
+    assert len(filler) == 400 * (60 - WORDING.size(3))  # nothing of the sentences is lost or doubled
+
+
+def test_a_step_has_its_own_puzzles_and_always_the_same() -> None:
+    def made(step: int) -> torch.Tensor:
+        return training_puzzles(FILLER, WORDING, digits=3, seed=1, step=step, batch=8, length=60).windows
+
+    assert torch.equal(made(3), made(3))
+    assert not torch.equal(made(3), made(4))
+
+
+@pytest.mark.parametrize(("depth", "place"), [(0.0, 0), (0.5, 23), (1.0, 46)])
+def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, place: int) -> None:
+    puzzles = puzzles_at(FILLER, WORDING, digits=3, seed=1, count=5, length=59, depth=depth)
+    room = 59 - WORDING.size(3)
+    assert [window.tolist().index(1) for window in puzzles.windows] == [round(depth * (room - 1))] * 5
+    assert puzzles.windows[0].tolist().index(1) == pytest.approx(place, abs=1)
+    assert puzzles.answers.tolist() == [[56, 57, 58]] * 5
+    assert torch.equal(puzzles.targets, puzzles.windows[:, -3:])
+
+
+class Oracle(torch.nn.Module):
+    """Knows the next token of every window but the digits it is told to get wrong."""
+
+    def __init__(self, wrong_from: int) -> None:
+        super().__init__()
+        self.wrong_from = wrong_from
+        self.base_model = self._run
+        self.model = SimpleNamespace(layers=[])
+
+    def _run(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        following = torch.roll(input_ids, -1, 1)
+        # The last digit is not among the inputs: find it behind the hidden key's first digits.
+        for row, window in enumerate(input_ids.tolist()):
+            start = window.index(1) + 2
+            following[row, -1] = window[start + 2]
+            if start < self.wrong_from:
+                following[row, -1] = 0
+        return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(following, 300).float())
+
+    def get_output_embeddings(self) -> Any:
+        return SimpleNamespace(weight=torch.eye(300))
+
+
+def test_what_is_counted_is_what_was_right() -> None:
+    task = NeedleTask(digits=3, questions=4, longer=(1, 2), depths=(0.0, 1.0))
+    settings = tiny(architecture="llama", context=60)
+    found = find_keys(Oracle(wrong_from=0), settings, FILLER, WORDING, task, CPU)
+    assert [(each.length, each.depth, each.exact, each.digits) for each in found] == [
+        (60, 0.0, 1.0, 1.0), (60, 1.0, 1.0, 1.0), (120, 0.0, 1.0, 1.0), (120, 1.0, 1.0, 1.0),
+    ]  # fmt: skip
+    found = find_keys(Oracle(wrong_from=20), settings, FILLER, WORDING, task, CPU)
+    assert [each.exact for each in found] == [0.0, 1.0, 0.0, 1.0]
+    assert found[0].digits == pytest.approx(2 / 3, abs=1e-5)
+    assert summary(found)["60"] == {"questions": 8, "exact": 0.5, "digits": pytest.approx(5 / 6, abs=1e-5)}
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_fine_tuning_teaches_what_is_asked(name: str) -> None:
+    """A few steps are enough to learn that answers are digits: from log 300 nats to about log 10."""
+    settings = tiny(architecture="llama", normalizer=name, context=32)
+    task = NeedleTask(digits=2, steps=30, batch=8, learning_rate=1e-2, warmup=2)
+    model = build_model(settings, vocabulary=300, end_of_text=0)
+    puzzles = training_puzzles(FILLER, WORDING, digits=2, seed=9, step=0, batch=64, length=33)
+    before = answer_loss(model, puzzles).item()
+    course = fine_tune(model, settings, FILLER, WORDING, task, CPU)
+    after = answer_loss(model, puzzles).item()
+    assert before == pytest.approx(np.log(300), abs=0.3)
+    assert after < np.log(10) + 0.4
+    assert [entry["step"] for entry in course] == [20, 30]
+    assert not model.training
+
+
+def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
+    task = NeedleTask(longer=(1, 2))
+    practised, tested = split_filler(FILLER, task, WORDING, 60)
+    assert len(practised) + len(tested) == len(FILLER)
+    assert len(tested) == 500
+    with pytest.raises(ValueError, match=r"has 2000 tokens.*windows of 400 need 3200"):
+        split_filler(FILLER, task, WORDING, 200)
+    least = shortest_window(WORDING, 5)
+    with pytest.raises(ValueError, match=f"take {least} tokens, got windows of 12"):
+        split_filler(FILLER, task, WORDING, 12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"depths": (1.5,)}, r"between 0 \(the start\) and 1"),
+        ({"longer": ()}, "one or more lengths"),
+    ],
+)
+def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NeedleTask(**changed)
+
+
+def test_the_command_tells_how_many_keys_were_found(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, architecture="llama", normalizer="ssmax", steps=2, context=64)
+    assert settings_of(out).normalizer == "ssmax"
+    weights = (out / "model.safetensors").read_bytes()
+    arguments = ["train", "needle", str(out), "--text", str(texts[0]), "--steps", "2", "--batch", "2"]
+    done = CliRunner().invoke(app, [*arguments, "--longer", "1,2", "--questions", "1", "--device", "cpu", "--json"])
+    assert done.exit_code == 0, done.output
+    assert '"by_length"' in done.stdout
+    assert weights == (out / "model.safetensors").read_bytes()
+    refused = CliRunner().invoke(app, ["train", "needle", str(tmp_path), "--text", str(texts[0])])
+    assert refused.exit_code == 2
+    assert "name a folder that `attnorm train lm` wrote" in refused.output.replace("\n", " ")
