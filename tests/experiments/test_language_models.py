@@ -19,6 +19,7 @@ from attnorm.experiments.language_models.trial import try_out
 from attnorm.experiments.language_models.workplace import Workplace
 from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
+from attnorm.training.architectures import build_model
 from attnorm.training.needle import NeedleTask
 from tests.training.conftest import write_text
 
@@ -153,6 +154,15 @@ def test_the_statistics_are_those_of_analyze(finished: Workplace) -> None:
     heads = analyze(model, {"input_ids": window[None]}, metrics="core").heads.to_pydict()
     for name in ("entropy_nats", "effective_keys", "sink_mass", "max_weight"):
         assert [number for layer in ours["heads"][name] for number in layer] == pytest.approx(heads[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FULL.normalizers)
+def test_every_normalizer_has_statistics(name: str) -> None:
+    settings = TINY.settings(name, rate=1e-3, tokens=1, seed=0)
+    model = build_model(settings, vocabulary=300, end_of_text=0)
+    found = attention_statistics(model, torch.arange(48).reshape(2, 24), torch.device("cpu"))
+    assert 0 < found["mean"]["entropy_ratio"] <= 1.001
+    assert found["mean"]["jacobian_norm"] > 0
 
 
 def test_a_trial_chooses_a_way_that_runs(finished: Workplace, tmp_path: Path) -> None:

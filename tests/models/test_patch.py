@@ -1,6 +1,7 @@
 """A patched model computes what it says, layer by layer and head by head, and is itself again afterwards."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
-from attnorm.models.support import UnsupportedModel, attention_sites
+from attnorm.models.support import KERNEL, UnsupportedModel, attention_sites
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
 LEARNED: dict[str, dict[str, Any]] = {
@@ -197,6 +200,19 @@ def test_what_was_patched_by_parts_is_given_back_as_a_whole() -> None:
     assert torch.equal(quiet_logits(model, ids), plain)
 
 
+def test_a_handle_leaves_alone_what_was_patched_after_it() -> None:
+    model, ids = llama(), tokens()
+    first = patch(model, "ssmax")
+    first.remove()
+    second = patch(model, "entmax15")
+    patched = quiet_logits(model, ids)
+    assert not first.normalizers
+    assert not [*first.parameters()]
+    first.remove()
+    assert torch.equal(quiet_logits(model, ids), patched)
+    assert len(second.normalizers) == 2
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3", "bert", "t5"])
 def test_a_patch_outlives_a_change_of_the_models_kernel(family: str) -> None:
     model, ids = tiny(family), tokens()
@@ -316,6 +332,18 @@ def test_a_copy_of_a_patched_model_is_patched_on_its_own() -> None:
     assert torch.equal(quiet_logits(twin, ids), patched)
     unpatch(twin)
     assert torch.equal(quiet_logits(twin, ids), plain)
+
+
+def test_a_pickled_model_runs_in_a_process_that_patched_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = llama(), tokens()
+    patch(model, "entmax15")
+    patched, pickled = quiet_logits(model, ids), pickle.dumps(model)
+    for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.delitem(known._global_mapping, KERNEL)
+    plain_save = PreTrainedModel.save_pretrained.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", plain_save)
+    assert torch.equal(quiet_logits(pickle.loads(pickled), ids), patched)
+    assert PreTrainedModel.save_pretrained is not plain_save, "what is saved there would lose its normalizers"
 
 
 def test_a_model_that_shares_the_config_of_a_patched_one_is_left_alone() -> None:

@@ -120,7 +120,7 @@ def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
     layer, head, rows = typical(layers)
     scenes = (
         scene(toy(subject.seed), "toy: random tokens on a circle"),
-        scene(rows, f"{subject.loaded().name}, layer {layer + 1}, head {head + 1}"),
+        scene(rows, f"{subject.loaded().name}, layer {layer}, head {head}"),
     )
     shares = torch.cat([separability(one.selected(TOP_N)).flatten() for one in layers]).numpy()
     chance = _by_dimension(layers, subject, tell)

@@ -26,7 +26,7 @@ h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.3rem; margin: 0; 
 a { color: var(--accent); } p { max-width: 46rem; } .soft { color: var(--soft); font-size: .9rem; }
 section { background: var(--raised); border: 1px solid var(--line); border-radius: 8px; padding: 1.2rem 1.4rem;
   margin-top: 1.6rem; }
-figure { margin: 1rem 0; } figure a { display: block; }
+figure { margin: 1rem 0; } figure > a { display: block; }
 img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: 4px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th { text-align: left; font-weight: 600; color: var(--soft); }
@@ -84,8 +84,8 @@ PAGE = """<!doctype html>
 <a href="{{ one.name }}/{{ name }}.parquet">parquet</a>;
 {% endfor %}
 <a href="{{ one.name }}/verdict.md">verdict</a>, <a href="{{ one.name }}/outcome.json">parameters and manifest</a>.
-{% if one.manifest.model is defined %}Model {{ one.manifest.model.name }};{% endif %}
-{% if one.settings.quick %}small sizes (--quick);{% endif %}
+{{ "Model " ~ one.manifest.model.name ~ ";" if one.manifest.model is defined }}
+{{ "small sizes (--quick);" if one.settings.quick }}
 {{ one.manifest.seconds }} s, {{ one.manifest.created }}.</p>
 </section>
 {% endfor %}

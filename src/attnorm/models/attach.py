@@ -32,6 +32,11 @@ class Recipe:
     options: dict[str, Any] = field(default_factory=dict)
     heads: tuple[int, ...] | None = None  # those that have it; None: all
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickled model may wake up in a process that never patched one."""
+        vars(self).update(state)
+        _prepare()
+
 
 def is_patched(module: nn.Module) -> bool:
     return hasattr(module, NORMALIZER)
@@ -57,7 +62,7 @@ def attach(parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]]) -> Non
     """Hangs normalizers on attention modules; nothing is changed where one of them cannot have it."""
     for module in parts:
         kernel.check_masks(module)
-    kernel.register()
+    _prepare()
     copies: dict[int, Any] = {}  # one for all layers that share a config: they are compiled once
     for module, (normalizer, recipe) in parts.items():
         config: Any = module.config
@@ -77,6 +82,14 @@ def detach(modules: Iterable[nn.Module]) -> None:
             module.config = getattr(module, MODEL_CONFIG)
             for name in (NORMALIZER, RECIPE, MODEL_CONFIG):
                 delattr(module, name)
+
+
+def _prepare() -> None:
+    """What a process needs in which there is a patched model."""
+    from attnorm.models.saving import keep_when_saved  # which imports this module
+
+    kernel.register()
+    keep_when_saved()
 
 
 def device_of(module: nn.Module) -> torch.device:

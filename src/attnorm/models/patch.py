@@ -15,7 +15,6 @@ from torch import nn
 
 from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
 from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads
-from attnorm.models.saving import keep_when_saved
 from attnorm.models.support import Site, attention_sites, check_observable
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -31,11 +30,13 @@ class Patch:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
+        self._given = {path: normalizer_of(module) for path, module in modules.items()}
 
     @property
     def normalizers(self) -> dict[str, Normalizer | Mechanism]:
         """By the path of their attention module; empty once removed."""
-        return {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
+        in_place = {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
+        return {path: found for path, found in in_place.items() if found is self._given[path]}  # not a later patch's
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What the normalizers learn: for an optimizer group of their own."""
@@ -44,7 +45,7 @@ class Patch:
 
     def remove(self) -> None:
         """Gives the model its softmax back; to do it twice changes nothing."""
-        detach(self._modules.values())
+        detach([self._modules[path] for path in self.normalizers])
 
     def __repr__(self) -> str:
         normalizers = self.normalizers
@@ -85,7 +86,6 @@ def patch(
     if not parts:
         raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
     attach(parts)
-    keep_when_saved()
     return Patch({chosen[module][0].path: module for module in parts})
 
 

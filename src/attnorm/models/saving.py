@@ -115,7 +115,6 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
             )
         parts[modules[path]] = (_restored(path, recipe, values, modules[path]), recipe)
     attach(parts)
-    keep_when_saved()
 
 
 def keep_when_saved() -> None:

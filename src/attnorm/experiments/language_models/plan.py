@@ -25,7 +25,7 @@ class Plan:
     context: int = 1024
     vocab: int = 8192
     batch: int = 64
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3)
+    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     rate_tokens: int = 5_200_000
     main_tokens: int = 60_000_000
     warmup_share: float = 0.06

@@ -20,7 +20,7 @@ KEPT = (
 )  # fmt: skip
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative
 def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> dict[str, Any]:
     """Means over heads and rows, and by layer and head; windows (count, length)."""
     length = windows.shape[1]
