@@ -60,6 +60,14 @@ def test_bounds_hold_for_a_fixed_radius(
     assert (isotropic.printed_lower <= drawn + slack).all()
 
 
+def test_the_corrected_bounds_also_hold_for_vectors_of_unequal_length() -> None:
+    (layer,) = synthetic(20, 64)
+    (uneven,) = [LastRows(0, layer.weights, layer.vectors * torch.linspace(0.05, 5, 64)[:, None], layer.visible)]
+    found = measured([uneven])
+    assert (found.isotropic_fixed >= found.lower - found.slack).all()
+    assert (found.isotropic_fixed <= found.upper + found.slack).all()
+
+
 def test_the_printed_upper_bound_is_false_where_all_keys_must_be_inside() -> None:
     found = measured([orthonormal()])
     assert (found.certain[:, 0] == 1).all()  # N = 2: each is as far from s as the other is long

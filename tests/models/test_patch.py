@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -289,6 +290,8 @@ def test_an_exception_gives_the_model_back() -> None:
         ("ssmax", {"layers": "01"}, "numbers of layers, e.g. .10, 11.*got '01'"),
         ("ssmax", {"layers": 1.5}, "numbers of layers.*got 1.5"),
         ("ssmax", {"layers": True}, "numbers of layers.*got True"),
+        ("ssmax", {"layers": [False, True]}, "numbers of layers.*False, True"),
+        ("ssmax", {"layers": {0: [True, False]}}, "heads 0 to 3; got .True, False"),
         ("ssmax", {"layers": 7}, "layers= names layer 7.*0 to 1"),
         ("ssmax", {"layers": {0: 4}}, "heads 0 to 3; got 4"),
         ("ssmax", {"layers": {0: 0.5}}, "heads 0 to 3; got 0.5"),
@@ -374,6 +377,15 @@ def test_one_layer_and_one_head_need_no_list() -> None:
         assert repr(handle) == "Patch(ssmax in 1 attention module)"
     with swap(model, "ssmax", layers={0: 2}) as handle:
         assert handle.normalizers["model.layers.0.self_attn"].map.heads == (2,)
+
+
+@pytest.mark.as_installed
+def test_numbers_out_of_a_table_are_numbers() -> None:
+    model, one = llama(), np.array([1])
+    for layers in (one, torch.tensor([1]), {one[0]: one}, {1: torch.tensor([1])}, {1: list(one)}):
+        with swap(model, "ssmax", layers=layers) as handle:
+            assert [*handle.normalizers] == ["model.layers.1.self_attn"]
+            assert not isinstance(layers, dict) or handle.normalizers["model.layers.1.self_attn"].map.heads == (1,)
 
 
 def test_order_means_nothing_in_cross_attention() -> None:

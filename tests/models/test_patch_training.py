@@ -37,11 +37,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 300)
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.fixture(params=["one block", "several blocks"])
+def blocks(request: pytest.FixtureRequest) -> None:
+    if request.param == "several blocks":
+        request.getfixturevalue("small_blocks")
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", LEARNED)
-def test_every_learned_number_gets_a_gradient(name: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if blocks > 1:
-        monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 300)
+def test_every_learned_number_gets_a_gradient(name: str) -> None:
     model = llama()
     handle = patch(model, name, **LEARNED[name])
     gradients(model, tokens())
@@ -51,8 +55,9 @@ def test_every_learned_number_gets_a_gradient(name: str, blocks: int, monkeypatc
         assert (parameter.grad != 0).all(), "one number per head, each of its own"
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", LEARNED)
-def test_gradient_checkpointing_changes_no_gradient(name: str, small_blocks: None) -> None:
+def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     model, ids = llama(), tokens()
     model.train()
     patch(model, name, **LEARNED[name])

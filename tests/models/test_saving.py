@@ -172,6 +172,13 @@ def test_what_is_no_transformers_model_is_not_saved(tmp_path: Path) -> None:
         save_pretrained(nn.Linear(2, 2), tmp_path)
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="model is a file; give a folder"):
+        save_pretrained(llama(), tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
 @pytest.mark.parametrize("given_back", [unpatch, lambda model: unpatch(model.model)])
 def test_a_part_that_was_given_back_is_saved_without_a_word(
     given_back: Callable[[Any], None], tmp_path: Path, recwarn: pytest.WarningsRecorder

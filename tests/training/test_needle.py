@@ -11,46 +11,98 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.training.architectures import build_model
-from attnorm.training.needle import NeedleTask, answer_loss, find_keys, fine_tune, split_filler, summary
+from attnorm.training.needle import NeedleTask, among_many, answer_loss, find_keys, fine_tune, split_filler, summary
 from attnorm.training.needle_run import settings_of
-from attnorm.training.passkeys import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.passkeys import Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 
-WORDING = Wording(before=(1, 2), after=(3,), question=(4, 1, 2), digits=tuple(range(10, 20)))
+WORDING = Wording(before=(1, 2), after=(3,), words=(5, 6, 7, 8), digits=tuple(range(10, 20)))
 FILLER: Any = np.arange(20, 2020).astype(np.uint16) % 280 + 20
 CPU = torch.device("cpu")
 
 
-def parts(puzzles: Puzzles, row: int) -> tuple[list[int], list[int], int]:
-    """The hidden key, the answer, and how many tokens lie between."""
-    window = puzzles.windows[row].tolist()
-    answer = puzzles.answers[row].tolist()
-    start = window.index(1) + 2
-    hidden = window[start : start + len(answer)]
-    question = answer[0] - 3
-    assert window[question : answer[0]] == [4, 1, 2]
-    assert window[start + len(answer)] == 3
-    return hidden, [window[place] for place in answer], question - (start + len(answer) + 1)
+def sentences(window: list[int], digits: int) -> list[tuple[int, bool, list[int]]]:
+    """Every sentence of a window: where it starts, whether it is a question, and its key with the word."""
+    starts = [place for place, token in enumerate(window) if token == 1]
+    ends = [start + 3 + digits for start in starts]
+    assert all(window[start + 1] == 2 and window[start + 2] in WORDING.words for start in starts)
+    return [
+        (start, window[end : end + 1] != [3], window[start + 2 : end]) for start, end in zip(starts, ends, strict=True)
+    ]
 
 
-def test_the_answer_is_the_hidden_key_at_every_distance() -> None:
-    puzzles = training_puzzles(FILLER, WORDING, digits=3, seed=1, step=2, batch=400, length=60)
-    assert puzzles.windows.shape == (400, 60)
-    found = [parts(puzzles, row) for row in range(400)]
-    assert all(hidden == answer for hidden, answer, _ in found)
-    assert all(set(hidden) <= set(range(10, 20)) for hidden, _, _ in found)
-    distances = [distance for _, _, distance in found]
+def test_every_question_comes_after_the_key_it_asks_for() -> None:
+    puzzles = training_puzzles(FILLER, WORDING, digits=3, keys=3, seed=1, step=2, batch=100, length=80)
+    assert puzzles.windows.shape == (100, 80)
+    assert puzzles.answers.shape == (100, 3, 3)
+    seen = set()
+    for window, answers, targets in zip(
+        puzzles.windows.tolist(), puzzles.answers.tolist(), puzzles.targets.tolist(), strict=True
+    ):
+        found = sentences(window, 3)
+        keys = {tuple(key): start for start, asked, key in found if not asked}
+        questions = [(start, key) for start, asked, key in found if asked]
+        assert len(keys) == len(questions) == len({key[0] for key in keys}) == 3
+        assert all(keys[tuple(key)] < start for start, key in questions)
+        assert answers == [list(range(start + 3, start + 6)) for start, _ in questions]
+        assert targets == [key[1:] for _, key in questions]
+        assert sum(token >= 20 for token in window) == 80 - 3 * WORDING.size(3)  # of the filler nothing is doubled
+        seen |= keys.keys()
+    assert len(seen) > 250
+
+
+@pytest.mark.parametrize(("reach", "longest"), [(0.05, 3), (1.0, 65)])
+def test_the_reach_bounds_the_filler_between_a_key_and_its_question(reach: float, longest: int) -> None:
+    puzzles = training_puzzles(FILLER, WORDING, digits=3, keys=1, seed=1, step=2, batch=200, length=78, reach=reach)
+    distances = []
+    for window in puzzles.windows.tolist():
+        (key, _, _), (question, _, _) = sentences(window, 3)
+        distances.append(question - key - 7)
+    room = 78 - WORDING.size(3)
     assert min(distances) == 1
-    assert max(distances) >= 60 - WORDING.size(3) - 2
-    assert len({tuple(hidden) for hidden, _, _ in found}) > 300
-    filler = puzzles.windows[(puzzles.windows >= 20)]
-    assert len(filler) == 400 * (60 - WORDING.size(3))  # nothing of the sentences is lost or doubled
+    assert max(distances) <= round(reach * room)
+    assert max(distances) >= 0.9 * longest
+
+
+def test_as_many_keys_as_fit_and_as_there_are_words_for() -> None:
+    assert keys_that_fit(WORDING, 3, length=1000, wanted=12) == 4
+    assert keys_that_fit(WORDING, 3, length=40, wanted=12) == 2
+    assert keys_that_fit(WORDING, 3, length=14, wanted=12) == 1
+
+
+def test_the_words_are_the_longest_that_are_one_token() -> None:
+    class Vocabulary:
+        def __init__(self, *tokens: str) -> None:
+            self.tokens = {token: index for index, token in enumerate(tokens)}
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.tokens
+
+        def encode(self, text: str, add_special_tokens: bool) -> Any:
+            return SimpleNamespace(ids=[0])
+
+    digits = [str(digit) for digit in range(10)]
+    found = Wording.of(Vocabulary(*digits, "Ġin", "garden", "Ġgarden", "Ġ1", "ĠLord", "Ġchapel", "Ġ"))
+    assert found.words == (12, 15, 10)
+    assert found.digits == tuple(range(10))
+    with pytest.raises(ValueError, match="no token for the digit 9"):
+        Wording.of(Vocabulary(*digits[:9], "Ġin"))
+    with pytest.raises(ValueError, match="no token for words"):
+        Wording.of(Vocabulary(*digits))
+
+
+def test_distances_grow_to_the_whole_window_and_stay_there() -> None:
+    task = NeedleTask(steps=100, nearest=0.01, near_share=0.5)
+    assert task.reach(0) == pytest.approx(0.01)
+    assert task.reach(25) == pytest.approx(0.1)
+    assert task.reach(50) == task.reach(99) == 1.0
+    assert NeedleTask(near_share=0).reach(0) == 1.0
 
 
 def test_a_step_has_its_own_puzzles_and_always_the_same() -> None:
     def made(step: int) -> torch.Tensor:
-        return training_puzzles(FILLER, WORDING, digits=3, seed=1, step=step, batch=8, length=60).windows
+        return training_puzzles(FILLER, WORDING, digits=3, keys=2, seed=1, step=step, batch=8, length=60).windows
 
     assert torch.equal(made(3), made(3))
     assert not torch.equal(made(3), made(4))
@@ -62,8 +114,8 @@ def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, plac
     room = 59 - WORDING.size(3)
     assert [window.tolist().index(1) for window in puzzles.windows] == [round(depth * (room - 1))] * 5
     assert puzzles.windows[0].tolist().index(1) == pytest.approx(place, abs=1)
-    assert puzzles.answers.tolist() == [[56, 57, 58]] * 5
-    assert torch.equal(puzzles.targets, puzzles.windows[:, -3:])
+    assert puzzles.answers.tolist() == [[[56, 57, 58]]] * 5
+    assert torch.equal(puzzles.targets[:, 0], puzzles.windows[:, -3:])
 
 
 class Oracle(torch.nn.Module):
@@ -79,7 +131,7 @@ class Oracle(torch.nn.Module):
         following = torch.roll(input_ids, -1, 1)
         # The last digit is not among the inputs: find it behind the hidden key's first digits.
         for row, window in enumerate(input_ids.tolist()):
-            start = window.index(1) + 2
+            start = window.index(1) + 3
             following[row, -1] = window[start + 2]
             if start < self.wrong_from:
                 following[row, -1] = 0
@@ -102,13 +154,23 @@ def test_what_is_counted_is_what_was_right() -> None:
     assert summary(found)["60"] == {"questions": 8, "exact": 0.5, "digits": pytest.approx(5 / 6, abs=1e-5)}
 
 
+def test_among_many_keys_all_questions_count() -> None:
+    settings = tiny(architecture="llama", context=80)
+    task = NeedleTask(digits=3, keys=3, questions=10)
+    found = among_many(Oracle(wrong_from=0), settings, FILLER, WORDING, task, CPU)
+    assert found["keys"] == 3
+    assert found["questions"] == 30
+    assert found["exact"] > 0.9  # all but those that end a window, whose last digit the oracle takes from the first key
+    assert found["digits"] > found["exact"]
+
+
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_fine_tuning_teaches_what_is_asked(name: str) -> None:
     """A few steps are enough to learn that answers are digits: from log 300 nats to about log 10."""
     settings = tiny(architecture="llama", normalizer=name, context=32)
     task = NeedleTask(digits=2, steps=30, batch=8, learning_rate=1e-2, warmup=2)
     model = build_model(settings, vocabulary=300, end_of_text=0)
-    puzzles = training_puzzles(FILLER, WORDING, digits=2, seed=9, step=0, batch=64, length=33)
+    puzzles = training_puzzles(FILLER, WORDING, digits=2, keys=1, seed=9, step=0, batch=64, length=33)
     before = answer_loss(model, puzzles).item()
     course = fine_tune(model, settings, FILLER, WORDING, task, CPU)
     after = answer_loss(model, puzzles).item()
@@ -136,6 +198,8 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"depths": (1.5,)}, r"between 0 \(the start\) and 1"),
         ({"longer": ()}, "one or more lengths"),
+        ({"keys": 0}, "keys must be at least 1, got 0"),
+        ({"nearest": 0.0}, r"got 0\.0 and 0\.5"),
     ],
 )
 def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:

@@ -35,7 +35,8 @@ def reproduce(
         list[Path] | None, typer.Option("--text", metavar="FILE", help="Text to run on; default: one that is built in.")
     ] = None,
     valid: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Text that is not trained on, for language-models.")
+        list[Path] | None,
+        typer.Option("--valid", metavar="FILE", help="Text that is not trained on, for language-models; repeatable."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
@@ -67,7 +68,7 @@ def reproduce(
     subject = Subject(
         model=model,
         texts=tuple(text or ()),
-        valid=valid,
+        valid=tuple(valid or ()),
         quick=quick,
         seed=seed,
         device=device,

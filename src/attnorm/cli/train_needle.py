@@ -14,7 +14,8 @@ def needle(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
     text: Annotated[Path, typer.Option(help="Text to hide keys in; the last quarter is for the questions.")],
     digits: Annotated[int, typer.Option(help="Digits of a key.")] = 5,
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 250,
+    keys: Annotated[int, typer.Option(help="Keys in a window of the fine-tuning, or as many as fit.")] = 12,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 400,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
     longer: Annotated[
@@ -42,7 +43,7 @@ def needle(
 
     with usage_errors():
         task = NeedleTask(
-            digits=digits, steps=steps, batch=batch, learning_rate=lr, seed=seed, questions=questions,
+            digits=digits, keys=keys, steps=steps, batch=batch, learning_rate=lr, seed=seed, questions=questions,
             longer=tuple(numbers_of("--longer", longer) or ()),
         )  # fmt: skip
         record = train_needle(model, text, task, device=device, dtype=dtype, compiled=compiled, report=report)

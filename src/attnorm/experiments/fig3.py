@@ -123,15 +123,19 @@ def measure(
 
 
 def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
-    """Both forms of the bounds, for the radius of each row as if it had been fixed in advance."""
-    M = (layer.vectors.square().sum(-1).mean(-1)).sqrt().unsqueeze(-1).expand(every.weights.shape[:-1])
-    delta = minimum_separation(layer.vectors).unsqueeze(-1).expand(M.shape)
+    """Both forms of the bounds, for the radius of each row as if it had been fixed in advance.
+
+    They are about a_i x_i with x_i on a sphere: what a vector is longer than 1 goes into its weight.
+    """
+    unit, lengths = on_sphere(layer.vectors), torch.linalg.vector_norm(layer.vectors, dim=-1)
+    every = SelectedRows(every.weights * lengths.unsqueeze(-2), unit, every.visible, every.indices, False)
+    delta = minimum_separation(unit).unsqueeze(-1).expand(every.weights.shape[:-1])
     columns = []
     for N in top_n:
         rows = every.with_indices(every.indices[..., :N])
         r = nearest_outsider(rows)
-        certain = (r >= xi(rows, M, delta).amax(-1)).double()
-        columns.append(torch.stack([*theorem2_bounds(rows, r, M), *theorem2_printed(rows, r, M, delta), certain]))
+        certain = (r >= xi(rows, 1.0, delta).amax(-1)).double()
+        columns.append(torch.stack([*theorem2_bounds(rows, r, 1.0), *theorem2_printed(rows, r, 1.0, delta), certain]))
     return dict(
         zip(("lower", "upper", "printed_lower", "printed_upper", "certain"), torch.stack(columns, -1), strict=True)
     )

@@ -84,8 +84,8 @@ PAGE = """<!doctype html>
 <a href="{{ one.name }}/{{ name }}.parquet">parquet</a>;
 {% endfor %}
 <a href="{{ one.name }}/verdict.md">verdict</a>, <a href="{{ one.name }}/outcome.json">parameters and manifest</a>.
-{{ "Model " ~ one.manifest.model.name ~ ";" if one.manifest.model is defined }}
-{{ "small sizes (--quick);" if one.settings.quick }}
+{{ "Model " ~ one.manifest.model.name ~ "; " if one.manifest.model is defined }}
+{{ "small sizes (--quick); " if one.settings.quick }}
 {{ one.manifest.seconds }} s, {{ one.manifest.created }}.</p>
 </section>
 {% endfor %}

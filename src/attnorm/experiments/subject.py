@@ -1,6 +1,7 @@
 """What an experiment runs on: a model and texts, loaded once for all experiments of a call."""
 
 import hashlib
+import lzma
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,7 @@ class Subject:
 
     model: str = BUNDLED  # "bundled", a folder or a hub name
     texts: tuple[Path, ...] = ()  # none: the text that attnorm.analyze takes for that model
-    valid: Path | None = None  # a text that nothing is trained on, for the experiments that train
+    valid: tuple[Path, ...] = ()  # texts that nothing is trained on, for the experiments that train
     quick: bool = False  # small sizes: seconds, for CI
     seed: int = 0
     device: str | None = None
@@ -67,16 +68,17 @@ class Subject:
         """Everything about it that decides a result, as plain values: what a finished result is recognised by."""
         told: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
         if with_model:
+            from attnorm.analysis.manifest import content_hash
             from attnorm.models.describe import fingerprint
 
             loaded = self.loaded()
             told |= {"model": loaded.name, "fingerprint": fingerprint(loaded.model)}
-        if with_model or self.texts:
-            from attnorm.analysis.manifest import content_hash
-
             told["texts"] = [[text.name, content_hash(text.content)] for text in self.passages()]
-        if self.valid is not None:
-            told["valid"] = [self.valid.name, _file_hash(self.valid)]
+        elif self.texts:
+            # Texts to train on may be packed and as long as a library: their bytes tell them apart.
+            told["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
+        if self.valid:
+            told["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
         return told
 
 
@@ -107,9 +109,12 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+    except (lzma.LZMAError, EOFError):
+        raise ValueError(f"{path} is no xz file, or it is cut off; pack it again") from None
     except OSError as error:
         raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
 

@@ -1,6 +1,7 @@
 """A normalizer for some heads of a layer: the others keep softmax."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,12 +61,21 @@ def head_count(module: nn.Module) -> int:
     raise ValueError(f"{type(module).__name__} does not say how many heads it has; expected one of {', '.join(HEADS)}")
 
 
+def whole_number(value: Any) -> int:
+    """Of any kind, also numpy's, but not True and False: a list of those is a choice, not numbers."""
+    if isinstance(value, bool):
+        raise TypeError(f"expected a whole number, got {value!r}")
+    return operator.index(value)
+
+
 def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
     """The heads of the module that are meant: one by its number, or several, each once."""
     every = head_count(module)
-    chosen = (heads,) if isinstance(heads, int) else tuple(heads) if isinstance(heads, Sequence | set | range) else ()
-    numbers = all(isinstance(head, int) and not isinstance(head, bool) and 0 <= head < every for head in chosen)
-    if not chosen or not numbers or len({*chosen}) < len(chosen):
+    try:
+        chosen = tuple(map(whole_number, heads if isinstance(heads, Iterable) else [heads]))
+    except TypeError:
+        chosen = ()
+    if not chosen or not all(0 <= head < every for head in chosen) or len({*chosen}) < len(chosen):
         raise ValueError(f"{path} has the heads 0 to {every - 1}; got {heads!r}: name each of them once")
     return chosen
 

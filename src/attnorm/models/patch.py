@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
-from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads
+from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.models.support import Site, attention_sites, check_observable
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -145,15 +145,16 @@ def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Si
     return found
 
 
-def _wanted(layers: Any) -> dict[Any, Any]:
+def _wanted(layers: Any) -> dict[int, Any]:
     """Heads by layer; None: all of them."""
-    if isinstance(layers, Mapping):
-        return dict(layers)
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        return {layers: None}
-    if isinstance(layers, Iterable) and not isinstance(layers, str):
-        return dict.fromkeys(layers)
-    raise TypeError(f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}")
+    try:
+        if isinstance(layers, Mapping):
+            return {whole_number(layer): heads for layer, heads in layers.items()}
+        return dict.fromkeys(map(whole_number, layers if isinstance(layers, Iterable) else [layers]))
+    except TypeError:
+        raise TypeError(
+            f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}"
+        ) from None
 
 
 def _place(site: Site, module: nn.Module) -> str:

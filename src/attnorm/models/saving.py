@@ -54,6 +54,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
         )
     model = _unwrapped(model)
     folder, recipes = Path(directory), _recipes(model)
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file; give a folder, which is made where there is none")
     state = options.pop("state_dict", None) or model.state_dict()
     own = {key: value for key, value in state.items() if NORMALIZER not in key.split(".")}
     before = _ours.set(True)

@@ -1,7 +1,8 @@
 """Fine-tune a language model to find a pass key in its context, then ask at lengths that it has never seen.
 
 The same few hundred steps for every model: what is compared is how well a trained model can be taught to find one
-sentence again, and how far beyond the training length that still works.
+sentence again, and how far beyond the training length that still works. To copy from far back takes heads that a small
+model hardly has, so every window of the fine-tuning asks for several keys, first near ones and then farther ones.
 """
 
 import math
@@ -31,23 +32,36 @@ class NeedleTask:
     """What is asked and how long it is practised; the same for all models that are compared."""
 
     digits: int = 5
-    steps: int = 250
+    keys: int = 12  # in a window of the fine-tuning, or as many as fit; in the test there is one
+    steps: int = 400
     batch: int = 32
     learning_rate: float = 1e-3
-    warmup: int = 20
+    warmup: int = 40
+    nearest: float = 0.02  # the largest distance of the first step, as a share of the window's
+    near_share: float = 0.5  # of the steps, in which it grows to the whole
     seed: int = 0
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     questions: int = 20  # per length and depth
     longer: tuple[int, ...] = (1, 2, 4)  # lengths to test at, in training lengths
 
     def __post_init__(self) -> None:
-        for name in ("digits", "steps", "batch", "questions"):
+        for name in ("digits", "keys", "steps", "batch", "questions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.longer or min(self.longer) < 1 or not self.depths:
             raise ValueError(f"test at one or more lengths and depths, got {self.longer} and {self.depths}")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths must lie between 0 (the start) and 1 (the end), got {self.depths}")
+        if not (0 < self.nearest <= 1 and 0 <= self.near_share <= 1):
+            raise ValueError(
+                f"nearest and near_share are shares between 0 and 1, the first above 0; got {self.nearest} and "
+                f"{self.near_share}"
+            )
+
+    def reach(self, step: int) -> float:
+        """The largest distance of a step, as a share of what the window allows: it grows by equal factors."""
+        growing = self.near_share * self.steps
+        return 1.0 if step >= growing else float(self.nearest ** (1 - step / growing))
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,8 @@ def fine_tune(
     with in_training(model, compiled=compiled, attention=attention):
         for step in range(task.steps):
             puzzles = training_puzzles(
-                filler, wording, digits=task.digits, seed=task.seed, step=step, batch=task.batch,
-                length=settings.context + 1,
+                filler, wording, digits=task.digits, keys=task.keys, seed=task.seed, step=step, batch=task.batch,
+                length=settings.context + 1, reach=task.reach(step),
             ).to(device)  # fmt: skip
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, recipe)
@@ -150,13 +164,15 @@ def as_settings(task: NeedleTask, settings: Settings) -> Settings:
 
 def answer_loss(model: Any, puzzles: Puzzles) -> Any:
     """Mean cross entropy of the answers' digits, in nats."""
-    return F.cross_entropy(_answer_logits(model, puzzles).flatten(0, 1).float(), puzzles.targets.flatten())
+    return F.cross_entropy(_answer_logits(model, puzzles).flatten(0, 2).float(), puzzles.targets.flatten())
 
 
 def _answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
+    """(windows, questions, digits, vocabulary)"""
     hidden = model.base_model(input_ids=puzzles.windows[:, :-1], use_cache=False).last_hidden_state
-    before = (puzzles.answers - 1)[..., None].expand(-1, -1, hidden.shape[-1])
-    return F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)
+    before = (puzzles.answers.flatten(1) - 1)[..., None].expand(-1, -1, hidden.shape[-1])
+    logits = F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)
+    return logits.reshape(*puzzles.answers.shape, -1)
 
 
 @torch.inference_mode()
@@ -193,11 +209,36 @@ def find_keys(
     return found
 
 
+@torch.inference_mode()
+def among_many(
+    model: Any,
+    settings: Settings,
+    filler: Tokens,
+    wording: Wording,
+    task: NeedleTask,
+    device: torch.device,
+) -> dict[str, float]:
+    """The same for windows as in fine-tuning, with all their keys and all distances, in text that it did not see."""
+    model.eval()
+    puzzles = training_puzzles(
+        filler, wording, digits=task.digits, keys=task.keys, seed=task.seed + 1, step=0, batch=task.questions,
+        length=settings.context + 1,
+    )  # fmt: skip
+    with without_compiled_blocks(model, settings):
+        right = _right(model, puzzles, EVALUATION_BATCH, device, settings)
+    return {
+        "keys": right.shape[1],
+        "questions": right.shape[0] * right.shape[1],
+        "exact": round(float(right.all(-1).mean()), 5),
+        "digits": round(float(right.mean()), 5),
+    }
+
+
 def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: Settings) -> Any:
-    """(questions, digits), 1 where the likeliest token is the right one."""
+    """(windows, questions, digits), 1 where the likeliest token is the right one."""
     parts = []
     for start in range(0, len(puzzles.windows), together):
-        some = Puzzles(puzzles.windows[start : start + together], puzzles.answers[start : start + together]).to(device)
+        some = puzzles.some(start, together).to(device)
         with _autocast(device, settings):
             parts.append((_answer_logits(model, some).argmax(-1) == some.targets).cpu().numpy())
     return np.concatenate(parts)

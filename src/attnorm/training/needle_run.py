@@ -14,7 +14,7 @@ import torch
 from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.lengths import check_lengths
-from attnorm.training.needle import NeedleTask, find_keys, fine_tune, split_filler, summary
+from attnorm.training.needle import NeedleTask, among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.passkeys import Wording
 from attnorm.training.run_folder import RECORD
 from attnorm.training.settings import Settings
@@ -69,6 +69,7 @@ def train_needle(
         "text": text.name,
         "task": asdict(task),
         "course": course,
+        "among_many": among_many(loaded, settings, tested, wording, task, place),
         "by_length": summary(found),
         "answers": [each.as_dict() for each in found],
     }

@@ -1,12 +1,14 @@
-"""Texts with a pass key hidden in them and a question at the end: does a model find the key again, and how far back?
+"""Texts with pass keys hidden in them, asked for later: does a model find a key again, and how far back?
 
-    ... filler ... The pass key is 40713. ... filler ... What is the pass key? The pass key is 40713
+    ... filler ... The pass key is garden40713. ... filler ... The pass key is garden40713
 
-Every digit is a token of its own, so that all keys are equally long. After Mohtashami & Jaggi 2023,
-https://arxiv.org/abs/2305.16300.
+A key is a word and some digits; the question names the word, the answer is the digits. So one window can hold many
+keys, and every question of it teaches. Words and digits are single tokens: all keys are equally long. After Mohtashami
+& Jaggi 2023, https://arxiv.org/abs/2305.16300, who hide one key without a word.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,9 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 BEFORE_KEY = "\n\nThe pass key is"
 AFTER_KEY = ".\n\n"
-QUESTION = "\n\nWhat is the pass key? The pass key is"
+WORD = re.compile("Ġ[a-z]+")  # a space and letters, as a byte-level vocabulary spells it
+MOST_WORDS = 64
+LARGEST_SHARE = 0.75  # of a training window that sentences may take: the rest is filler between them
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Puzzles:
     """Windows of tokens and where the answers stand in them."""
 
     windows: "Int64[torch.Tensor, 'batch length']"
-    answers: "Int64[torch.Tensor, 'batch digits']"
-    """Places of the answer's tokens: each is predicted from all tokens before it."""
+    answers: "Int64[torch.Tensor, 'batch questions digits']"
+    """Places of the answers' tokens: each is predicted from all tokens before it."""
 
     def to(self, device: torch.device) -> "Puzzles":
         moved = (self.windows, self.answers)
@@ -38,9 +42,12 @@ class Puzzles:
             moved = (self.windows.pin_memory(), self.answers.pin_memory())
         return Puzzles(*(part.to(device, non_blocking=True) for part in moved))
 
+    def some(self, start: int, count: int) -> "Puzzles":
+        return Puzzles(self.windows[start : start + count], self.answers[start : start + count])
+
     @property
-    def targets(self) -> "Int64[torch.Tensor, 'batch digits']":
-        return self.windows.gather(1, self.answers)
+    def targets(self) -> "Int64[torch.Tensor, 'batch questions digits']":
+        return self.windows.gather(1, self.answers.flatten(1)).view_as(self.answers)
 
 
 @dataclass(frozen=True)
@@ -49,73 +56,85 @@ class Wording:
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    question: tuple[int, ...]
+    words: tuple[int, ...]
     digits: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Wording":
-        """From a `tokenizers.Tokenizer`.
+        """From a `tokenizers.Tokenizer`; the longest words that it has a token for.
 
         Raises:
-            ValueError: It has no tokens for single digits.
+            ValueError: It has no tokens for single digits, or for words.
         """
-        digits = [tokenizer.token_to_id(str(digit)) for digit in range(10)]
-        if None in digits:
-            raise ValueError(
-                f"the tokenizer has no token for the digit {digits.index(None)}; a pass key is made of single digits"
-            )
-        before, after, question = (
-            tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (BEFORE_KEY, AFTER_KEY, QUESTION)
-        )
-        return cls(before, after, question, tuple(digits))
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        digits = [vocabulary.get(str(digit)) for digit in range(10)]
+        words = sorted(filter(WORD.fullmatch, vocabulary), key=lambda word: (-len(word), vocabulary[word]))
+        if None in digits or not words:
+            lacking = "words" if words == [] else f"the digit {digits.index(None)}"
+            raise ValueError(f"the tokenizer has no token for {lacking}; a pass key is a word and single digits")
+        before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE_KEY, AFTER_KEY))
+        chosen = tuple(vocabulary[word] for word in words[:MOST_WORDS])
+        return cls(tuple(before), tuple(after), chosen, tuple(digit for digit in digits if digit is not None))
 
-    def needle(self, key: Sequence[int]) -> list[int]:
+    def statement(self, key: Sequence[int]) -> list[int]:
         return [*self.before, *key, *self.after]
 
-    def answered(self, key: Sequence[int]) -> list[int]:
-        return [*self.question, *key]
+    def question(self, key: Sequence[int]) -> list[int]:
+        """With its answer, the digits of the key, at the end."""
+        return [*self.before, *key]
 
     def size(self, digits: int) -> int:
-        """Tokens that the two sentences take."""
-        return len(self.before) + len(self.after) + len(self.question) + 2 * digits
+        """Tokens that a key and its question take."""
+        return 2 * (len(self.before) + 1 + digits) + len(self.after)
 
 
 def shortest_window(wording: Wording, digits: int) -> int:
     return wording.size(digits) + 1  # at least one token of filler between the two
 
 
-def training_puzzles(
-    filler: Tokens, wording: Wording, *, digits: int, seed: int, step: int, batch: int, length: int
-) -> Puzzles:
-    """Windows with the question anywhere after the key: all distances up to the length, in windows of one shape.
+def keys_that_fit(wording: Wording, digits: int, length: int, wanted: int) -> int:
+    """How many of the wanted keys a window has room for, with filler between them."""
+    return max(1, min(wanted, len(wording.words), int(LARGEST_SHARE * length) // wording.size(digits)))
 
-    Half of the distances are uniform and half log-uniform: without near ones a model takes long to find out what is
-    asked of it.
+
+def training_puzzles(
+    filler: Tokens, wording: Wording, *, digits: int, keys: int, seed: int, step: int, batch: int, length: int,
+    reach: float = 1.0,
+) -> Puzzles:  # fmt: skip
+    """Windows with several keys, every question anywhere after its key, all in windows of one shape.
+
+    Half of the distances are uniform and half log-uniform, in tokens of filler between a key and its question.
+
+    reach: The largest distance as a share of what the window allows.
     """
     generator = np.random.default_rng((seed, step))
-    longest = length - wording.size(digits)
-    windows, answers = [], []
-    for row in range(batch):
-        if row % 2:
-            distance = int(generator.integers(1, longest + 1))
-        else:
-            distance = int(math.exp(generator.uniform(0.0, math.log(longest + 1))))
-        start = int(generator.integers(0, longest - distance + 1))
-        window, answer = _puzzle(filler, wording, generator, digits, length, start, distance)
-        windows.append(window)
-        answers.append(answer)
-    return Puzzles(torch.from_numpy(np.stack(windows)), torch.from_numpy(np.stack(answers)))
+    fitting = keys_that_fit(wording, digits, length, keys)
+    room = length - fitting * wording.size(digits)
+    longest = max(1, round(reach * room))
+    made = []
+    for _ in range(batch):
+        distances = [_distance(generator, longest, uniform=bool(number % 2)) for number in range(fitting)]
+        starts = [int(generator.integers(0, room - distance + 1)) for distance in distances]
+        made.append(_puzzle(filler, wording, generator, digits, length, starts, distances))
+    return _together(made)
 
 
 def puzzles_at(
     filler: Tokens, wording: Wording, *, digits: int, seed: int, count: int, length: int, depth: float
 ) -> Puzzles:
-    """Windows that end with the answer; depth 0 has the key at the very start, 1 right before the question."""
+    """Windows with one key that end with the answer; depth 0 has it at the very start, 1 right before the question."""
     generator = np.random.default_rng((seed, length, round(1000 * depth)))
     room = length - wording.size(digits)
     start = round(depth * (room - 1))
-    made = [_puzzle(filler, wording, generator, digits, length, start, room - start) for _ in range(count)]
-    return Puzzles(*(torch.from_numpy(np.stack(part)) for part in zip(*made, strict=True)))
+    return _together(
+        [_puzzle(filler, wording, generator, digits, length, [start], [room - start]) for _ in range(count)]
+    )
+
+
+def _distance(generator: np.random.Generator, longest: int, *, uniform: bool) -> int:
+    if uniform:
+        return int(generator.integers(1, longest + 1))
+    return min(longest, int(math.exp(generator.uniform(0.0, math.log(longest + 1)))))
 
 
 def _puzzle(
@@ -124,15 +143,33 @@ def _puzzle(
     generator: np.random.Generator,
     digits: int,
     length: int,
-    start: int,
-    distance: int,
+    starts: Sequence[int],
+    distances: Sequence[int],
 ) -> tuple[Ids, Ids]:
-    """The key from `start` on, `distance` tokens of filler, the question with its answer, and filler to the end."""
-    key = [wording.digits[digit] for digit in generator.integers(0, 10, size=digits)]
-    needle, question = wording.needle(key), wording.answered(key)
-    room = length - len(needle) - len(question)
+    """Filler, cut open after `start` tokens of it for each key and `distance` tokens of it later for its question."""
+    words = generator.choice(len(wording.words), size=len(starts), replace=False)
+    keys = [
+        [wording.words[word], *(wording.digits[digit] for digit in generator.integers(0, 10, size=digits))]
+        for word in words
+    ]
+    # A question comes after all keys that are put in at its place: its own lies before it in any case.
+    cuts = [(start, False, wording.statement(key)) for start, key in zip(starts, keys, strict=True)]
+    cuts += [
+        (start + distance, True, wording.question(key))
+        for start, distance, key in zip(starts, distances, keys, strict=True)
+    ]
+    room = length - sum(len(sentence) for _, _, sentence in cuts)
     place = int(generator.integers(0, len(filler) - room + 1))
     text = filler[place : place + room].astype(np.int64)
-    middle, end = start + distance, start + len(needle) + distance + len(question)
-    window = np.concatenate([text[:start], needle, text[start:middle], question, text[middle:]])
-    return window, np.arange(end - digits, end)
+    window: list[int] = []
+    answers, used = [], 0
+    for cut, asked, sentence in sorted(cuts, key=lambda each: each[:2]):
+        window += [*text[used:cut].tolist(), *sentence]
+        used = cut
+        if asked:
+            answers.append(np.arange(len(window) - digits, len(window)))
+    return np.array([*window, *text[used:].tolist()], dtype=np.int64), np.stack(answers)
+
+
+def _together(made: Sequence[tuple[Ids, Ids]]) -> Puzzles:
+    return Puzzles(*(torch.from_numpy(np.stack(part)) for part in zip(*made, strict=True)))

@@ -42,7 +42,7 @@ def _factors(axes: Axes, found: Adaptive) -> None:
         axes.plot(H.numpy(), beta, **{**LOOKS[name], "markevery": 50}, label=name)
         top = max(top, float(np.quantile(beta, 0.95)))
     axes.axvspan(5.945, HIGHEST, color=PALE, alpha=0.13, linewidth=0)
-    axes.text(5.945, 0.5, " printed:\n not corrected", transform=axes.get_xaxis_transform(), fontsize=7, va="center")
+    axes.text(5.945, 0.97, " printed:\n not corrected", transform=axes.get_xaxis_transform(), fontsize=7, va="top")
     axes.set_xlim(0, HIGHEST)
     axes.set_ylim(0.8, min(max(3.0, top * 1.1), 12.0))
     axes.set_ylabel("factor β on the logits")

@@ -49,11 +49,12 @@ def needle_table(found: Sequence[Contender]) -> str:
             one.name,
             *(one.found[length].written(1, 100) for length in lengths),
             *(one.digits[length].written(1, 100) for length in lengths),
+            one.among_many.written(1, 100) if one.among_many else "",
         ]
         for one in best_first
     ]
     headings = [f"{what} at {length:,}" for what in ("keys", "digits") for length in lengths]
-    return table(["normalizer", *(f"% {heading}" for heading in headings)], rows)
+    return table(["normalizer", *(f"% {heading}" for heading in headings), "% keys among many"], rows)
 
 
 def cost_table(found: Sequence[Contender]) -> str:

@@ -65,9 +65,9 @@ def _texts(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]
     Raises:
         ValueError: No text to train on, or none to validate on.
     """
-    if subject.texts and subject.valid is not None:
-        return list(subject.texts), subject.valid, []
-    if subject.texts or subject.valid is not None or not subject.quick:
+    if subject.texts and subject.valid:
+        return list(subject.texts), subject.valid[0], list(subject.valid[1:])
+    if subject.texts or subject.valid or not subject.quick:
         raise ValueError(
             "language-models trains on --text and measures on --valid: give both (.txt or .txt.xz); --quick alone "
             "takes text that Python carries"

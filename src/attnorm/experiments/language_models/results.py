@@ -36,6 +36,8 @@ class Contender:
     found: dict[int, Spread]
     """Share of keys found by length; empty before it was asked."""
     digits: dict[int, Spread]
+    among_many: Spread | None
+    """Share of keys found at the training length where a window hides many; None before it was asked."""
     attention: dict[str, float]
     learning_rate: float | None = None
     tokens: int | None = None
@@ -77,6 +79,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         losses={text: _by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
         found=_by_length([_part(line, "exact") for line in needles]),
         digits=_by_length([_part(line, "digits") for line in needles]),
+        among_many=_among_many(needles),
         attention=_means(statistics),
         learning_rate=main[0]["learning_rate"] if main and trained else None,
         tokens=main[0]["tokens"] if main and trained else None,
@@ -95,6 +98,11 @@ def _by_length(found: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
 
 def _part(line: Line, which: str) -> dict[str, float]:
     return {length: figures[which] for length, figures in line["by_length"].items()}
+
+
+def _among_many(needles: Sequence[Line]) -> Spread | None:
+    asked = [line["among_many"]["exact"] for line in needles if "among_many" in line]
+    return Spread.of(asked) if asked else None
 
 
 def _means(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from attnorm.experiments.language_models.plan import SOFTMAX
 from attnorm.experiments.language_models.training import Worker, forget, machine, trained_model
 from attnorm.training.compilation import in_training
 from attnorm.training.evaluation import EVALUATION_BATCH, validation_loss
-from attnorm.training.needle import find_keys, fine_tune, split_filler, summary
+from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.passkeys import Wording
 from attnorm.training.settings import Settings
 from attnorm.training.tokens import Tokens
@@ -69,16 +69,18 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     for instead in wanted:
         with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
             found = find_keys(model, settings, tested, wording, plan.needle, device)
+            many = among_many(model, settings, tested, wording, plan.needle, device)
         worker.place.add(
             {
                 "stage": "needle", "normalizer": normalizer, "at_inference": instead, "seed": seed,
-                "course": course, "by_length": summary(found), "answers": [each.as_dict() for each in found],
+                "course": course, "among_many": many, "by_length": summary(found),
+                "answers": [each.as_dict() for each in found],
                 "tuning_seconds": round(tuned - began, 1), "wall_seconds": round(time.monotonic() - began, 1),
                 **machine(device),
             }
         )  # fmt: skip
         by_length = {length: each["exact"] for length, each in summary(found).items()}
-        worker.say(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: keys found {by_length}")
+        worker.say(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: keys found {by_length}, {many}")
     del model
     forget()
 
