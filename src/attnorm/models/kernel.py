@@ -41,7 +41,8 @@ def check_masks(module: nn.Module) -> str:
     if masks not in READABLE:
         raise ValueError(
             f"the model runs {masks!r}, whose masks attnorm's normalizers cannot read; "
-            "call model.set_attn_implementation('sdpa') first ('eager' where the model has no 'sdpa')"
+            "call model.set_attn_implementation('sdpa') first, or load it with attn_implementation='sdpa' "
+            "('eager' where the model has no 'sdpa')"
         )
     return masks
 
