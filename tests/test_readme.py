@@ -89,7 +89,8 @@ OTHERS = [c for c in commands(README + CONTRIBUTING + BENCHMARKS + GUIDE) if not
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", sorted({*OTHERS}))
-def test_commands_in_the_documents_run(command: str) -> None:
+def test_commands_in_the_documents_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write where they stand
     reason = next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
     if reason is not None:
         pytest.skip(reason)

@@ -1,5 +1,8 @@
 """The frame of the experiments: what is written, what is not run again, what is refused, and in which words."""
 
+import base64
+import hashlib
+import html
 import json
 import math
 import re
@@ -11,6 +14,7 @@ import pytest
 
 from attnorm.experiments import catalogue, run
 from attnorm.experiments.experiment import Subject
+from attnorm.experiments.index_page import render
 from attnorm.experiments.run import reproduce
 from tests.experiments.toy_experiments import Toy
 
@@ -134,6 +138,20 @@ def test_the_index_page_shows_everything_in_the_folder_and_runs_nothing(
     assert "2 reproduces" in page
     assert "<script" not in page
     assert "default-src &#39;none&#39;" in page
+
+
+def test_the_policy_of_the_index_page_lets_its_own_style_in() -> None:
+    page = render([])
+    style = page.split("<style>")[1].split("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"sha256-{digest}" in html.unescape(page)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write into .*; choose another folder with --out"):
+        reproduce(["toy"], SUBJECT, tmp_path / "file" / "below")
+    assert toy.runs == 0
 
 
 def test_a_damaged_record_is_named_and_replaced_by_fresh(toy: Toy, tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ def test_each_answer_can_be_no() -> None:
     assert all(finding.ours.startswith("no: ") for finding in judged(bad))
 
 
+def test_norms_that_explode_in_few_heads_and_vanish_in_most_are_partly_what_is_said_of_low_temperatures() -> None:
+    good = numbers()
+    norm = good.cooled.norm.copy()
+    norm[0, :2], norm[0, 2] = 0.0, 50.0
+    apart = np.stack([np.full(3, 1 - T / 4) for T in TEMPERATURES])
+    assert judged(replace(good, cooled=Cooled(apart, norm, 8.0)))[2].verdict == "partly"
+
+
 def test_without_a_saturated_head_there_is_nothing_to_predict() -> None:
     found = replace(numbers(), early=early([0.1, 0.2], [0.9, 0.95], [0.5, 0.5]))
     assert judged(found)[1].verdict == "not tested"

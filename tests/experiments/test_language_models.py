@@ -1,6 +1,7 @@
 """The language models: every piece of work is done once, whoever comes; results are what the lines say."""
 
 import json
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.__main__ import changed
 from attnorm.experiments.language_models.plan import FULL, QUICK, Plan
-from attnorm.experiments.language_models.recipe import EXPERIMENT, outcome
+from attnorm.experiments.language_models.recipe import EXPERIMENT, outcome, texts_of
 from attnorm.experiments.language_models.statistics import attention_statistics
 from attnorm.experiments.language_models.testing import spread_chunks
 from attnorm.experiments.language_models.training import Worker, best_rate, trained_model
 from attnorm.experiments.language_models.trial import try_out
 from attnorm.experiments.language_models.workplace import Workplace
+from attnorm.experiments.subject import Subject
 from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
 from attnorm.training.architectures import build_model
@@ -27,7 +29,7 @@ TINY = replace(
     QUICK,
     normalizers=("softmax", "kneemax"), at_inference=("log_scaled",),
     context=96, vocab=300, batch=2, rates=(1e-3, 1e-2), rate_tokens=576, main_tokens=1920, chunks=2, observed=1,
-    needle=NeedleTask(steps=2, batch=2, questions=2, digits=2, longer=(1, 2), depths=(0.5,)),
+    needle=NeedleTask(steps=2, batch=2, questions=2, characters=2, longer=(1, 2), depths=(0.5,)),
 )  # fmt: skip
 
 
@@ -189,6 +191,25 @@ def test_the_outcome_compares_with_softmax(finished: Workplace) -> None:
     assert "lowest loss on valid" in made.words
     assert set(made.figures) == {"language-models", "course"}
     assert EXPERIMENT.name == "language-models"
+
+
+def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
+    packed, first, second = tmp_path / "train.txt.xz", tmp_path / "first.txt", tmp_path / "second.txt.xz"
+    packed.write_bytes(lzma.compress(b"to train on"))
+    first.write_text("held out")
+    second.write_bytes(lzma.compress(b"also held out"))
+    subject = Subject(texts=(packed,), valid=(first, second))
+    assert texts_of(subject, tmp_path) == ([packed], first, [second])
+    assert [text.content for text in subject.passages()] == ["to train on"]
+    before = subject.identity(with_model=False)
+    assert [name for name, _ in (*before["texts"], *before["valid"])] == [packed.name, first.name, second.name]
+    second.write_bytes(lzma.compress(b"another text"))
+    assert subject.identity(with_model=False) != before
+    packed.write_bytes(b"no xz")
+    with pytest.raises(ValueError, match=r"train\.txt\.xz is no xz file"):
+        Subject(texts=(packed, first)).passages()
+    with pytest.raises(ValueError, match="give both"):
+        texts_of(Subject(texts=(packed,)), tmp_path)
 
 
 def test_plans_change_by_name() -> None:

@@ -26,7 +26,8 @@ def lines() -> list[dict[str, Any]]:
             },
             {
                 "stage": "needle", "normalizer": name, "at_inference": None, "seed": seed,
-                "by_length": {"8": {"exact": found, "digits": 1.0, "questions": 5}},
+                "by_length": {"8": {"exact": found, "characters": 1.0, "questions": 5}},
+                "among_many": {"keys": 3, "questions": 60, "exact": found / 2, "characters": 1.0},
             },
         ]  # fmt: skip
     return made
@@ -47,6 +48,7 @@ def test_the_tables_say_it() -> None:
     text = all_tables(lines())
     assert "| ssmax | 2 | 2.8000 ± 0.1000 | 5.6000 ± 0.2000 |" in text
     assert "| softmax | 1 | 3.0000 | 6.0000 |" in text
+    assert "| ssmax | 60.0 ± 10.0 | 100.0 ± 0.0 | 30.0 ± 5.0 |" in text
     assert text.index("| softmax | 90.0 |") < text.index("| ssmax | 60.0 ± 10.0 |")
     assert "| ssmax | 101 | 1.0 | engine | 50 | 7 | 0.001 |" in text
     words = in_words(contenders(lines()))

@@ -13,27 +13,28 @@ from attnorm.cli import app
 from attnorm.training.architectures import build_model
 from attnorm.training.needle import NeedleTask, among_many, answer_loss, find_keys, fine_tune, split_filler, summary
 from attnorm.training.needle_run import settings_of
-from attnorm.training.passkeys import Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.passkeys import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.tokenizer import train_tokenizer
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 
-WORDING = Wording(before=(1, 2), after=(3,), words=(5, 6, 7, 8), digits=tuple(range(10, 20)))
-FILLER: Any = np.arange(20, 2020).astype(np.uint16) % 280 + 20
+WORDING = Wording(before=(1, 2), after=(3,), alphabet=tuple(range(60, 80)))
+FILLER: Any = np.arange(2000).astype(np.uint16) % 200 + 100
 CPU = torch.device("cpu")
 
 
-def sentences(window: list[int], digits: int) -> list[tuple[int, bool, list[int]]]:
-    """Every sentence of a window: where it starts, whether it is a question, and its key with the word."""
+def sentences(window: list[int], characters: int) -> list[tuple[int, bool, list[int]]]:
+    """Every sentence of a window: where it starts, whether it is a question, and its key."""
     starts = [place for place, token in enumerate(window) if token == 1]
-    ends = [start + 3 + digits for start in starts]
-    assert all(window[start + 1] == 2 and window[start + 2] in WORDING.words for start in starts)
+    ends = [start + 3 + characters for start in starts]
+    assert all(window[start + 1] == 2 and window[start + 2] in WORDING.alphabet for start in starts)
     return [
         (start, window[end : end + 1] != [3], window[start + 2 : end]) for start, end in zip(starts, ends, strict=True)
     ]
 
 
 def test_every_question_comes_after_the_key_it_asks_for() -> None:
-    puzzles = training_puzzles(FILLER, WORDING, digits=3, keys=3, seed=1, step=2, batch=100, length=80)
+    puzzles = training_puzzles(FILLER, WORDING, characters=3, keys=3, seed=1, step=2, batch=100, length=80)
     assert puzzles.windows.shape == (100, 80)
     assert puzzles.answers.shape == (100, 3, 3)
     seen = set()
@@ -43,18 +44,19 @@ def test_every_question_comes_after_the_key_it_asks_for() -> None:
         found = sentences(window, 3)
         keys = {tuple(key): start for start, asked, key in found if not asked}
         questions = [(start, key) for start, asked, key in found if asked]
-        assert len(keys) == len(questions) == len({key[0] for key in keys}) == 3
+        assert len(keys) == len(questions) == 3
+        assert len({character for key in keys for character in key}) == 12
         assert all(keys[tuple(key)] < start for start, key in questions)
         assert answers == [list(range(start + 3, start + 6)) for start, _ in questions]
         assert targets == [key[1:] for _, key in questions]
-        assert sum(token >= 20 for token in window) == 80 - 3 * WORDING.size(3)  # of the filler nothing is doubled
+        assert sum(token >= 100 for token in window) == 80 - 3 * WORDING.size(3)  # of the filler nothing is doubled
         seen |= keys.keys()
     assert len(seen) > 250
 
 
 @pytest.mark.parametrize(("reach", "longest"), [(0.05, 3), (1.0, 65)])
 def test_the_reach_bounds_the_filler_between_a_key_and_its_question(reach: float, longest: int) -> None:
-    puzzles = training_puzzles(FILLER, WORDING, digits=3, keys=1, seed=1, step=2, batch=200, length=78, reach=reach)
+    puzzles = training_puzzles(FILLER, WORDING, characters=3, keys=1, seed=1, step=2, batch=200, length=78, reach=reach)
     distances = []
     for window in puzzles.windows.tolist():
         (key, _, _), (question, _, _) = sentences(window, 3)
@@ -65,31 +67,20 @@ def test_the_reach_bounds_the_filler_between_a_key_and_its_question(reach: float
     assert max(distances) >= 0.9 * longest
 
 
-def test_as_many_keys_as_fit_and_as_there_are_words_for() -> None:
-    assert keys_that_fit(WORDING, 3, length=1000, wanted=12) == 4
-    assert keys_that_fit(WORDING, 3, length=40, wanted=12) == 2
-    assert keys_that_fit(WORDING, 3, length=14, wanted=12) == 1
+def test_as_many_keys_as_fit_and_as_there_are_characters_for() -> None:
+    assert keys_that_fit(WORDING, 3, length=1000, wanted=12) == 5
+    assert keys_that_fit(WORDING, 3, length=1000, wanted=2) == 2
+    assert keys_that_fit(WORDING, 3, length=41, wanted=12) == 2
+    assert keys_that_fit(WORDING, 3, length=16, wanted=12) == 1
 
 
-def test_the_words_are_the_longest_that_are_one_token() -> None:
-    class Vocabulary:
-        def __init__(self, *tokens: str) -> None:
-            self.tokens = {token: index for index, token in enumerate(tokens)}
-
-        def get_vocab(self) -> dict[str, int]:
-            return self.tokens
-
-        def encode(self, text: str, add_special_tokens: bool) -> Any:
-            return SimpleNamespace(ids=[0])
-
-    digits = [str(digit) for digit in range(10)]
-    found = Wording.of(Vocabulary(*digits, "Ġin", "garden", "Ġgarden", "Ġ1", "ĠLord", "Ġchapel", "Ġ"))
-    assert found.words == (12, 15, 10)
-    assert found.digits == tuple(range(10))
-    with pytest.raises(ValueError, match="no token for the digit 9"):
-        Wording.of(Vocabulary(*digits[:9], "Ġin"))
-    with pytest.raises(ValueError, match="no token for words"):
-        Wording.of(Vocabulary(*digits))
+def test_keys_are_made_of_single_letters_and_digits(texts: tuple[Path, Path]) -> None:
+    tokenizer = train_tokenizer([texts[0]], 300, 0)
+    wording = Wording.of(tokenizer)
+    assert [tokenizer.decode([token]) for token in wording.alphabet] == list(ALPHABET)
+    assert tokenizer.decode(wording.statement(wording.alphabet[:3])) == f"\n\nThe pass key is{ALPHABET[:3]}.\n\n"
+    with pytest.raises(ValueError, match="no token for 'Q' alone"):
+        Wording.of(SimpleNamespace(token_to_id=lambda character: None if character == "Q" else 1))
 
 
 def test_distances_grow_to_the_whole_window_and_stay_there() -> None:
@@ -102,7 +93,7 @@ def test_distances_grow_to_the_whole_window_and_stay_there() -> None:
 
 def test_a_step_has_its_own_puzzles_and_always_the_same() -> None:
     def made(step: int) -> torch.Tensor:
-        return training_puzzles(FILLER, WORDING, digits=3, keys=2, seed=1, step=step, batch=8, length=60).windows
+        return training_puzzles(FILLER, WORDING, characters=3, keys=2, seed=1, step=step, batch=8, length=60).windows
 
     assert torch.equal(made(3), made(3))
     assert not torch.equal(made(3), made(4))
@@ -110,7 +101,7 @@ def test_a_step_has_its_own_puzzles_and_always_the_same() -> None:
 
 @pytest.mark.parametrize(("depth", "place"), [(0.0, 0), (0.5, 23), (1.0, 46)])
 def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, place: int) -> None:
-    puzzles = puzzles_at(FILLER, WORDING, digits=3, seed=1, count=5, length=59, depth=depth)
+    puzzles = puzzles_at(FILLER, WORDING, characters=3, seed=1, count=5, length=59, depth=depth)
     room = 59 - WORDING.size(3)
     assert [window.tolist().index(1) for window in puzzles.windows] == [round(depth * (room - 1))] * 5
     assert puzzles.windows[0].tolist().index(1) == pytest.approx(place, abs=1)
@@ -119,7 +110,7 @@ def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, plac
 
 
 class Oracle(torch.nn.Module):
-    """Knows the next token of every window but the digits it is told to get wrong."""
+    """Knows the next token of every window, but not the last one of keys that stand before a place."""
 
     def __init__(self, wrong_from: int) -> None:
         super().__init__()
@@ -129,7 +120,7 @@ class Oracle(torch.nn.Module):
 
     def _run(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
         following = torch.roll(input_ids, -1, 1)
-        # The last digit is not among the inputs: find it behind the hidden key's first digits.
+        # The last character is not among the inputs: it stands in the hidden key.
         for row, window in enumerate(input_ids.tolist()):
             start = window.index(1) + 3
             following[row, -1] = window[start + 2]
@@ -142,40 +133,39 @@ class Oracle(torch.nn.Module):
 
 
 def test_what_is_counted_is_what_was_right() -> None:
-    task = NeedleTask(digits=3, questions=4, longer=(1, 2), depths=(0.0, 1.0))
+    task = NeedleTask(characters=3, questions=4, longer=(1, 2), depths=(0.0, 1.0))
     settings = tiny(architecture="llama", context=60)
     found = find_keys(Oracle(wrong_from=0), settings, FILLER, WORDING, task, CPU)
-    assert [(each.length, each.depth, each.exact, each.digits) for each in found] == [
+    assert [(each.length, each.depth, each.exact, each.characters) for each in found] == [
         (60, 0.0, 1.0, 1.0), (60, 1.0, 1.0, 1.0), (120, 0.0, 1.0, 1.0), (120, 1.0, 1.0, 1.0),
     ]  # fmt: skip
     found = find_keys(Oracle(wrong_from=20), settings, FILLER, WORDING, task, CPU)
     assert [each.exact for each in found] == [0.0, 1.0, 0.0, 1.0]
-    assert found[0].digits == pytest.approx(2 / 3, abs=1e-5)
-    assert summary(found)["60"] == {"questions": 8, "exact": 0.5, "digits": pytest.approx(5 / 6, abs=1e-5)}
+    assert found[0].characters == pytest.approx(2 / 3, abs=1e-5)
+    assert summary(found)["60"] == {"questions": 8, "exact": 0.5, "characters": pytest.approx(5 / 6, abs=1e-5)}
 
 
 def test_among_many_keys_all_questions_count() -> None:
     settings = tiny(architecture="llama", context=80)
-    task = NeedleTask(digits=3, keys=3, questions=10)
+    task = NeedleTask(characters=3, keys=3, questions=10)
     found = among_many(Oracle(wrong_from=0), settings, FILLER, WORDING, task, CPU)
     assert found["keys"] == 3
     assert found["questions"] == 30
-    assert found["exact"] > 0.9  # all but those that end a window, whose last digit the oracle takes from the first key
-    assert found["digits"] > found["exact"]
+    assert (found["exact"], found["characters"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_fine_tuning_teaches_what_is_asked(name: str) -> None:
-    """A few steps are enough to learn that answers are digits: from log 300 nats to about log 10."""
+    """A few steps are enough to learn what answers are made of: from log 300 nats to about log 20."""
     settings = tiny(architecture="llama", normalizer=name, context=32)
-    task = NeedleTask(digits=2, steps=30, batch=8, learning_rate=1e-2, warmup=2)
+    task = NeedleTask(characters=2, steps=30, batch=8, learning_rate=1e-2, warmup=2)
     model = build_model(settings, vocabulary=300, end_of_text=0)
-    puzzles = training_puzzles(FILLER, WORDING, digits=2, keys=1, seed=9, step=0, batch=64, length=33)
+    puzzles = training_puzzles(FILLER, WORDING, characters=2, keys=1, seed=9, step=0, batch=64, length=33)
     before = answer_loss(model, puzzles).item()
     course = fine_tune(model, settings, FILLER, WORDING, task, CPU)
     after = answer_loss(model, puzzles).item()
     assert before == pytest.approx(np.log(300), abs=0.3)
-    assert after < np.log(10) + 0.4
+    assert after < np.log(20) + 0.4
     assert [entry["step"] for entry in course] == [20, 30]
     assert not model.training
 
@@ -199,7 +189,7 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
         ({"depths": (1.5,)}, r"between 0 \(the start\) and 1"),
         ({"longer": ()}, "one or more lengths"),
         ({"keys": 0}, "keys must be at least 1, got 0"),
-        ({"nearest": 0.0}, r"got 0\.0 and 0\.5"),
+        ({"nearest": 0.0}, r"got 0\.0 and 0\.7"),
     ],
 )
 def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:

@@ -13,9 +13,9 @@ from attnorm.cli.output import Json, show, show_json, usage_errors
 def needle(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
     text: Annotated[Path, typer.Option(help="Text to hide keys in; the last quarter is for the questions.")],
-    digits: Annotated[int, typer.Option(help="Digits of a key.")] = 5,
-    keys: Annotated[int, typer.Option(help="Keys in a window of the fine-tuning, or as many as fit.")] = 12,
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 400,
+    characters: Annotated[int, typer.Option(help="Characters of an answer.")] = 5,
+    keys: Annotated[int, typer.Option(help="Keys in a window of the fine-tuning, or as many as fit.")] = 10,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 600,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
     longer: Annotated[
@@ -33,7 +33,7 @@ def needle(
 ) -> None:
     """Fine-tune a copy of the model on hidden pass keys, then count those found at longer and longer lengths.
 
-    Only the digits of the answers are learned. The folder of the model is left as it is.
+    Only the answers are learned. The folder of the model is left as it is.
     """
     from attnorm.training.needle import NeedleTask
     from attnorm.training.needle_run import train_needle
@@ -43,8 +43,8 @@ def needle(
 
     with usage_errors():
         task = NeedleTask(
-            digits=digits, keys=keys, steps=steps, batch=batch, learning_rate=lr, seed=seed, questions=questions,
-            longer=tuple(numbers_of("--longer", longer) or ()),
+            characters=characters, keys=keys, steps=steps, batch=batch, learning_rate=lr, seed=seed,
+            questions=questions, longer=tuple(numbers_of("--longer", longer) or ()),
         )  # fmt: skip
         record = train_needle(model, text, task, device=device, dtype=dtype, compiled=compiled, report=report)
     if as_json:
@@ -58,12 +58,12 @@ def _found(record: dict[str, Any]) -> Table:
     depths = list(dict.fromkeys(answer["depth"] for answer in record["answers"]))
     table = Table(
         title="Pass keys found, %",
-        caption=f"{task['questions']} questions each, keys of {task['digits']} digits; depth 0 is the start",
+        caption=f"{task['questions']} questions each, answers of {task['characters']} characters; depth 0 is the start",
     )
-    for name in ("length", "all", *(f"depth {depth:g}" for depth in depths), "digits"):
+    for name in ("length", "all", *(f"depth {depth:g}" for depth in depths), "characters"):
         table.add_column(name, justify="right")
     for length, figures in record["by_length"].items():
         here = [answer for answer in record["answers"] if answer["length"] == int(length)]
-        cells = [figures["exact"], *(answer["exact"] for answer in here), figures["digits"]]
+        cells = [figures["exact"], *(answer["exact"] for answer in here), figures["characters"]]
         table.add_row(f"{int(length):,}", *(f"{100 * cell:.0f}" for cell in cells))
     return table

@@ -145,9 +145,10 @@ def judged(found: Adaptive) -> tuple[Finding, ...]:
         Finding(
             claim="A drop-in replacement at inference (highlights of [V])",
             ours="loss in nats per token: "
-            "" + ", ".join(f"{value:.3f} ({name})" for name, value in found.losses.items()),
+            + ", ".join(f"{value:.3f} ({name})" for name, value in found.losses.items()),
             verdict="reproduces" if worse < 0.01 else "partly" if worse < 0.1 else "does not",
-            why="heads that average on purpose are sharpened too; it needs training, or a choice of heads",
+            why="heads that average on purpose are sharpened too; it needs training, as the notes on [V] say of "
+            "complex tasks, or a choice of heads",
         ),
     )  # fmt: skip
 

@@ -157,7 +157,8 @@ def _critical_share(result: Result) -> Finding:
         f"{low:.0f} to {high:.0f}); corrected: {result.critical(UPPER).top_n:g} to {result.critical(LOWER).top_n:g} "
         f"({result.critical(UPPER).share:.2f} to {result.critical(LOWER).share:.2f} L){_other_choices(result)}",
         "reproduces" if close else "does not",
-        "The number depends on the misprint, on the model and on how many heads are tested.",
+        "The text says about 0.06 L, the caption fewer than 6 %. The number depends on the misprint, on the model and "
+        "on how many heads are tested.",
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from attnorm.experiments.experiment import Subject, Tell
 from attnorm.experiments.losses import losses, windows_of
 from attnorm.experiments.observed import longest_rows, look_at
+from attnorm.experiments.subject_rows import dealt
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.normalizers.contract import Normalizer
@@ -220,11 +221,8 @@ def _heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
 
 def _dealt(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
     """The same weights on other visible keys of their row, at random."""
-    noise = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
-    anew = noise.masked_fill(~rows.visible, 2.0).argsort(-1)  # visible keys in random order, then the hidden ones
-    before = rows.visible.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    weights = torch.zeros_like(rows.weights).scatter(-1, anew, rows.weights.gather(-1, before))
-    return replace(rows, weights=weights)
+    scores = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
+    return replace(rows, weights=dealt(rows.weights, rows.visible, scores))
 
 
 def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from attnorm.experiments.catalogue import EXPERIMENTS
 from attnorm.training.atomic import write_text
@@ -23,12 +24,13 @@ STYLE = """
 body { margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 68rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.3rem; margin: 0; }
-a { color: var(--accent); } p { max-width: 46rem; } .soft { color: var(--soft); font-size: .9rem; }
+a { color: var(--accent); } section p { max-width: 46rem; } .soft { color: var(--soft); font-size: .9rem; }
 section { background: var(--raised); border: 1px solid var(--line); border-radius: 8px; padding: 1.2rem 1.4rem;
   margin-top: 1.6rem; }
-figure { margin: 1rem 0; } figure > a { display: block; }
-img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: 4px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+figure { margin: 1rem 0; overflow-x: auto; } .picture { display: block; min-width: 40rem; }
+img { display: block; box-sizing: border-box; width: 100%; height: auto; background: #fff;
+  border: 1px solid var(--line); border-radius: 4px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 44rem; font-size: .9rem; }
 th { text-align: left; font-weight: 600; color: var(--soft); }
 th, td { padding: .4rem .7rem .4rem 0; border-top: 1px solid var(--line); vertical-align: top; }
 .mark { display: inline-block; padding: 0 .5em; border-radius: 3px; font-weight: 600; white-space: nowrap;
@@ -62,7 +64,7 @@ PAGE = """<!doctype html>
 <p class="soft">{{ one.source }}. {{ one.question }}</p>
 <p>{{ one.words }}</p>
 {% for name in one.figures %}
-<figure><a href="{{ one.name }}/{{ name }}.svg">
+<figure><a class="picture" href="{{ one.name }}/{{ name }}.svg">
 <img src="{{ one.name }}/{{ name }}.svg" alt="{{ one.title }}: {{ name }}"></a>
 <figcaption class="soft">{{ name }}:
 {% for suffix in ("svg", "png", "pdf") %}<a href="{{ one.name }}/{{ name }}.{{ suffix }}">{{ suffix }}</a> {% endfor %}
@@ -110,7 +112,7 @@ def render(records: list[dict[str, Any]]) -> str:
         counts=counts,
         total=counts.total(),
         marks=MARKS,
-        style=STYLE,
+        style=Markup(STYLE),  # as it is: the policy lets in these bytes only
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file:; base-uri 'none'",
     )
     return page

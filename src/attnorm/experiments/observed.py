@@ -20,27 +20,40 @@ def look_at(
     tell: Tell,
     what: str,
     *,
+    start: int = 0,
     inputs: bool = False,
+    encoders: bool = False,
 ) -> None:
-    """Runs the model over the first `length` tokens of the first text; `look` gets every causal attention call.
+    """Runs the model over `length` tokens of the first text; `look` gets every causal attention call.
 
+    start: the first of these tokens.
     inputs: with the layer inputs behind the keys.
+    encoders: also calls in which every query sees all keys.
     """
     loaded = subject.loaded()
+    kinds = ("decoder", "encoder") if encoders else ("decoder",)
     layers = len(attention_sites(loaded.model))
     seen = 0
 
     def one(call: AttentionCall) -> None:
         nonlocal seen
-        if call.kind == "decoder":
+        if call.kind in kinds:
             look(call)
             seen += 1
         tell(what, min(seen, layers), layers)
 
     with observe(loaded.model, one, inputs=inputs):
-        run(loaded, subject.model_inputs(length))
+        run(loaded, _from(start, subject.model_inputs(start + length)))
     if not seen:
         raise ValueError(f"{loaded.name} has no causal attention, and this experiment is about contexts that grow")
+
+
+def _from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    tokens = inputs["input_ids"].shape[1]
+    return {
+        name: value[:, start:] if value.dim() == 2 and value.shape[1] == tokens else value
+        for name, value in inputs.items()
+    }
 
 
 def longest_rows(call: AttentionCall, count: int) -> Tensor:

@@ -11,6 +11,7 @@ OUT/parts/NAME-KEY/     what a long experiment keeps while it runs, and goes on 
 import hashlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -65,11 +66,13 @@ def reproduce(
         ValueError: An experiment that does not exist, or whose place in the folder holds one of other settings.
     """
     chosen = named(names)
-    _check_folder(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; name a folder for the output")
     identities = [_identity(one, subject) for one in chosen]
     if not fresh:
         for one, identity in zip(chosen, identities, strict=True):
             _refuse_other_settings(out / one.name, identity)
+    _make(out)
     written = []
     for place, (one, identity) in enumerate(zip(chosen, identities, strict=True)):
 
@@ -182,9 +185,14 @@ def _verdict_page(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _check_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; name a folder for the output")
+def _make(out: Path) -> None:
+    """Makes the folder, and finds out that it cannot be written before an experiment takes its time."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write into {out}: {error.strerror}; choose another folder with --out") from None
 
 
 def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:

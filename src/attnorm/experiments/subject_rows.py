@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.experiments.experiment import Subject, Tell
+from attnorm.experiments.observed import look_at
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import as_normalizer, measured, rows_block
 from attnorm.metrics.vectors import Vectors
-from attnorm.models.inputs import run
-from attnorm.models.observe import observe
-from attnorm.models.support import attention_sites
 from attnorm.theory.geometry import on_sphere
 from attnorm.theory.selection import SelectedRows, at_least_float32, top_n_indices
 
@@ -51,10 +49,14 @@ class LastRows:
     def permuted(self, generator: torch.Generator) -> "LastRows":
         """Every head's weights dealt out to its visible keys at random: the weights know nothing of the vectors."""
         scores = torch.rand(self.weights.shape, generator=generator, dtype=torch.float64)
-        at_random = torch.where(self.visible, scores, 2.0).argsort(dim=-1)
-        in_order = self.visible.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-        dealt = torch.zeros_like(self.weights).scatter(-1, at_random, self.weights.gather(-1, in_order))
-        return replace(self, weights=dealt)
+        return replace(self, weights=dealt(self.weights, self.visible, scores))
+
+
+def dealt(weights: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
+    """The weights of each row on its visible keys in the order of their scores, which are below 1."""
+    by_score = torch.where(visible, scores, 2.0).argsort(dim=-1)  # hidden keys last
+    in_order = visible.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(weights).scatter(-1, by_score, weights.gather(-1, in_order))
 
 
 def last_rows(
@@ -67,24 +69,11 @@ def last_rows(
 ) -> list[LastRows]:
     """One forward pass over `length` tokens of the first text, from token `start` on; attention to an encoder is left
     out."""
-    loaded = subject.loaded()
-    sites = attention_sites(loaded.model)
     found: list[LastRows] = []
-    seen: list[int] = []
-
-    def look(call: AttentionCall) -> None:
-        if call.kind != "cross":
-            found.append(_last_row(call, vectors))
-        seen.append(call.layer)
-        tell(f"running the model on {length} tokens", len(seen), len(sites))
-
-    inputs = subject.model_inputs(start + length)
-    inputs = {
-        name: value[:, start:] if value.dim() == 2 and value.shape[1] == start + length else value
-        for name, value in inputs.items()
-    }
-    with observe(loaded.model, look, inputs=vectors == "inputs"):
-        run(loaded, inputs)
+    look_at(
+        subject, length, lambda call: found.append(_last_row(call, vectors)), tell,
+        f"running the model on {length} tokens", start=start, inputs=vectors == "inputs", encoders=True,
+    )  # fmt: skip
     return found
 
 

@@ -31,21 +31,21 @@ TESTED_SHARE = 0.25  # of the filler: the end, which fine-tuning does not see
 class NeedleTask:
     """What is asked and how long it is practised; the same for all models that are compared."""
 
-    digits: int = 5
-    keys: int = 12  # in a window of the fine-tuning, or as many as fit; in the test there is one
-    steps: int = 400
+    characters: int = 5
+    keys: int = 10  # in a window of the fine-tuning, or as many as fit; in the test there is one
+    steps: int = 600
     batch: int = 32
     learning_rate: float = 1e-3
     warmup: int = 40
     nearest: float = 0.02  # the largest distance of the first step, as a share of the window's
-    near_share: float = 0.5  # of the steps, in which it grows to the whole
+    near_share: float = 0.7  # of the steps, in which it grows to the whole
     seed: int = 0
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     questions: int = 20  # per length and depth
     longer: tuple[int, ...] = (1, 2, 4)  # lengths to test at, in training lengths
 
     def __post_init__(self) -> None:
-        for name in ("digits", "keys", "steps", "batch", "questions"):
+        for name in ("characters", "keys", "steps", "batch", "questions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.longer or min(self.longer) < 1 or not self.depths:
@@ -73,11 +73,11 @@ class Answered:
     questions: int
     exact: float
     """Share of keys with every digit right, when the model writes the likeliest token each time."""
-    digits: float
-    """Share of digits right, each with those before it given."""
+    characters: float
+    """Share of characters right, each with those before it given."""
 
     def as_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "digits")}
+        return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "characters")}
 
 
 def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int) -> tuple[Tokens, Tokens]:
@@ -86,9 +86,11 @@ def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int
     Raises:
         ValueError: The text or the windows are too short.
     """
-    least = shortest_window(wording, task.digits)
+    least = shortest_window(wording, task.characters)
     if length < least:
-        raise ValueError(f"a key of {task.digits} digits and its question take {least} tokens, got windows of {length}")
+        raise ValueError(
+            f"a key of {task.characters} characters and its question take {least} tokens, got windows of {length}"
+        )
     cut = len(filler) - int(TESTED_SHARE * len(filler))
     practised, tested = filler[:cut], filler[cut:]
     needed = LEAST_FILLER * max(task.longer) * length
@@ -113,7 +115,7 @@ def fine_tune(
     deadline: float = math.inf,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[dict[str, float]]:
-    """Trains the model in place on the digits of the answers alone; returns the course of their loss, in nats.
+    """Trains the model in place on the characters of the answers alone; returns the course of their loss, in nats.
 
     settings: those the model was trained with; its windows have the length of its training.
     """
@@ -127,8 +129,8 @@ def fine_tune(
     with in_training(model, compiled=compiled, attention=attention):
         for step in range(task.steps):
             puzzles = training_puzzles(
-                filler, wording, digits=task.digits, keys=task.keys, seed=task.seed, step=step, batch=task.batch,
-                length=settings.context + 1, reach=task.reach(step),
+                filler, wording, characters=task.characters, keys=task.keys, seed=task.seed, step=step,
+                batch=task.batch, length=settings.context + 1, reach=task.reach(step),
             ).to(device)  # fmt: skip
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, recipe)
@@ -163,12 +165,12 @@ def as_settings(task: NeedleTask, settings: Settings) -> Settings:
 
 
 def answer_loss(model: Any, puzzles: Puzzles) -> Any:
-    """Mean cross entropy of the answers' digits, in nats."""
+    """Mean cross entropy of the answers' characters, in nats."""
     return F.cross_entropy(_answer_logits(model, puzzles).flatten(0, 2).float(), puzzles.targets.flatten())
 
 
 def _answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
-    """(windows, questions, digits, vocabulary)"""
+    """(windows, questions, characters, vocabulary)"""
     hidden = model.base_model(input_ids=puzzles.windows[:, :-1], use_cache=False).last_hidden_state
     before = (puzzles.answers.flatten(1) - 1)[..., None].expand(-1, -1, hidden.shape[-1])
     logits = F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)
@@ -193,8 +195,8 @@ def find_keys(
             together = max(1, EVALUATION_BATCH * settings.context // length)
             for depth in task.depths:
                 puzzles = puzzles_at(
-                    filler, wording, digits=task.digits, seed=task.seed + 1, count=task.questions, length=length + 1,
-                    depth=depth,
+                    filler, wording, characters=task.characters, seed=task.seed + 1, count=task.questions,
+                    length=length + 1, depth=depth,
                 )  # fmt: skip
                 right = _right(model, puzzles, together, device, settings)
                 found.append(
@@ -203,7 +205,7 @@ def find_keys(
                         depth,
                         task.questions,
                         exact=round(float(right.all(-1).mean()), 5),
-                        digits=round(float(right.mean()), 5),
+                        characters=round(float(right.mean()), 5),
                     )
                 )
     return found
@@ -221,7 +223,7 @@ def among_many(
     """The same for windows as in fine-tuning, with all their keys and all distances, in text that it did not see."""
     model.eval()
     puzzles = training_puzzles(
-        filler, wording, digits=task.digits, keys=task.keys, seed=task.seed + 1, step=0, batch=task.questions,
+        filler, wording, characters=task.characters, keys=task.keys, seed=task.seed + 1, step=0, batch=task.questions,
         length=settings.context + 1,
     )  # fmt: skip
     with without_compiled_blocks(model, settings):
@@ -230,12 +232,12 @@ def among_many(
         "keys": right.shape[1],
         "questions": right.shape[0] * right.shape[1],
         "exact": round(float(right.all(-1).mean()), 5),
-        "digits": round(float(right.mean()), 5),
+        "characters": round(float(right.mean()), 5),
     }
 
 
 def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: Settings) -> Any:
-    """(windows, questions, digits), 1 where the likeliest token is the right one."""
+    """(windows, questions, characters), 1 where the likeliest token is the right one."""
     parts = []
     for start in range(0, len(puzzles.windows), together):
         some = puzzles.some(start, together).to(device)
@@ -252,7 +254,7 @@ def summary(found: Sequence[Answered]) -> dict[str, dict[str, float]]:
         by_length[str(length)] = {
             "questions": sum(each.questions for each in here),
             "exact": round(float(np.mean([each.exact for each in here])), 5),
-            "digits": round(float(np.mean([each.digits for each in here])), 5),
+            "characters": round(float(np.mean([each.characters for each in here])), 5),
         }
     return by_length
 

@@ -1,14 +1,15 @@
 """Texts with pass keys hidden in them, asked for later: does a model find a key again, and how far back?
 
-    ... filler ... The pass key is garden40713. ... filler ... The pass key is garden40713
+    ... filler ... The pass key is K4qZ7b. ... filler ... The pass key is K4qZ7b
 
-A key is a word and some digits; the question names the word, the answer is the digits. So one window can hold many
-keys, and every question of it teaches. Words and digits are single tokens: all keys are equally long. After Mohtashami
-& Jaggi 2023, https://arxiv.org/abs/2305.16300, who hide one key without a word.
+A key is some letters and digits, each a token of its own; the question gives the first, the answer is the rest. No
+character comes twice in the keys of a window. So one window can hold several keys, each question of it teaches, and to
+answer takes nothing but to look up what followed the last character before: what a small model learns first of all that
+reaches far back. After Mohtashami & Jaggi 2023, https://arxiv.org/abs/2305.16300, who hide one key of digits.
 """
 
 import math
-import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,7 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 BEFORE_KEY = "\n\nThe pass key is"
 AFTER_KEY = ".\n\n"
-WORD = re.compile("Ġ[a-z]+")  # a space and letters, as a byte-level vocabulary spells it
-MOST_WORDS = 64
+ALPHABET = string.ascii_letters + string.digits
 LARGEST_SHARE = 0.75  # of a training window that sentences may take: the rest is filler between them
 
 
@@ -33,7 +33,7 @@ class Puzzles:
     """Windows of tokens and where the answers stand in them."""
 
     windows: "Int64[torch.Tensor, 'batch length']"
-    answers: "Int64[torch.Tensor, 'batch questions digits']"
+    answers: "Int64[torch.Tensor, 'batch questions characters']"
     """Places of the answers' tokens: each is predicted from all tokens before it."""
 
     def to(self, device: torch.device) -> "Puzzles":
@@ -46,7 +46,7 @@ class Puzzles:
         return Puzzles(self.windows[start : start + count], self.answers[start : start + count])
 
     @property
-    def targets(self) -> "Int64[torch.Tensor, 'batch questions digits']":
+    def targets(self) -> "Int64[torch.Tensor, 'batch questions characters']":
         return self.windows.gather(1, self.answers.flatten(1)).view_as(self.answers)
 
 
@@ -56,49 +56,50 @@ class Wording:
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    words: tuple[int, ...]
-    digits: tuple[int, ...]
+    alphabet: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Wording":
-        """From a `tokenizers.Tokenizer`; the longest words that it has a token for.
+        """From a `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: It has no tokens for single digits, or for words.
+            ValueError: It has no token for some letter or digit.
         """
-        vocabulary: dict[str, int] = tokenizer.get_vocab()
-        digits = [vocabulary.get(str(digit)) for digit in range(10)]
-        words = sorted(filter(WORD.fullmatch, vocabulary), key=lambda word: (-len(word), vocabulary[word]))
-        if None in digits or not words:
-            lacking = "words" if words == [] else f"the digit {digits.index(None)}"
-            raise ValueError(f"the tokenizer has no token for {lacking}; a pass key is a word and single digits")
+        found = {character: tokenizer.token_to_id(character) for character in ALPHABET}
+        lacking = [character for character, token in found.items() if token is None]
+        if lacking:
+            raise ValueError(
+                f"the tokenizer has no token for {lacking[0]!r} alone; a pass key is made of single letters and digits"
+            )
         before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE_KEY, AFTER_KEY))
-        chosen = tuple(vocabulary[word] for word in words[:MOST_WORDS])
-        return cls(tuple(before), tuple(after), chosen, tuple(digit for digit in digits if digit is not None))
+        return cls(tuple(before), tuple(after), tuple(found.values()))
 
     def statement(self, key: Sequence[int]) -> list[int]:
         return [*self.before, *key, *self.after]
 
     def question(self, key: Sequence[int]) -> list[int]:
-        """With its answer, the digits of the key, at the end."""
+        """With its answer, all of the key but its first character, at the end."""
         return [*self.before, *key]
 
-    def size(self, digits: int) -> int:
-        """Tokens that a key and its question take."""
-        return 2 * (len(self.before) + 1 + digits) + len(self.after)
+    def size(self, characters: int) -> int:
+        """Tokens that a key and its question take; characters: of the answer."""
+        return 2 * (len(self.before) + 1 + characters) + len(self.after)
 
 
-def shortest_window(wording: Wording, digits: int) -> int:
-    return wording.size(digits) + 1  # at least one token of filler between the two
+def shortest_window(wording: Wording, characters: int) -> int:
+    return wording.size(characters) + 1  # at least one token of filler between the two
 
 
-def keys_that_fit(wording: Wording, digits: int, length: int, wanted: int) -> int:
-    """How many of the wanted keys a window has room for, with filler between them."""
-    return max(1, min(wanted, len(wording.words), int(LARGEST_SHARE * length) // wording.size(digits)))
+def keys_that_fit(wording: Wording, characters: int, length: int, wanted: int) -> int:
+    """How many of the wanted keys a window has room for, with filler between, and the alphabet enough characters."""
+    return max(
+        1,
+        min(wanted, len(wording.alphabet) // (characters + 1), int(LARGEST_SHARE * length) // wording.size(characters)),
+    )
 
 
 def training_puzzles(
-    filler: Tokens, wording: Wording, *, digits: int, keys: int, seed: int, step: int, batch: int, length: int,
+    filler: Tokens, wording: Wording, *, characters: int, keys: int, seed: int, step: int, batch: int, length: int,
     reach: float = 1.0,
 ) -> Puzzles:  # fmt: skip
     """Windows with several keys, every question anywhere after its key, all in windows of one shape.
@@ -108,26 +109,26 @@ def training_puzzles(
     reach: The largest distance as a share of what the window allows.
     """
     generator = np.random.default_rng((seed, step))
-    fitting = keys_that_fit(wording, digits, length, keys)
-    room = length - fitting * wording.size(digits)
+    fitting = keys_that_fit(wording, characters, length, keys)
+    room = length - fitting * wording.size(characters)
     longest = max(1, round(reach * room))
     made = []
     for _ in range(batch):
         distances = [_distance(generator, longest, uniform=bool(number % 2)) for number in range(fitting)]
         starts = [int(generator.integers(0, room - distance + 1)) for distance in distances]
-        made.append(_puzzle(filler, wording, generator, digits, length, starts, distances))
+        made.append(_puzzle(filler, wording, generator, characters, length, starts, distances))
     return _together(made)
 
 
 def puzzles_at(
-    filler: Tokens, wording: Wording, *, digits: int, seed: int, count: int, length: int, depth: float
+    filler: Tokens, wording: Wording, *, characters: int, seed: int, count: int, length: int, depth: float
 ) -> Puzzles:
     """Windows with one key that end with the answer; depth 0 has it at the very start, 1 right before the question."""
     generator = np.random.default_rng((seed, length, round(1000 * depth)))
-    room = length - wording.size(digits)
+    room = length - wording.size(characters)
     start = round(depth * (room - 1))
     return _together(
-        [_puzzle(filler, wording, generator, digits, length, [start], [room - start]) for _ in range(count)]
+        [_puzzle(filler, wording, generator, characters, length, [start], [room - start]) for _ in range(count)]
     )
 
 
@@ -141,17 +142,14 @@ def _puzzle(
     filler: Tokens,
     wording: Wording,
     generator: np.random.Generator,
-    digits: int,
+    characters: int,
     length: int,
     starts: Sequence[int],
     distances: Sequence[int],
 ) -> tuple[Ids, Ids]:
     """Filler, cut open after `start` tokens of it for each key and `distance` tokens of it later for its question."""
-    words = generator.choice(len(wording.words), size=len(starts), replace=False)
-    keys = [
-        [wording.words[word], *(wording.digits[digit] for digit in generator.integers(0, 10, size=digits))]
-        for word in words
-    ]
+    drawn = generator.choice(wording.alphabet, size=(len(starts), characters + 1), replace=False)
+    keys = [[int(character) for character in key] for key in drawn]
     # A question comes after all keys that are put in at its place: its own lies before it in any case.
     cuts = [(start, False, wording.statement(key)) for start, key in zip(starts, keys, strict=True)]
     cuts += [
@@ -167,7 +165,7 @@ def _puzzle(
         window += [*text[used:cut].tolist(), *sentence]
         used = cut
         if asked:
-            answers.append(np.arange(len(window) - digits, len(window)))
+            answers.append(np.arange(len(window) - characters, len(window)))
     return np.array([*window, *text[used:].tolist()], dtype=np.int64), np.stack(answers)
 
 

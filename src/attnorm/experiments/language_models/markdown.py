@@ -38,7 +38,7 @@ def losses_table(found: Sequence[Contender]) -> str:
 
 
 def needle_table(found: Sequence[Contender]) -> str:
-    """Percent of keys with every digit right, and of digits."""
+    """Percent of keys with every character right, and of characters."""
     asked = [one for one in found if one.found]
     if not asked:
         return ""
@@ -48,12 +48,12 @@ def needle_table(found: Sequence[Contender]) -> str:
         [
             one.name,
             *(one.found[length].written(1, 100) for length in lengths),
-            *(one.digits[length].written(1, 100) for length in lengths),
+            *(one.characters[length].written(1, 100) for length in lengths),
             one.among_many.written(1, 100) if one.among_many else "",
         ]
         for one in best_first
     ]
-    headings = [f"{what} at {length:,}" for what in ("keys", "digits") for length in lengths]
+    headings = [f"{what} at {length:,}" for what in ("keys", "characters") for length in lengths]
     return table(["normalizer", *(f"% {heading}" for heading in headings), "% keys among many"], rows)
 
 

@@ -35,7 +35,7 @@ class Plan:
     """Pieces of text, each as long as the longest window, on which the losses at all lengths are taken."""
     observed: int = 4
     """Windows on which attention is looked at."""
-    needle: NeedleTask = field(default_factory=lambda: NeedleTask(batch=64))
+    needle: NeedleTask = field(default_factory=NeedleTask)
     dtype: str = "bfloat16"
     compiled: bool = True
 
@@ -70,7 +70,7 @@ QUICK = Plan(
     normalizers=(SOFTMAX, "ssmax", "entmax15"),
     layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
     rates=(3e-3, 1e-2), rate_tokens=5_000, main_tokens=20_000, chunks=4, observed=2,
-    needle=NeedleTask(steps=20, batch=8, questions=4, digits=2, longer=(1, 2), depths=(0.2, 0.8)),
+    needle=NeedleTask(steps=20, batch=8, questions=4, characters=2, longer=(1, 2), depths=(0.2, 0.8)),
     dtype="float32", compiled=False,
 )  # fmt: skip
 

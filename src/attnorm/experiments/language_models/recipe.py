@@ -24,7 +24,7 @@ HELD_OUT_SHARE = 0.3  # of the bundled text
 def _run(subject: Subject, tell: Tell, folder: Path) -> Outcome:
     plan = on_this_machine(QUICK if subject.quick else FULL)
     place = Workplace.open(folder, plan)
-    train, valid, others = _texts(subject, folder)
+    train, valid, others = texts_of(subject, folder)
     names = plan.chosen(subject.only)
     tell("encoding the texts", 0, len(names) + 1)
     stages.prepare(place, train, valid, others)
@@ -60,8 +60,9 @@ def outcome(lines: Sequence[Line], plan: Plan) -> Outcome:
     )
 
 
-def _texts(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
-    """
+def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
+    """To train on, to validate on, and others that are only measured on.
+
     Raises:
         ValueError: No text to train on, or none to validate on.
     """
@@ -119,7 +120,7 @@ def _table(found: Sequence[Contender]) -> pa.Table:
             f"loss_{text}_{length}": spread.mean for text, by in one.losses.items() for length, spread in by.items()
         }
         row |= {f"keys_found_{length}": spread.mean for length, spread in one.found.items()}
-        row |= {f"digits_found_{length}": spread.mean for length, spread in one.digits.items()}
+        row |= {f"characters_found_{length}": spread.mean for length, spread in one.characters.items()}
         row |= {name: getattr(one, name) for name in ("learning_rate", "tokens", "tokens_per_second")}
         rows.append({**row, "peak_memory_bytes": one.peak_memory_bytes, **one.attention})
     return pa.Table.from_pylist(rows)

@@ -35,7 +35,7 @@ class Contender:
     """By text and window length, nats per token."""
     found: dict[int, Spread]
     """Share of keys found by length; empty before it was asked."""
-    digits: dict[int, Spread]
+    characters: dict[int, Spread]
     among_many: Spread | None
     """Share of keys found at the training length where a window hides many; None before it was asked."""
     attention: dict[str, float]
@@ -78,7 +78,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         seeds=len(measured),
         losses={text: _by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
         found=_by_length([_part(line, "exact") for line in needles]),
-        digits=_by_length([_part(line, "digits") for line in needles]),
+        characters=_by_length([_part(line, "characters") for line in needles]),
         among_many=_among_many(needles),
         attention=_means(statistics),
         learning_rate=main[0]["learning_rate"] if main and trained else None,
