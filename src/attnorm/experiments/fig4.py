@@ -25,6 +25,7 @@ from attnorm.theory.gradient import corollary3_corrected, corollary3_printed, fi
 EPSILONS = (1e-3, 1e-1, 10.0)
 LOWEST, HIGHEST = -3.0, 1.5  # powers of ten of the temperature, as in the paper
 TWO_ORDERS = 50.0  # what reads as a factor of 100 on a logarithmic axis
+AT_THE_BOUND = 0.8
 ROUNDING = 1e-9  # relative: a number counts as above a bound from here on
 
 Floats = NDArray[np.float64]
@@ -105,6 +106,7 @@ def judged(found: Sensitivity) -> tuple[Finding, ...]:
     printed, corrected = (bound(T) for bound in (_printed, _corrected))
     slopes = [_slope(T, curve, T <= 0.1) for curve in (*largest, norm)]
     follows = [abs(slope + 1) < 0.25 for slope in slopes[:-1]]
+    at_bound = (norm >= AT_THE_BOUND * corrected)[T <= 0.1]
     above = [int((curve > printed * (1 + ROUNDING)).sum()) for curve in (*largest, norm)]
     finite = np.stack([finite_difference_corrected(eps, torch.from_numpy(T)).numpy() for eps in EPSILONS])
     broken = int(
@@ -117,8 +119,9 @@ def judged(found: Sensitivity) -> tuple[Finding, ...]:
             claim="For T < 0.1 the curves follow the 1/T trend (section 3.3, Fig. 4)",
             ours="slopes of log g on log T for T <= 0.1: "
             + ", ".join(f"{slope:+.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
-            + f"; of the exact norm {slopes[-1]:+.2f}",
-            verdict="reproduces" if all(follows) else "partly" if any(follows) else "does not",
+            + f"; of the exact norm {slopes[-1]:+.2f}, at least {AT_THE_BOUND:.0%} of 1/(2T) at {int(at_bound.sum())} "
+            f"of {len(at_bound)} such temperatures",
+            verdict="reproduces" if all(follows) else "partly" if any(follows) or at_bound.mean() > 0.5 else "does not",
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "
             "the largest g hangs on few rows and their random directions, so other seeds have other slopes",
         ),
