@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from attnorm.engines.threads import one_thread
 from attnorm.experiments.critical_n import Array
 from attnorm.experiments.subject_rows import LastRows
 from attnorm.theory.distance import d_tilde, relative_distance, theorem1_fixed_printed, theorem1_fixed_tight
@@ -21,7 +22,6 @@ from attnorm.theory.random_set import (
     theorem1_random_printed,
 )
 from attnorm.theory.selection import SelectedRows
-from attnorm.theory.threads import one_thread
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from attnorm.engines.threads import one_thread
 from attnorm.experiments.critical_n import Array
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.fig3_findings import findings, words
@@ -31,7 +32,6 @@ from attnorm.theory.geometry import (
     xi,
 )
 from attnorm.theory.selection import SelectedRows
-from attnorm.theory.threads import one_thread
 
 LENGTH = 1024
 TOP_N = (2, 4, 8, 16, 32, 64, 128, 256)

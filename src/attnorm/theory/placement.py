@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from attnorm.engines.threads import one_thread
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.topk import TopK
 from attnorm.theory.frontier import Contender, FrontierPoint, frontier, frontier_effort, gap_to_keep, measured_lipschitz
-from attnorm.theory.threads import one_thread
 
 LENGTHS = (16, 64, 256, 1024, 4096, 32_768, 1_000_000)
 WEIGHTS = (0.5, 0.9)

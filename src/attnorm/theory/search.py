@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnorm.engines.threads import one_thread
 from attnorm.theory.catalogue import Case, Claim, claims
 from attnorm.theory.catalogue.cases import draw_case
-from attnorm.theory.threads import one_thread
 
 ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
 FIRST_ROUNDS = 9  # every strategy three times, whatever the budget

@@ -6,13 +6,11 @@ machine without one nothing is trained in its place: what is missing then stays 
 
 import json
 import lzma
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from attnorm.engines.threads import one_thread
 from attnorm.experiments.retrieval.plan import Plan, Training
 from attnorm.training.devices import chosen_device
 from attnorm.training.retrieval.records import RECORDS, Record, read_records
@@ -52,7 +50,7 @@ def collect(plan: Plan, folder: Path, known: Iterable[Path], device: str | None,
         tell(f"{training.section}: {training.label}", number, len(plan.trainings))
         records = _of(training, plan.seeds, there, chosen)
         if len(records) < _wanted(training, plan.seeds) and chosen in (here, "cpu"):
-            with _one_thread():
+            with one_thread():
                 records = train_retrieval(
                     [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
                     trials=training.trials, device=place, compiled=_compiled(training),
@@ -106,17 +104,6 @@ def _made_on(plan: Plan, records: Sequence[Record]) -> str | None:
 def _compiled(training: Training) -> bool | None:
     """As the trainer sees fit, but not where compiling would take longer than the steps."""
     return None if training.recipe.steps >= WORTH_COMPILING else False
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The tensors of a step are small: threads would wait for one another longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _telling(tell: Tell, training: Training, number: int, of: int) -> Callable[[Progress], None]:
