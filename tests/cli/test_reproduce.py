@@ -53,7 +53,8 @@ def test_without_a_name_the_experiments_are_listed() -> None:
     [
         (["fig9"], "no experiment is called 'fig9'"),
         (["toy", "--model", "./nowhere"], "there is no folder './nowhere'"),
-        (["toy", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["toy", "--quick", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
+        (["toy", "--model", "bundled", "--model", "x/y"], "toy takes one model at a time, and bundled, x/y were given"),
         (["toy", "--seed", "-1"], "greater than or equal to 0"),
     ],
 )

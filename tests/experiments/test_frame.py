@@ -1,6 +1,7 @@
 """The frame of the experiments: what is written, what is not run again, what is refused, and in which words."""
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
@@ -189,6 +190,49 @@ def test_names_are_checked_before_anything_runs(toy: Toy, tmp_path: Path, monkey
     with pytest.raises(ValueError, match="name an experiment"):
         reproduce([], SUBJECT, tmp_path)
     assert toy.runs == 0
+
+
+def test_several_models_are_refused_by_what_takes_one(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        Toy(name, needs_model=True).enter(monkeypatch)
+    both = replace(SUBJECT, others=("somewhere/else",))
+    with pytest.raises(
+        ValueError, match=r"first, second take one model at a time, and bundled, somewhere/else"
+    ) as told:
+        reproduce(["first", "second", "spread"], both, tmp_path / "out")
+    assert "Several are compared by spread" in str(told.value)
+    assert not (tmp_path / "out").exists()
+    reproduce(["toy"], both, tmp_path / "out")  # asks for no model
+    assert toy.runs == 1
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two models are named 'bundled'"):
+        Subject(others=("bundled",)).identity(with_model=True)
+
+
+def test_another_second_model_is_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Subject, "described", lambda self: {"name": self.model, "fingerprint": f"weights of {self.model}"}
+    )
+    one, two, alone = (Subject(others=others).identity(with_model=True) for others in (("a",), ("b",), ()))
+    assert one != two
+    assert one["others"][0][:2] == ["a", "weights of a"]
+    assert "others" not in alone
+
+
+def test_one_model_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnorm.experiments import subject as module
+
+    held_when_read = []
+    monkeypatch.setattr(module, "_held", {("before", None): None})
+    monkeypatch.setattr("attnorm.models.support.check_observable", lambda model: None)
+    monkeypatch.setattr("attnorm.models.load.load", lambda name, device: held_when_read.append(dict(module._held)))
+    with contextlib.suppress(AttributeError):  # nothing was loaded, so there is nothing to observe
+        Subject(model="next").loaded()
+    assert held_when_read == [{}]
 
 
 def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> None:

@@ -1,6 +1,7 @@
 """The logit spread beside the printed table and Proposition 3.1."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.spread import EXPERIMENT, Spreads, judged, measure, summary
+from attnorm.experiments.figures.spread import figure
+from attnorm.experiments.spread import EXPERIMENT, lengths_up_to, measure
+from attnorm.experiments.spread_findings import judged, words
+from attnorm.experiments.spread_table import Spreads, common_keys, heads_table, spread_table
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.projections import projections
@@ -46,21 +50,70 @@ def test_proposition_31_holds_in_every_head(found: Spreads) -> None:
 
 
 def test_a_bound_below_the_spread_would_be_reported(found: Spreads) -> None:
-    wrong = Spreads(found.layer, found.head, found.readings, found.readings["last"] / 2, found.n, found.against_n)
-    assert judged(found)[1].verdict == "reproduces"
-    assert judged(wrong)[1].verdict == "does not"
-    unknown = Spreads(found.layer, found.head, found.readings, found.bound * math.nan, found.n, found.against_n)
-    assert judged(unknown)[1].verdict == "not tested"
+    wrong = replace(found, model="wrong", bound=found.last / 2)
+    unknown = replace(found, model="unknown", bound=found.bound * math.nan)
+    assert judged([found])[1].verdict == "reproduces"
+    assert judged([wrong])[1].verdict == "does not"
+    assert judged([unknown])[1].verdict == "not tested"
+    assert judged([found, wrong])[1].verdict == "does not"  # one counterexample is enough
+    assert judged([unknown, found])[1].verdict == "reproduces"
+    assert "unknown: not applicable" in judged([unknown, found])[1].ours
 
 
 def test_the_table_has_the_papers_models_and_ours(found: Spreads, tmp_path: Path) -> None:
-    rows = summary(found, "ours").to_pylist()
+    rows = spread_table([found]).to_pylist()
     assert [(row["model"], row["mean"]) for row in rows[:2]] == [("Gemma 2B", 5.69), ("Gemma 7B", 5.82)]
-    assert len(rows) == 5
+    assert [row["model"] for row in rows[2:]] == ["bundled"]
     assert rows[0]["horizon_of_mean"] == pytest.approx(1 + math.exp(5.69))
+    assert rows[0]["proposition31_holds"] is None
+    assert rows[2]["mean"] == pytest.approx(float(found.last.mean()))
+    assert (rows[2]["keys"], rows[2]["heads"], rows[2]["proposition31_holds"]) == (96, 36, 36)
     outcome = EXPERIMENT.run(Subject(quick=True), silent, tmp_path)
     assert outcome.tables["heads"].num_rows == 36
     assert set(outcome.figures) == {"spread"}
+
+
+def longer(found: Spreads, name: str, factor: float) -> Spreads:
+    """A model of its own whose contexts reach further and whose spreads are a multiple."""
+    n = lengths_up_to(192).astype(np.float64)
+    against_n = np.concatenate([found.against_n[:, :-1], np.tile(found.last[:, None], len(n) - len(found.n) + 1)], 1)
+    readings = {reading: values * factor for reading, values in found.readings.items()}
+    return replace(found, model=name, n=n, against_n=against_n * factor, readings=readings, text="other.txt")
+
+
+def test_several_models_share_one_table_one_figure_and_one_verdict(found: Spreads) -> None:
+    small = longer(found, "owner/small", 5.7 / float(found.last.mean()))
+    large = longer(found, "large", 100.0)
+    rows = spread_table([found, small, large]).to_pylist()
+    assert [row["model"] for row in rows] == ["Gemma 2B", "Gemma 7B", "bundled", "owner/small", "large"]
+    assert [row["keys"] for row in rows[2:]] == [96, 192, 192]
+    assert {row["common_keys"] for row in rows[2:]} == {common_keys([found, small, large])} == {91}
+    assert rows[4]["mean_at_common_keys"] == pytest.approx(100 * found.at(91).mean())
+    assert judged([small])[0].verdict == "reproduces"
+    assert judged([large])[0].verdict == "does not"
+    assert judged([small, large])[0].verdict == "partly"
+    assert "owner/small: 5.70 ±" in judged([small, large])[0].ours
+    assert "At 91 keys, the most that all have: owner/small 5." in words([small, found])
+    assert "the most that all have" not in words([found])
+    heads = heads_table([found, small]).to_pylist()
+    assert len(heads) == 72
+    assert heads[0]["spread_at_181"] is None
+    assert heads[-1]["spread_at_181"] is not None
+    left, middle, right = figure([found, small, large]).axes
+    assert [label.get_text() for label in left.get_yticklabels()][:2] == [
+        "large:\n192 keys, 36 heads",
+        "small:\n192 keys, 36 heads",
+    ]
+    for axes in (middle, right):
+        shown = {text.get_text() for text in axes.get_legend().get_texts()}
+        assert {"bundled", "small", "large"} <= shown
+
+
+def test_lengths_of_all_models_are_half_an_octave_apart() -> None:
+    assert lengths_up_to(64).tolist() == [16, 23, 32, 45, 64]
+    assert set(lengths_up_to(1024)) < set(lengths_up_to(2048))
+    assert lengths_up_to(100).tolist() == [16, 23, 32, 45, 64, 91, 100]
+    assert lengths_up_to(16).tolist() == [16]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

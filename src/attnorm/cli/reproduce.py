@@ -29,10 +29,18 @@ def reproduce(
         list[str] | None, typer.Argument(metavar="NAME...", help="Experiments, or all; without one they are listed.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Hub name or folder; default: the small model in this package.")
-    ] = "bundled",
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|DIR",
+            help="Hub name, folder, or bundled; default: gpt2 as in the paper, with --quick bundled. spread: several.",
+        ),
+    ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option("--text", metavar="FILE", help="Text to run on; default: one that is built in.")
+        list[Path] | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Text to run on; default: one that is built in. The paper's: War and Peace."
+        ),
     ] = None,
     valid: Annotated[
         list[Path] | None,
@@ -56,7 +64,7 @@ def reproduce(
     not run again. Exit code 0: done, whatever the verdicts; 1: the disk or memory gave out; 2: wrong usage or input;
     130: interrupted.
 
-    Example: attnorm reproduce fig2 fig3 --model gpt2 --text war-and-peace.txt --out reproduction/gpt2
+    Example: attnorm reproduce fig2 fig3 --text war-and-peace.txt    # gpt2 on War and Peace, as in the paper
     """
     if not names:
         _list(as_json)
@@ -65,8 +73,10 @@ def reproduce(
     from attnorm.experiments.run import reproduce as run
     from attnorm.experiments.subject import Subject
 
+    first, *others = _models(model, names, quick)
     subject = Subject(
-        model=model,
+        model=first,
+        others=tuple(others),
         texts=tuple(text or ()),
         valid=tuple(valid or ()),
         quick=quick,
@@ -74,13 +84,53 @@ def reproduce(
         device=device,
         only=tuple(name.strip() for name in only.split(",") if name.strip()),
     )
-    with failures(lambda: f"Interrupted; {_SAFE}."), _short_of_memory(), _progress() as tell:
+    _tell_the_text(first, text)
+    with (
+        failures(lambda: f"Interrupted; {_SAFE}."),
+        _default_explained(first, asked=bool(model)),
+        _short_of_memory(),
+        _progress() as tell,
+    ):
         written = run(names, subject, out, fresh=fresh, tell=tell, command=command_line())
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_told(one) for one in written]})
     else:
         show(Group(*(_table(one) for one in written)))
     typer.echo(f"index page: {out / INDEX}", err=True)
+
+
+def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
+    from attnorm.experiments.catalogue import TRAINED
+    from attnorm.experiments.paper_setting import default_model
+
+    # What trains its own models asks for none, and must not look for one.
+    return asked or [default_model(quick=quick or all(name in TRAINED for name in names))]
+
+
+def _tell_the_text(model: str, texts: list[Path] | None) -> None:
+    """The paper's model without the paper's text is easily taken for the paper's setting."""
+    from attnorm.analysis.default_text import TOPICS
+    from attnorm.experiments.paper_setting import MODEL, TEXT
+
+    if model.rsplit("/", 1)[-1] == MODEL and not texts:
+        typer.echo(
+            f"{model} on {TOPICS}, Python's own help texts; the paper's text is {TEXT}: give it with --text FILE",
+            err=True,
+        )
+
+
+@contextmanager
+def _default_explained(model: str, *, asked: bool) -> Iterator[None]:
+    """Who named no model learns why one is missing, and what needs no network."""
+    try:
+        yield
+    except ValueError as error:
+        if asked or not str(error).startswith(f"{model}: "):
+            raise
+        raise ValueError(
+            f"{error}. Without --model it is {model}, as in the paper; --model bundled, --model FOLDER and --quick "
+            "need no network"
+        ) from None
 
 
 def _list(as_json: bool) -> None:
@@ -99,7 +149,9 @@ def _list(as_json: bool) -> None:
 def _told(one: "Written") -> dict[str, Any]:
     record = one.record
     kept = {name: record[name] for name in ("name", "title", "source", "words", "findings", "parameters")}
-    return {**kept, "folder": str(one.folder), "seconds": record["manifest"]["seconds"], "found_finished": one.found}
+    manifest = record["manifest"]
+    same = {name: manifest[name] for name in ("paper_setting",) if name in manifest}
+    return {**kept, **same, "folder": str(one.folder), "seconds": manifest["seconds"], "found_finished": one.found}
 
 
 def _table(one: "Written") -> Group:
@@ -112,7 +164,14 @@ def _table(one: "Written") -> Group:
         colour = _COLOURS.get(finding["verdict"], "default")
         table.add_row(_plain(finding["claim"]), _plain(finding["ours"]), f"[{colour}]{finding['verdict']}[/]")
     again = " (found finished)" if one.found else ""
-    return Group(f"[bold]{_plain(record['title'])}[/]{again}", _plain(record["words"]), "", table)
+    same = record["manifest"].get("paper_setting", {}).get("told", "")
+    return Group(
+        f"[bold]{_plain(record['title'])}[/]{again}",
+        _plain(record["words"]),
+        *([f"[dim]{_plain(same)}[/]"] if same else []),
+        "",
+        table,
+    )
 
 
 def _plain(text: str) -> str:

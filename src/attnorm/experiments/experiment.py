@@ -52,3 +52,4 @@ class Experiment:
     question: str
     run: Callable[[Subject, Tell, Path], Outcome]
     needs_model: bool = True
+    several: bool = False  # compares the models of one call

@@ -172,9 +172,10 @@ def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float
 def _choices(subject: Subject, length: int, sizes: Sizes, tell: Tell) -> list[dict[str, float | int | str]]:
     """Critical N for other windows of the text and other vectors: the paper fixes neither."""
     told: list[dict[str, float | int | str]] = []
-    starts = [length * window for window in range(1, sizes.windows)]
-    usable = subject.lengths([length, *(start + length for start in starts)])
-    for start in (start for start in starts if start + length in usable):
+    tokens = subject.tokens(length * sizes.windows)
+    for start in (length * window for window in range(1, sizes.windows)):
+        if start + length > tokens:
+            break
         layers = _layers(subject, length, tell, start=start)
         told.append(_choice(layers, sizes, tell, f"values, tokens {start + 1} to {start + length}"))
     if not subject.quick:

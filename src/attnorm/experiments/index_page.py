@@ -86,9 +86,12 @@ PAGE = """<!doctype html>
 <a href="{{ one.name }}/{{ name }}.parquet">parquet</a>;
 {% endfor %}
 <a href="{{ one.name }}/verdict.md">verdict</a>, <a href="{{ one.name }}/outcome.json">parameters and manifest</a>.
-{{ "Model " ~ one.manifest.model.name ~ "; " if one.manifest.model is defined }}
+{{ "Model " ~ one.manifest.model.name if one.manifest.model is defined }}
+{%- for other in one.manifest.others | default([]) %}, {{ other.name }}{% endfor %}
+{{- "; " if one.manifest.model is defined }}
 {{ "small sizes (--quick); " if one.settings.quick }}
-{{ one.manifest.seconds }} s, {{ one.manifest.created }}.</p>
+{{ one.manifest.seconds }} s, {{ one.manifest.created }}.
+{{ one.manifest.paper_setting.told if one.manifest.paper_setting is defined }}</p>
 </section>
 {% endfor %}
 </body>

@@ -23,10 +23,11 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from attnorm.analysis.manifest import now, versions
-from attnorm.experiments.catalogue import named
+from attnorm.experiments.catalogue import ALL, named
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.figures.style import save, style
 from attnorm.experiments.index_page import write_index
+from attnorm.experiments.paper_setting import setting
 from attnorm.report.analysis_json import finite
 from attnorm.training.atomic import replacing
 
@@ -63,9 +64,11 @@ def reproduce(
     fresh: also those that are finished, from the start.
 
     Raises:
-        ValueError: An experiment that does not exist, or whose place in the folder holds one of other settings.
+        ValueError: An experiment that does not exist, that takes one model where there are several, or whose place in
+            the folder holds one of other settings.
     """
     chosen = named(names)
+    _refuse_several(chosen, subject)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder for the output")
     identities = [_identity(one, subject) for one in chosen]
@@ -122,12 +125,28 @@ def _key(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _refuse_several(chosen: Iterable[Experiment], subject: Subject) -> None:
+    single = [one.name for one in chosen if one.needs_model and not one.several]
+    if subject.others and single:
+        models = ", ".join((subject.model, *subject.others))
+        raise ValueError(
+            f"{', '.join(single)} {'takes' if len(single) == 1 else 'take'} one model at a time, and {models} were "
+            f"given; run once for each, with an --out of its own. Several are compared by {', '.join(_several())}"
+        )
+
+
+def _several() -> list[str]:
+    return [one.name for one in named([ALL]) if one.several]
+
+
 def _model(one: Experiment, subject: Subject) -> dict[str, Any]:
+    """Of the manifest: the model, or all that were compared; and whether this is how the paper did it."""
     if not one.needs_model:
         return {}
-    from attnorm.models.describe import describe
-
-    return {"model": describe(subject.loaded())}
+    models = [each.described() for each in subject.each()]
+    text = subject.passages()[0]
+    same = setting(one.name, models[0], text.name, text.content, quick=subject.quick)
+    return {"model": models[0], **({"others": models[1:]} if models[1:] else {}), **same}
 
 
 def _record(one: Experiment, outcome: Outcome, identity: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +194,8 @@ def _plain(value: Any) -> Any:
 def _verdict_page(record: Mapping[str, Any]) -> str:
     """As Markdown: the words, then one row per claim."""
     lines = [f"# {record['title']}", "", f"{record['source']}. {record['question']}", "", record["words"], ""]
+    if same := record["manifest"].get("paper_setting"):
+        lines += [same["told"], ""]
     if record["findings"]:
         lines += ["| claim | ours | verdict | why |", "|---|---|---|---|"]
         for finding in record["findings"]:

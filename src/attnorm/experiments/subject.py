@@ -3,7 +3,7 @@
 import hashlib
 import lzma
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ class Subject:
     """A model by name and texts by path; nothing is read before it is asked for."""
 
     model: str = BUNDLED  # "bundled", a folder or a hub name
+    others: tuple[str, ...] = ()  # further models, for the experiments that compare several
     texts: tuple[Path, ...] = ()  # none: the text that attnorm.analyze takes for that model
     valid: tuple[Path, ...] = ()  # texts that nothing is trained on, for the experiments that train
     quick: bool = False  # small sizes: seconds, for CI
@@ -29,8 +30,16 @@ class Subject:
     device: str | None = None
     only: tuple[str, ...] = ()  # parts of a long experiment, e.g. names of normalizers; none: all
 
+    def each(self) -> "list[Subject]":
+        """One for every model, the first one first; each is read when its turn comes."""
+        return [replace(self, model=model, others=()) for model in (self.model, *self.others)]
+
     def loaded(self) -> "LoadedModel":
         return _loaded(self.model, self.device)
+
+    def described(self) -> dict[str, Any]:
+        """What the model is, for a manifest; asked again, it is not read again."""
+        return dict(_described(self.model, self.device))
 
     def passages(self) -> "list[Text]":
         """The texts under their names."""
@@ -44,36 +53,42 @@ class Subject:
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
         """Those of the lengths that the first text and the model have tokens and positions for, in order."""
-        from attnorm.models.inputs import prepared
         from attnorm.models.positions import longest_context
 
-        loaded, passage = self.loaded(), self.passages()[0]
+        loaded = self.loaded()
         limit, _ = longest_context(loaded.model)
         asked = sorted(set(wanted))
         fitting = tuple(length for length in asked if limit is None or length <= limit)
-        # Tokenizing the start of a book is enough to know that it goes on.
-        start = str(passage.content)[: 16 * max(fitting, default=1)]
-        tokens = prepared(type(passage)(passage.name, start), loaded, None)["input_ids"].shape[1]
-        if tokens < max(fitting, default=0):
-            tokens = prepared(passage, loaded, None)["input_ids"].shape[1]
+        tokens = self.tokens(max(fitting, default=1))
         fitting = tuple(length for length in fitting if length <= tokens)
         if not fitting:
             raise ValueError(
-                f"{passage.name!r} has {tokens} tokens and {loaded.name} positions for {limit or 'any number of'}; "
-                f"this needs at least {asked[0]}: give a longer text with --text, or another model"
+                f"{self.passages()[0].name!r} has {tokens} tokens and {loaded.name} positions for "
+                f"{limit or 'any number of'}; this needs at least {asked[0]}: give a longer text with --text, or "
+                "another model"
             )
         return fitting
+
+    def tokens(self, wanted: int) -> int:
+        """How many the first text has; of a long text any number that is not below `wanted`."""
+        from attnorm.models.inputs import prepared
+
+        loaded, passage = self.loaded(), self.passages()[0]
+        # Tokenizing the start of a book is enough to know that it goes on.
+        start = str(passage.content)[: 16 * wanted]
+        tokens = prepared(type(passage)(passage.name, start), loaded, None)["input_ids"].shape[1]
+        if tokens < wanted and len(start) < len(str(passage.content)):
+            tokens = prepared(passage, loaded, None)["input_ids"].shape[1]
+        return int(tokens)
 
     def identity(self, *, with_model: bool) -> dict[str, Any]:
         """Everything about it that decides a result, as plain values: what a finished result is recognised by."""
         told: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
         if with_model:
-            from attnorm.analysis.manifest import content_hash
-            from attnorm.models.describe import fingerprint
-
-            loaded = self.loaded()
-            told |= {"model": loaded.name, "fingerprint": fingerprint(loaded.model)}
-            told["texts"] = [[text.name, content_hash(text.content)] for text in self.passages()]
+            told |= self._model_and_texts()
+            if self.others:
+                told["others"] = [list(one._model_and_texts().values()) for one in self.each()[1:]]
+                _told_apart([told["model"], *(other[0] for other in told["others"])])
         elif self.texts:
             # Texts to train on may be packed and as long as a library: their bytes tell them apart.
             told["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
@@ -81,15 +96,43 @@ class Subject:
             told["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
         return told
 
+    def _model_and_texts(self) -> dict[str, Any]:
+        from attnorm.analysis.manifest import content_hash
 
-@lru_cache(maxsize=1)
+        model = self.described()
+        texts = [[text.name, content_hash(text.content)] for text in self.passages()]
+        return {"model": model["name"], "fingerprint": model["fingerprint"], "texts": texts}
+
+
+_held: "dict[tuple[str, str | None], LoadedModel]" = {}
+
+
 def _loaded(model: str, device: str | None) -> "LoadedModel":
     from attnorm.models.load import load
     from attnorm.models.support import check_observable
 
-    loaded = load(model, device=device)
-    check_observable(loaded.model)
-    return loaded
+    if (model, device) not in _held:
+        _held.clear()  # before the next one is read: two may not fit into memory
+        loaded = load(model, device=device)
+        check_observable(loaded.model)
+        _held[model, device] = loaded
+    return _held[model, device]
+
+
+@lru_cache(maxsize=32)
+def _described(model: str, device: str | None) -> dict[str, Any]:
+    from attnorm.models.describe import describe
+
+    return describe(_loaded(model, device))
+
+
+def _told_apart(names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two models are named {name!r}; results are told apart by these names: leave one out, or "
+                "rename its folder"
+            )
 
 
 @lru_cache(maxsize=1)
