@@ -1,0 +1,148 @@
+"""A patched model trains on CUDA: checkpointed, compiled, under autocast, with the gradients of the CPU.
+
+Skipped without a GPU. What is compiled takes long on a CPU: rehearse there with -k 'not compiled'.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+import attnorm
+from attnorm.models.load import load
+from attnorm.models.patch import Patch
+from tests.cuda.on_device import DEVICE, FAMILIES, LEARNED, NEEDS_DEVICE, relative_error, tiny, tokens, wide
+from tests.models.tiny import logits
+
+pytestmark = NEEDS_DEVICE
+
+TRAINED: dict[str, dict[str, Any]] = {**LEARNED, "entmax15": {}, "kneemax": {}, "stick_breaking": {}, "linear": {}}
+PAIRS = [("llama", name) for name in TRAINED]
+PAIRS += [(family, name) for family in FAMILIES if family != "llama" for name in ("ssmax", "entmax", "sink")]
+COMPILED = ["ssmax", "entmax15", "sigmoid"]  # on fused kernels, in blocks, by FlexAttention
+
+
+def gradients(
+    model: PreTrainedModel, ids: Tensor, run: Callable[..., Any] | None = None, autocast: bool = False
+) -> dict[str, Tensor]:
+    model.zero_grad()
+    device = model.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        found = logits(model, ids, use_cache=False) if run is None else run(ids, use_cache=False).logits
+    # Every output counts for itself: after a layer norm a plain mean of squares is constant.
+    probe = torch.linspace(-1, 1, found.numel(), device=device, dtype=torch.float64).reshape(found.shape)
+    (found.double() * probe).square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Over all gradients together."""
+    assert found.keys() == expected.keys()
+    return relative_error(*(torch.cat([g[name].flatten().cpu().double() for name in found]) for g in (found, expected)))
+
+
+def assert_learns(handle: Patch) -> None:
+    for parameter in handle.parameters():
+        assert parameter.device.type == DEVICE
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.isfinite().all()
+        assert (parameter.grad != 0).all(), "one number per head, each of its own"
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_gradients_are_those_of_the_cpu(family: str, name: str) -> None:
+    model, ids = tiny(family), tokens()
+    twin = copy.deepcopy(model).cpu()
+    handle = attnorm.patch(model, name, **TRAINED[name])
+    attnorm.patch(twin, name, **TRAINED[name])
+    found, expected = gradients(model, ids), gradients(twin.double(), ids.cpu())
+    assert_learns(handle)
+    assert error(found, expected) < 1e-3
+    learned = {path: g for path, g in expected.items() if "attnorm" in path or "sinks" in path}
+    if learned:
+        assert error({path: found[path] for path in learned}, learned) < 1e-3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_gradient_checkpointing_changes_no_gradient(family: str, name: str, autocast: bool) -> None:
+    model, ids = tiny(family).train(), tokens()
+    handle = attnorm.patch(model, name, **TRAINED[name])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.attn_pdrop = model.config.attention_probs_dropout_prob = 0.0
+    plain = {path: g.clone() for path, g in gradients(model, ids, autocast=autocast).items()}
+    model.gradient_checkpointing_enable()
+    again = gradients(model, ids, autocast=autocast)
+    assert_learns(handle)
+    assert error(again, plain) < (1e-2 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["ssmax", "sigmoid", "scale_invariant", "softpick", "entmax15"])
+def test_half_precision_gradients_follow_those_of_float64(name: str) -> None:
+    """With heads that FlexAttention takes: at most thrice the error that softmax has in the same precision."""
+    ids = tokens(2, 40)
+    errors = {}
+    for normalizer in ("softmax", name):
+        model = wide()
+        twin = copy.deepcopy(model).cpu()
+        attnorm.patch(model, normalizer)
+        attnorm.patch(twin, normalizer)
+        expected = gradients(twin.double(), ids.cpu())
+        if DEVICE == "cuda" or normalizer in ("softmax", "ssmax", "entmax15"):
+            assert error(gradients(model, ids), expected) < 1e-3
+        errors[normalizer] = error(gradients(model, ids, autocast=True), expected)
+    assert errors[name] < 3 * errors["softmax"] + 1e-3
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_model_says_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    model, ids = wide(), tokens(2, 40)
+    attnorm.patch(model, name)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        found = torch.compile(model)(ids, use_cache=False).logits
+    assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in COMPILED), ("ssmax", True)])
+def test_a_compiled_training_step_under_autocast(name: str, checkpointing: bool) -> None:
+    """As close to the exact gradients as the step that is not compiled."""
+    torch._dynamo.reset()
+    model, ids = wide().train(), tokens(2, 40)
+    handle = attnorm.patch(model, name)
+    exact = {path: g.clone() for path, g in gradients(model, ids).items()}
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    eager = error(gradients(model, ids, autocast=True), exact)
+    compiled = error(gradients(model, ids, torch.compile(model), autocast=True), exact)
+    assert_learns(handle)
+    assert compiled < 2 * eager + 1e-3
+
+
+@pytest.mark.parametrize("name", ["ssmax", "entmax15"])
+def test_the_bundled_model_learns_a_text(name: str) -> None:
+    model = load("bundled", device=DEVICE, dtype=torch.float32).model.train()
+    handle = attnorm.patch(model, name, train_length=256)
+    model.gradient_checkpointing_enable()
+    ids = torch.arange(2 * 256, device=DEVICE).reshape(2, 256) * 7 % model.config.vocab_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in handle.parameters()]
+    losses = []
+    for _ in range(6):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    assert all(not torch.equal(p, old) for p, old in zip(handle.parameters(), before, strict=True))
