@@ -15,7 +15,6 @@ DEVICE = os.environ.get("ATTNORM_TEST_DEVICE", "cuda")
 NEEDS_DEVICE = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FAMILIES = ["gpt2", "llama", "gemma3", "gpt_oss", "bert"]
-DECODERS = FAMILIES[:-1]
 # 'soft' has no causal form, 'differential' is another architecture.
 NORMALIZERS = [name for name in attnorm.available() if name not in ("soft", "differential")]
 # One of each way through the engines: rescaled queries, blocks, a sink, distances.

@@ -16,7 +16,6 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.models.load import load
 from attnorm.models.observe import observe
 from tests.cuda.on_device import (
-    DECODERS,
     DEVICE,
     DIFFERENT,
     FAMILIES,
