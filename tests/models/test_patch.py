@@ -286,6 +286,7 @@ def test_an_exception_gives_the_model_back() -> None:
         ("linear", {"layers": {0: [1]}}, "leave the heads out"),
         ("asentmax", {"width": 32}, "leave width out"),
         ("ssmax", {"train_length": 1}, "at least 3"),
+        ("ssmax", {"train_length": True}, "number of tokens, e.g. 1024, got True"),
         ("ssmax", {"train_length": "512"}, "number of tokens, e.g. 1024, got '512'"),
         ("ssmax", {"layers": "01"}, "numbers of layers, e.g. .10, 11.*got '01'"),
         ("ssmax", {"layers": 1.5}, "numbers of layers.*got 1.5"),
@@ -311,6 +312,18 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     with pytest.raises((ValueError, TypeError), match=message):
         patch(model, normalizer, **options)
     assert fingerprint(model) == state
+
+
+@pytest.mark.as_installed
+def test_what_is_no_model_or_no_normalizer_is_named() -> None:
+    with pytest.raises(TypeError, match=r"expected a model, got 'gpt2'; load it first: .*from_pretrained\('gpt2'\)"):
+        unpatch("gpt2")
+    with pytest.raises(TypeError, match="expected a model, got None"):
+        unpatch(None)
+    with pytest.raises(TypeError, match=r"expected a Normalizer.*got int \(3\); attnorm.get\('ssmax'\)"):
+        patch(llama(), 3)
+    with pytest.raises(TypeError, match=r"normalizer 'ssmax': s must be a number or None, got 'x'"):
+        patch(llama(), "ssmax", s="x")
 
 
 def test_options_beside_an_object_are_refused() -> None:

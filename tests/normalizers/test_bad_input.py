@@ -1,9 +1,12 @@
 """Bad input is answered with the value, what was expected and what to do."""
 
+import inspect
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ import attnorm
 from attnorm.normalizers import Positions, get
 from attnorm.normalizers.kernel import polynomial
 from attnorm.normalizers.local import Local
+from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.ssmax import neutral_s
 from attnorm.normalizers.topk import TopK
 
@@ -114,6 +118,42 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: get("kernel", function=torch.exp), ValueError, "a function of your own needs its derivative"),
     (lambda: get("kernel", function="polynomial", power=3), ValueError, "power must be an even number from 2 up"),
     (lambda: polynomial(0), ValueError, "got 0"),
+    (
+        lambda: get("ssmax", s="x"),
+        TypeError,
+        "normalizer 'ssmax': s must be a number or None, got 'x'; leave it out for None",
+    ),
+    (lambda: get("ssmax", s=math.inf), ValueError, "must start from a finite number, got inf"),
+    (lambda: get("softmax", temperature=None), TypeError, "temperature must be a number, got None; leave it out for 1"),
+    (lambda: get("softmax", temperature=[1.0]), TypeError, "temperature must be a number, got [1.0]"),
+    (lambda: get("softmax", temperature=True), TypeError, "temperature must be a number, got True"),
+    (lambda: get("softmax", learned="yes"), TypeError, "learned must be True or False, got 'yes'; leave it out for"),
+    (lambda: get("ssmax", heads=2.5), TypeError, "heads must be a whole number or None, got 2.5"),
+    (lambda: get("ssmax", heads=True), TypeError, "heads must be a whole number or None, got True"),
+    (lambda: get("ssmax", train_length=math.nan), TypeError, "train_length must be a whole number, got nan"),
+    (lambda: get("local", window="wide"), TypeError, "window must be a whole number, got 'wide'; leave it out for"),
+    (lambda: get("kernel", function=3), TypeError, "function must be one of exp, softplus, elu+1, polynomial, or a"),
+    (
+        lambda: get("kernel", function=torch.exp, derivative=2),
+        TypeError,
+        "derivative must be a function or None, got 2",
+    ),
+    (lambda: get("soft", landmarks="x"), TypeError, "landmarks must be a whole number or a function, got 'x'"),
+    (lambda: get("topk", k=True), TypeError, "k must be a whole number, a function of n, or one of"),
+    (lambda: get("adaptive_temperature", coefficients=3), TypeError, "coefficients must be several numbers"),
+    (
+        lambda: get("adaptive_temperature", coefficients="abc"),
+        TypeError,
+        "must be several numbers, highest power first",
+    ),
+    (lambda: get(["softmax"]), ValueError, "unknown normalizer ['softmax']; did you mean"),
+    (
+        lambda: attnorm.compose("softmax", scale=3),
+        TypeError,
+        "scale= takes a name, e.g. 'ssmax', an object, or several",
+    ),
+    (lambda: attnorm.compose("softmax", select=3), TypeError, "select= takes a name, e.g. 'topk'"),
+    (lambda: attnorm.compose(3), TypeError, "got int (3); attnorm.get('ssmax') makes one by name"),
 ]
 
 
@@ -127,6 +167,30 @@ def test_bad_logits_masks_and_positions(call: Callable[[], object], error: type[
 def test_bad_options(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+EVERY_OPTION = [
+    (name, option) for name in BUILT_IN for option in inspect.signature(BUILT_IN[name].factory()).parameters
+]
+
+
+@pytest.mark.parametrize(("name", "option"), EVERY_OPTION)
+def test_a_value_of_no_kind_is_named_with_its_option(name: str, option: str) -> None:
+    """No option of any normalizer can be a bare object; none of them answers with an error of Python or torch."""
+
+    class Nothing:
+        def __repr__(self) -> str:
+            return "Nothing()"
+
+    with pytest.raises((TypeError, ValueError), match=rf"{option}.*Nothing\(\)"):
+        get(name, **{option: Nothing()})
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    expected = get("ssmax", s=0.5, heads=2).state_dict()
+    for s, heads in ((np.float32(0.5), np.int64(2)), (torch.tensor(0.5), 2), (Fraction(1, 2), 2)):
+        found = get("ssmax", s=s, heads=heads).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def test_the_advice_for_additive_masks_works() -> None:

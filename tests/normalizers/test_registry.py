@@ -136,6 +136,23 @@ def test_a_factory_that_makes_something_else_is_named() -> None:
         get("broken")
 
 
+def test_what_a_registered_factory_takes_is_its_own_affair() -> None:
+    def takes_anything(own: Flat, text: "str" = "x", free=None):  # type: ignore[no-untyped-def]
+        return Flat()
+
+    register("takes_anything")(takes_anything)
+    assert get("takes_anything", own=3, text=4, free="x").name == "takes_anything"
+
+
+def test_a_registered_factory_says_what_its_numbers_are() -> None:
+    def with_number(width: int = 3) -> Flat:
+        return Flat()
+
+    register("with_number")(with_number)
+    with pytest.raises(TypeError, match=r"'with_number': width must be a whole number, got 2\.5; leave it out for 3"):
+        get("with_number", width=2.5)
+
+
 # Entry points: a distribution that really lies on the path.
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
 from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads, whole_number
-from attnorm.models.support import Site, attention_sites, check_observable
+from attnorm.models.support import Site, attention_sites, check_model, check_observable
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import as_normalizer
@@ -113,11 +113,13 @@ def swap(
 
 def unpatch(model: nn.Module) -> None:
     """Gives all attention modules of the model their softmax back, whoever patched them."""
-    detach(patched_modules(model).values())
+    detach(patched_modules(check_model(model)).values())
 
 
 def _check_length(train_length: Any) -> None:
-    if train_length is not None and (not isinstance(train_length, int) or train_length < 1):
+    if train_length is not None and (
+        not isinstance(train_length, int) or isinstance(train_length, bool) or train_length < 1
+    ):
         raise ValueError(f"train_length must be a number of tokens, e.g. 1024, got {train_length!r}")
 
 

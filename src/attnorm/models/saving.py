@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import reprlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
             "push_to_hub=True would leave the normalizers behind; save to a folder, then upload that: "
             "huggingface_hub.upload_folder(repo_id=..., folder_path=...)"
         )
+    _check_directory(directory)
     model = _unwrapped(model)
     folder, recipes = Path(directory), _recipes(model)
     if folder.is_file():
@@ -78,6 +80,7 @@ def from_pretrained(
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
+    _check_directory(directory)
     offline = not Path(directory).is_dir() and not hub_answers()
     if offline:
         options["local_files_only"] = True  # or transformers would try again and again
@@ -96,6 +99,11 @@ def from_pretrained(
         model: PreTrainedModel = chosen.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **where)
     return model
+
+
+def _check_directory(directory: Any) -> None:
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"expected the path of a folder, e.g. 'my-model', got {reprlib.repr(directory)}")
 
 
 def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str], **where: Any) -> None:

@@ -53,12 +53,17 @@ def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
     }
 
 
+def check_model(model: object) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    named = f"; load it first: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+    raise TypeError(f"expected a model, got {model!r}{named if isinstance(model, str) else ''}")
+
+
 def check_observable(model: object) -> None:
     """Raises UnsupportedModel, with the families that work, where no attention module can be watched."""
-    if not isinstance(model, nn.Module):
-        named = f"; load it first: transformers.AutoModelForCausalLM.from_pretrained({model!r})"
-        raise TypeError(f"expected a model, got {model!r}{named if isinstance(model, str) else ''}")
-    if _watchable_classes(model):
+    checked = check_model(model)
+    if _watchable_classes(checked):
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(

@@ -26,6 +26,8 @@ class EntropyRule(LogitRule):
 
     def __init__(self, coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> None:
         super().__init__()
+        if not hasattr(coefficients, "__len__") or not all(hasattr(c, "__float__") for c in coefficients):
+            raise TypeError(f"coefficients must be several numbers, highest power first, got {coefficients!r}")
         if len(coefficients) == 0 or not all(map(math.isfinite, coefficients)):
             raise ValueError(f"coefficients must be finite numbers, highest power first, got {list(coefficients)}")
         self.coefficients = tuple(float(c) for c in coefficients)

@@ -6,6 +6,7 @@ mixture("softmax", "sparsemax", heads=12)                # learned per head
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection, Sink
 from attnorm.normalizers.mixture import Mixture
@@ -13,6 +14,8 @@ from attnorm.normalizers.registry import resolve
 from attnorm.normalizers.softmax import Softmax
 
 Part = str | Normalizer
+
+EXAMPLES = {"scale": "ssmax", "select": "topk"}
 
 
 def compose(
@@ -57,7 +60,7 @@ def _rules(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[LogitRul
     if isinstance(part, LogitRule):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [rule for one in part for rule in _rules(one)]
+        return [rule for one in _each(part, "scale") for rule in _rules(one)]
     normalizer = _row(part)
     _only(normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax))
     return normalizer.rules
@@ -67,12 +70,18 @@ def _selections(part: Part | Selection | Iterable[Part | Selection]) -> list[Sel
     if isinstance(part, Selection):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [selection for one in part for selection in _selections(one)]
+        return [selection for one in _each(part, "select") for selection in _selections(one)]
     normalizer = _row(part)
     _only(normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax))
     if not normalizer.selections:
         raise ValueError(f"{normalizer.name!r} selects no keys; use 'topk', 'local' or a Selection object")
     return normalizer.selections
+
+
+def _each(parts: Any, option: str) -> Iterable[Any]:
+    if isinstance(parts, Iterable):
+        return parts
+    raise TypeError(f"{option}= takes a name, e.g. {EXAMPLES[option]!r}, an object, or several of them; got {parts!r}")
 
 
 def _sink_of(part: Part) -> Sink:

@@ -92,6 +92,8 @@ def kernel(
         chosen = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
     elif isinstance(function, PositiveFunction):
         chosen = function
+    elif not callable(function):
+        raise TypeError(f"function must be one of {', '.join(FUNCTIONS)}, or a callable, got {function!r}")
     elif derivative is None:
         raise ValueError("a function of your own needs its derivative: kernel(F, derivative=dF), both elementwise")
     else:

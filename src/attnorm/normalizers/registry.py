@@ -7,6 +7,7 @@ found without an import, through an entry point in the group "attnorm.normalizer
 import difflib
 import importlib
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
+from attnorm.normalizers.options import Factory, check_options
 from attnorm.normalizers.softmax import Softmax
 
 ENTRY_POINT_GROUP = "attnorm.normalizers"
 
-Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
 
@@ -147,16 +148,12 @@ def available() -> list[str]:
 def get(name: str, **options: Any) -> Normalizer | Mechanism:
     """The normalizer of that name, e.g. get("entmax", alpha=1.3) or get("ssmax", heads=12)."""
     known = entries()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(sorted(known))}"
         raise ValueError(f"unknown normalizer {name!r}; {hint}")
     factory = known[name].factory()
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        accepted = ", ".join(inspect.signature(factory).parameters) or "no options"
-        raise TypeError(f"normalizer {name!r}: {error}; it accepts {accepted}") from None
+    check_options(name, factory, options)
     return as_normalizer(factory(**options), name)
 
 
@@ -169,7 +166,10 @@ def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
     elif isinstance(made, Selection):
         made = Normalizer(Softmax(), select=[made])
     elif not isinstance(made, Normalizer | Mechanism):
-        raise TypeError(f"expected a Normalizer, Mechanism, Map, LogitRule or Selection, got {type(made).__name__}")
+        raise TypeError(
+            f"expected a Normalizer, Mechanism, Map, LogitRule or Selection, got {type(made).__name__} "
+            f"({reprlib.repr(made)}); attnorm.get('ssmax') makes one by name, and attnorm.available() lists the names"
+        )
     if name is not None and made.name == "custom":
         made.name = name
     assert isinstance(made, Normalizer | Mechanism)

@@ -29,7 +29,7 @@ class TopK(Selection):
         super().__init__()
         if isinstance(k, str) and k not in RULES:
             raise ValueError(f"unknown rule {k!r} for k; expected a number, a function of n, or one of {sorted(RULES)}")
-        if not isinstance(k, str | int) and not callable(k):
+        if isinstance(k, bool) or (not isinstance(k, str | int) and not callable(k)):
             raise TypeError(f"k must be a whole number, a function of n, or one of {sorted(RULES)}, got {k!r}")
         if isinstance(k, int) and k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
