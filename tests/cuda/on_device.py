@@ -38,11 +38,11 @@ def tiny(family: str, **options: Any) -> PreTrainedModel:
     return model.to(DEVICE)
 
 
-def wide() -> PreTrainedModel:
+def wide(layers: int = 2) -> PreTrainedModel:
     """On the device, with heads wide enough for FlexAttention."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=models.VOCABULARY, num_hidden_layers=2, max_position_embeddings=128, **sizes)
+    config = LlamaConfig(vocab_size=models.VOCABULARY, num_hidden_layers=layers, max_position_embeddings=128, **sizes)
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

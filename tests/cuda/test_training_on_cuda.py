@@ -105,7 +105,7 @@ def test_half_precision_gradients_follow_those_of_float64(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_model_says_the_same(name: str) -> None:
     torch._dynamo.reset()
-    model, ids = wide(), tokens(2, 40)
+    model, ids = wide(layers=1), tokens(2, 40)
     attnorm.patch(model, name)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -113,11 +113,11 @@ def test_a_compiled_model_says_the_same(name: str) -> None:
     assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [*((name, False) for name in COMPILED), ("ssmax", True)])
+@pytest.mark.parametrize(("name", "checkpointing"), [("ssmax", True), ("entmax15", False), ("sigmoid", False)])
 def test_a_compiled_training_step_under_autocast(name: str, checkpointing: bool) -> None:
     """As close to the exact gradients as the step that is not compiled."""
     torch._dynamo.reset()
-    model, ids = wide().train(), tokens(2, 40)
+    model, ids = wide(layers=1).train(), tokens(2, 40)
     handle = attnorm.patch(model, name)
     exact = {path: g.clone() for path, g in gradients(model, ids).items()}
     if checkpointing:
