@@ -86,7 +86,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 def _prepare() -> None:
     """What a process needs in which there is a patched model."""
-    from attnorm.models.saving import keep_when_saved  # which imports this module
+    from attnorm.models.ordinary_saves import keep_when_saved  # which imports this module
 
     kernel.register()
     keep_when_saved()

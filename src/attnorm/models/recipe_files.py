@@ -24,7 +24,7 @@ from attnorm.models.attach import Recipe
 RECIPE_FILE = "attnorm.json"
 VALUES_FILE = "attnorm.safetensors"
 FORMAT = 1
-WEIGHTS = "model*.safetensors"
+WEIGHTS = "*model*.safetensors"  # of a model, or of adapters
 SAMPLED = 4096  # bytes of each weight: training changes all of them, and large models are not read twice
 
 

@@ -1,18 +1,13 @@
 """Save and load patched models. Transformers alone would forget the normalizer: no file of its own names one.
 
-Beside the ordinary files lie those of attnorm.models.recipe_files. A patched model that is saved the ordinary way - by
-itself, as a part of a larger one, or by a Trainer at a checkpoint - gets them too, with a warning, since only
-attnorm.from_pretrained reads them. In that case the normalizers' parameters are also among the model's own weights,
-from where a Trainer resumes. Whatever model is saved into a folder, the files of an earlier one do not stay there.
+Beside the ordinary files lie those of attnorm.models.recipe_files. Whatever model is saved into a folder, the files of
+an earlier one do not stay there. attnorm.models.ordinary_saves does the same where transformers or PEFT save.
 """
 
-import functools
-import inspect
 import json
 import os
 import reprlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,10 +28,11 @@ from attnorm.models.support import NORMALIZER, attention_sites
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import get
 
+CONFIG, ADAPTER_FILE = "config.json", "adapter_config.json"
 # Which options of from_pretrained say where the files are.
 PLACE = ("cache_dir", "revision", "token", "local_files_only")
 
-_ours: ContextVar[bool] = ContextVar("_ours", default=False)  # whether attnorm's own save_pretrained is at work
+ours: ContextVar[bool] = ContextVar("ours", default=False)  # whether attnorm's own save_pretrained is at work
 
 
 class NotSavableError(ValueError):
@@ -55,18 +51,18 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
         )
     _check_directory(directory)
     model = _unwrapped(model)
-    folder, recipes = Path(directory), _recipes(model)
+    folder, recipes = Path(directory), recipes_of(model)
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file; give a folder, which is made where there is none")
     state = options.pop("state_dict", None) or model.state_dict()
     own = {key: value for key, value in state.items() if NORMALIZER not in key.split(".")}
-    before = _ours.set(True)
+    before = ours.set(True)
     try:
         model.save_pretrained(folder, state_dict=own, **options)
     finally:
-        _ours.reset(before)
+        ours.reset(before)
     if options.get("is_main_process", True):
-        _write(folder, model, recipes, state)
+        write_normalizers(folder, model, recipes, state)
         if recipes:
             write_card(folder, model)
 
@@ -92,6 +88,15 @@ def from_pretrained(
             if offline
             else f"{directory} has no {RECIPE_FILE}: no patched model was saved there by attnorm.save_pretrained; "
             "an ordinary model loads with transformers' from_pretrained"
+        )
+    if (
+        model_class is None
+        and _saved_file(directory, ADAPTER_FILE, where)
+        and not _saved_file(directory, CONFIG, where)
+    ):
+        raise ValueError(
+            f"{directory} holds adapters and not the model that they belong to; say what to load it as, e.g. "
+            "model_class=transformers.AutoModelForCausalLM"
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
@@ -127,52 +132,6 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     attach(parts)
 
 
-def keep_when_saved() -> None:
-    """From now on the save_pretrained of every transformers model writes the normalizers too, and warns.
-
-    Of every model, because the one that is saved need not be the one that was patched: its encoder was, or a layer.
-    """
-    if not hasattr(PreTrainedModel.save_pretrained, "keeps_normalizers"):
-        PreTrainedModel.save_pretrained = _keeping(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
-
-
-def _keeping(plain: Callable[..., None]) -> Callable[..., None]:
-    parameters = inspect.signature(plain)
-
-    @functools.wraps(plain)
-    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> None:
-        plain(self, *args, **options)
-        given = parameters.bind(self, *args, **options)
-        given.apply_defaults()
-        if given.arguments["is_main_process"] and not _ours.get():
-            _add_normalizers(self, given.arguments)
-
-    save_pretrained.keeps_normalizers = True  # type: ignore[attr-defined]
-    return save_pretrained
-
-
-def _add_normalizers(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """After an ordinary save."""
-    folder = Path(given["save_directory"])
-    if not folder.is_dir():  # transformers has said why it saved nothing
-        return
-    try:
-        recipes = _recipes(model)
-    except NotSavableError as reason:
-        _write(folder, model, {}, {})
-        warnings.warn(f"the normalizer was not saved, only the values it holds: {reason}", stacklevel=3)
-        return
-    _write(folder, model, recipes, given["state_dict"] or {})
-    if not recipes:
-        return
-    left_out = f"; {RECIPE_FILE} and {VALUES_FILE} were not uploaded" if given["push_to_hub"] else ""
-    warnings.warn(
-        f"{folder} holds a model whose softmax was replaced: load it with attnorm.from_pretrained, since transformers "
-        f"alone would go back to softmax{left_out}",
-        stacklevel=3,
-    )
-
-
 def _unwrapped(model: Any) -> PreTrainedModel:
     """The transformers model inside torch.compile's or a parallel wrapper."""
     inner = model
@@ -184,10 +143,15 @@ def _unwrapped(model: Any) -> PreTrainedModel:
     raise TypeError(f"expected a transformers model, got {type(model).__name__}{adapted}")
 
 
-def _recipes(model: nn.Module) -> dict[str, Recipe]:
+def recipes_of(model: nn.Module) -> dict[str, Recipe]:
     recipes = {}
     for path, module in patched_modules(model).items():
         recipe = recipe_of(module)
+        if not isinstance(getattr(module, NORMALIZER), Normalizer | Mechanism):
+            raise NotSavableError(
+                f"PEFT has wrapped the normalizer of {path}; leave {NORMALIZER!r} out of modules_to_save and patch after "
+                "get_peft_model, so that its parameters learn and are saved without that"
+            )
         if recipe.name is None:
             raise NotSavableError(
                 f"{path} holds {normalizer_of(module).name!r}, which was given as an object; patch by name instead, "
@@ -204,7 +168,9 @@ def _recipes(model: nn.Module) -> dict[str, Recipe]:
     return recipes
 
 
-def _write(folder: Path, model: nn.Module, recipes: Mapping[str, Recipe], state: Mapping[str, Tensor]) -> None:
+def write_normalizers(
+    folder: Path, model: nn.Module, recipes: Mapping[str, Recipe], state: Mapping[str, Tensor]
+) -> None:
     """Both files, or neither for a model without normalizers: what an earlier model left there must not stay."""
     correct_card(folder, model)
     if not recipes:
