@@ -149,8 +149,8 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
         recipe = recipe_of(module)
         if not isinstance(getattr(module, NORMALIZER), Normalizer | Mechanism):
             raise NotSavableError(
-                f"PEFT has wrapped the normalizer of {path}; leave {NORMALIZER!r} out of modules_to_save and patch after "
-                "get_peft_model, so that its parameters learn and are saved without that"
+                f"PEFT has wrapped the normalizer of {path}; leave {NORMALIZER!r} out of modules_to_save and patch "
+                "after get_peft_model, so that its parameters learn and are saved without that"
             )
         if recipe.name is None:
             raise NotSavableError(
