@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     chosen = arguments()
     torch.manual_seed(0)
-    loaded = load(chosen.model)
+    loaded = load(chosen.model, dtype=torch.float32)  # half precision, as checkpoints have it, loses small updates
     model, tokenizer = loaded.model, loaded.tokenizer
     text = chosen.text.read_text(encoding="utf-8") if chosen.text else " ".join(topics.values())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 from attnorm.models import load as loading
 from attnorm.models.inputs import run
@@ -117,6 +117,18 @@ def test_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fold
     loaded = load("bundled", device="cpu")
     assert loaded.name == "bundled"
     assert loaded.tokenizer is not None
+
+
+def test_the_bundled_model_learns_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers has no loss for classes of GPT-2's name, and would say so at the first step."""
+    told: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", told.append)
+    model = load("bundled", device="cpu").model
+    given = torch.arange(12)[None]
+    loss = model(input_ids=given, labels=given).loss
+    expected = torch.nn.functional.cross_entropy(model(input_ids=given).logits[0, :-1], given[0, 1:])
+    torch.testing.assert_close(loss, expected)
+    assert not told
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c", "", "  "])

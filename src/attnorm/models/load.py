@@ -156,6 +156,8 @@ def _read(
             f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first is "
             f"{lost[0]!r}); they would be random. The folder is incomplete, or its config.json belongs to another model"
         )
+    if getattr(model, "loss_type", "known") is None and hasattr(model, "generate"):
+        model.loss_type = "ForCausalLM"  # what transformers takes for GPT-2 too, after a warning about its config
     loaded: PreTrainedModel = model if place == "auto" else model.to(place)
     return loaded
 
