@@ -1,8 +1,10 @@
 """The monitor's overhead: both ways run, and what it costs per step follows from what it costs on a logging step."""
 
 import pytest
+import torch
 
-from attnorm.bench.monitor import EVERY, MOST
+from attnorm.bench.model_passes import Shape, random_model, tokens
+from attnorm.bench.monitor import EVERY, MOST, training_step
 from attnorm.bench.suites import run_benchmarks
 from attnorm.report.benchmarks import Ratio, benchmark_markdown
 
@@ -17,6 +19,15 @@ def test_a_quick_run_measures_both_and_judges_nothing() -> None:
         extra = watched.ours_ms - watched.theirs_ms
         assert per_step.ours_ms - per_step.theirs_ms == pytest.approx(extra / EVERY)
     assert "AdamW" in benchmark_markdown(results)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_step_trains_in_either_precision(half: bool) -> None:
+    model = random_model(Shape(16, layers=1, heads=1)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    training_step(model, tokens(32).reshape(2, 16), half=half)()
+    assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_three_percent_are_promised() -> None:
