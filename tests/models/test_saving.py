@@ -3,6 +3,7 @@
 import copy
 import json
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,23 @@ def test_a_compiled_model_is_saved_as_the_model_inside(tmp_path: Path) -> None:
 def test_what_is_no_transformers_model_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
         save_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_folder_that_is_called_peft_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "peft").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    model = llama()
+    patch(model, "ssmax")
+    with pytest.warns(UserWarning, match="softmax was replaced"):
+        model.save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.as_installed
+def test_what_is_no_path_is_told() -> None:
+    for call in (lambda: save_pretrained(llama(), 3), lambda: from_pretrained(llama())):
+        with pytest.raises(TypeError, match="expected the path of a folder"):
+            call()
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def keep_when_saved() -> None:
     """
     _keep(PreTrainedModel)
     if importlib.util.find_spec("peft") is not None:
-        with suppress(ImportError, RuntimeError):  # installed, but it does not go with the other packages
+        # Installed, but it does not go with the other packages; or a folder that happens to have the name.
+        with suppress(ImportError, RuntimeError, AttributeError):
             _keep(importlib.import_module("peft").PeftModel)
 
 
