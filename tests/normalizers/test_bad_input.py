@@ -123,7 +123,7 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         "normalizer 'ssmax': s must be a number or None, got 'x'; leave it out for None",
     ),
-    (lambda: get("ssmax", s=math.inf), ValueError, "must start from a finite number, got inf"),
+    (lambda: get("ssmax", s=math.inf), ValueError, "s must be a finite number, got inf; 1 / log n"),
     (lambda: get("softmax", temperature=None), TypeError, "temperature must be a number, got None; leave it out for 1"),
     (lambda: get("softmax", temperature=[1.0]), TypeError, "temperature must be a number, got [1.0]"),
     (lambda: get("softmax", temperature=True), TypeError, "temperature must be a number, got True"),

@@ -269,8 +269,8 @@ def set_per_head(module: nn.Module, name: str, value: float, heads: int | None, 
 def _per_head_values(value: float, heads: int | None) -> Tensor:
     if heads is not None and heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}; use None for one value shared by all heads")
-    if not math.isfinite(value):
-        raise ValueError(f"a parameter must start from a finite number, got {value}")
+    if math.isnan(value):
+        raise ValueError(f"a parameter must start from a number, got {value}")
     return torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
 
 

@@ -21,6 +21,8 @@ class LogLengthScale(ScaleRule):
 
     def __init__(self, s: float, *, bias: bool = False, learned: bool = True, heads: int | None = None) -> None:
         super().__init__()
+        if math.isinf(s):
+            raise ValueError(f"s must be a finite number, got {s}; 1 / log n keeps rows of n keys as softmax has them")
         set_per_head(self, "s", s, heads, learned=learned)
         if bias:
             set_per_head(self, "bias", 0.0, heads, learned=learned)
