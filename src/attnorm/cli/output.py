@@ -34,10 +34,10 @@ def status(what: str) -> Iterator[Any]:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """A ValueError is the caller's: print what it says and leave with exit code 2."""
+    """A ValueError is the caller's, and so is a missing library: print what it says and leave with exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnorm.training.acceleration import accelerated, check_accelerate
 from attnorm.training.architectures import check_normalizer
 from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
@@ -88,6 +89,7 @@ def train_lm(
         raise ValueError(f"the sample must not have a negative number of tokens, got {sample_tokens}")
     check_lengths(lengths or (), settings)
     check_normalizer(settings)
+    check_accelerate()
     place = chosen_device(device)
     source = describe_texts(texts, valid)
     record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
@@ -102,9 +104,9 @@ def train_lm(
     check_length(corpus.valid, settings.context, "validation")
     measured = evaluation_lengths(lengths, settings, corpus.valid)
 
-    run = Run(out, settings, corpus, place, compiled=compiled, attention=attention)
     deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-    with StopRequest() as stop:
+    with accelerated(place, settings.dtype) as accelerator, StopRequest() as stop:
+        run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
         for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
             report(Progress("training", run.step, settings.steps, entry))
     if stop.asked:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from attnorm.training.acceleration import accelerated
 from attnorm.training.compilation import Attention, compile_blocks, in_training, without_compiled_blocks
 from attnorm.training.evaluation import EVALUATION_BATCH
 from attnorm.training.optimization import LARGEST_GRADIENT, learning_rate, make_optimizer
@@ -120,13 +121,16 @@ def fine_tune(
     settings: those the model was trained with; its windows have the length of its training.
     """
     recipe = as_settings(task, settings)
-    optimizer = make_optimizer(model, recipe)
     if compiled:
         compile_blocks(model, settings)
     course: list[dict[str, float]] = []
     losses: list[torch.Tensor] = []
     model.train()
-    with in_training(model, compiled=compiled, attention=attention):
+    with (
+        accelerated(device, settings.dtype) as accelerator,
+        in_training(model, compiled=compiled, attention=attention),
+    ):
+        optimizer = accelerator.prepare(make_optimizer(model, recipe))
         for step in range(task.steps):
             puzzles = training_puzzles(
                 filler, wording, characters=task.characters, keys=task.keys, seed=task.seed, step=step,
@@ -134,12 +138,12 @@ def fine_tune(
             ).to(device)  # fmt: skip
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, recipe)
-            with _autocast(device, settings):
+            with accelerator.autocast():
                 loss = answer_loss(model, puzzles)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             losses.append(loss.detach())
             late = time.monotonic() >= deadline
             if late or (step + 1) % LOG_EVERY == 0 or step + 1 == task.steps:

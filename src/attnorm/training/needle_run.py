@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnorm.training.acceleration import check_accelerate
 from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.lengths import check_lengths
@@ -48,6 +49,7 @@ def train_needle(
 
     from attnorm.models.load import load
 
+    check_accelerate()
     folder = Path(str(files("attnorm.models") / BUNDLED)) if model == BUNDLED else Path(model)
     settings = settings_of(folder)
     place = chosen_device(device)

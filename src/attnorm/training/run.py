@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from attnorm.training.settings import Settings
 from attnorm.training.tokens import Corpus
 from attnorm.training.windows import training_windows, validation_windows
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 LOG_EVERY = 10  # steps; reading the loss makes the GPU wait
 QUICK_VALIDATION = 64  # windows looked at while training; the final figures use all
 
@@ -37,18 +40,19 @@ class Run:
         out: Path,
         settings: Settings,
         corpus: Corpus,
-        device: torch.device,
+        accelerator: "Accelerator",
         *,
         compiled: bool = False,
         attention: Attention = "engine",
     ) -> None:
-        self.out, self.settings, self.corpus, self.device = out, settings, corpus, device
+        self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
         self.compiled, self.attention = compiled, attention
-        self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(device)
-        self.optimizer = make_optimizer(self.model, settings)
+        # Not prepared as the optimizer is: that would wrap its forward, which the loss goes around, and leave it so.
+        self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
+        self.optimizer = accelerator.prepare(make_optimizer(self.model, settings))
         self.step, self.seconds = 0, 0.0
         if done := finished_checkpoints(out / CHECKPOINTS):
-            state = load_checkpoint(done[-1], self.model, self.optimizer, device)
+            state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
             self.step, self.seconds = state["step"], state["seconds"]
         keep_metrics(out / METRICS, self.step)
         self.loss: Callable[..., Any] = predicted_loss
@@ -73,7 +77,7 @@ class Run:
     ) -> Iterator[dict[str, float]]:
         self.model.train()
         losses: list[torch.Tensor] = []
-        memory, clock = MemoryPeak(self.device), time.monotonic()
+        memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
         with (self.out / METRICS).open("a", encoding="utf-8") as log:
             ending = self.step == self.settings.steps
             while not ending:
@@ -103,21 +107,20 @@ class Run:
                     losses, clock = [], time.monotonic()
 
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        settings = self.settings
+        settings, accelerator = self.settings, self.accelerator
         windows = training_windows(
             self.corpus.train, seed=settings.seed, step=self.step, batch=settings.batch, context=settings.context
         )
-        if self.device.type == "cuda":
+        if accelerator.device.type == "cuda":
             windows = windows.pin_memory()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        dtype = getattr(torch, settings.dtype)
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            loss = window_loss(self.model, windows.to(self.device, non_blocking=True), self.loss)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        with accelerator.autocast():
+            loss = window_loss(self.model, windows.to(accelerator.device, non_blocking=True), self.loss)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return loss.detach(), norm
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, float]:
@@ -136,7 +139,7 @@ class Run:
     def _quick_loss(self) -> float:
         self.model.eval()
         with without_compiled_blocks(self.model, self.settings):
-            loss = validation_loss(self.model, self.quick, self.device, getattr(torch, self.settings.dtype))
+            loss = validation_loss(self.model, self.quick, self.accelerator.device, getattr(torch, self.settings.dtype))
         self.model.train()
         return round(loss, 5)
 

@@ -15,6 +15,7 @@ from attnorm.experiments.language_models.plan import SOFTMAX
 from attnorm.experiments.language_models.workplace import Workplace
 from attnorm.models.saving import save_pretrained
 from attnorm.training import atomic
+from attnorm.training.acceleration import accelerated
 from attnorm.training.architectures import build_model
 from attnorm.training.checkpoints import finished_checkpoints, load_weights
 from attnorm.training.compilation import Attention
@@ -149,20 +150,21 @@ def _train(worker: Worker, stage: str, name: str, settings: Settings, checkpoint
     folder = worker.place.run_folder(normalizer, name)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    run = Run(
-        folder, settings, worker.texts.corpus, worker.device, compiled=worker.place.plan.compiled, attention=attention
-    )
     course: list[dict[str, float]] = []
     problem = None
-    try:
-        with StopRequest() as stop:
+    with accelerated(worker.device, settings.dtype) as accelerator, StopRequest() as stop:
+        run = Run(
+            folder, settings, worker.texts.corpus, accelerator,
+            compiled=worker.place.plan.compiled, attention=attention,
+        )  # fmt: skip
+        try:
             for entry in run.steps(worker.deadline, stop, evaluate_every, checkpoint_every):
                 if "valid_loss" in entry:
                     worker.say(f"{normalizer} {name}: step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}")
-        if stop.asked:
-            raise TrainingInterrupted(run.step)
-    except ValueError as error:  # a loss that is no longer finite
-        problem = str(error)
+        except ValueError as error:  # a loss that is no longer finite
+            problem = str(error)
+    if stop.asked:
+        raise TrainingInterrupted(run.step)
     if problem is None and run.step < settings.steps:
         raise OutOfTimeError
     course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]

@@ -21,6 +21,7 @@ import torch
 from attnorm.experiments.language_models.training import ATTENTION, RESCALED_SOFTMAX, Say, forget, machine
 from attnorm.experiments.language_models.workplace import WAIT_TO_WRITE, Workplace
 from attnorm.training import atomic
+from attnorm.training.acceleration import accelerated
 from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.interruption import StopRequest
@@ -73,9 +74,11 @@ def _tried(place: Workplace, normalizer: str, way: Attention, device: torch.devi
     settings = replace(
         plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0), steps=STEPS, warmup=STEPS
     )
-    with TemporaryDirectory() as folder, StopRequest() as stop:
+    with (
+        TemporaryDirectory() as folder, accelerated(device, settings.dtype) as accelerator, StopRequest() as stop
+    ):  # fmt: skip
         run = Run(
-            Path(folder), settings, _random_corpus(plan.vocab, settings.context), device,
+            Path(folder), settings, _random_corpus(plan.vocab, settings.context), accelerator,
             compiled=plan.compiled, attention=way,
         )  # fmt: skip
         entries = list(run.steps(time.monotonic() + MOST_SECONDS, stop, STEPS + 1, None))

@@ -21,6 +21,7 @@ import torch
 
 from attnorm.analysis.manifest import now, versions
 from attnorm.training import atomic
+from attnorm.training.acceleration import check_accelerate
 from attnorm.training.devices import chosen_device
 from attnorm.training.retrieval.journal import CHECKPOINTS, METRICS, Journal
 from attnorm.training.retrieval.normalizer import normalizer_for
@@ -85,6 +86,7 @@ def train_retrieval(
     """
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
+    check_accelerate()
     recipe, trials = recipe or Recipe(), trials or Trials()
     sort, place = find_task(task), chosen_device(device)
     compiled = place.type == "cuda" if compiled is None else compiled

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.normalizers.contract import Normalizer
+from attnorm.training.acceleration import accelerated
 from attnorm.training.interruption import StopRequest, TrainingInterrupted
 from attnorm.training.retrieval.journal import Journal
 from attnorm.training.retrieval.leak import leaked_share
@@ -22,6 +24,9 @@ from attnorm.training.retrieval.model import Retrievers, mixture
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.streams import Batch, training_batches
 from attnorm.training.retrieval.tasks import Task
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _SMALLEST_VARIANCE = 1e-12
 REPORT_EVERY = 100  # steps; reading the loss makes the GPU wait
@@ -59,19 +64,19 @@ def train(
     models = Retrievers(task, normalizer, seeds, recipe.width).to(device)
     optimizer = _optimizer(models, recipe, device)
     first, spent = journal.resume(models, optimizer, device) if journal else (0, 0.0)
-    step_loss = _step_loss(models, recipe, device, compiled)
     losses = torch.full((len(seeds),), torch.nan)
 
     def seconds() -> float:
         return spent + time.monotonic() - began
 
-    with StopRequest() if journal else nullcontext() as stop:
+    with accelerated(device, recipe.dtype) as accelerator, StopRequest() if journal else nullcontext() as stop:
+        step_loss = _step_loss(models, recipe, accelerator, compiled)
         for done, batch in enumerate(training_batches(task, seeds, recipe, device, first), first + 1):
             if recipe.cosine:
                 _set_rate(optimizer, recipe.rate_at(done - 1))
             optimizer.zero_grad(set_to_none=True)
             total, losses = step_loss(batch)
-            total.backward()
+            accelerator.backward(total)
             optimizer.step()
             last = done == recipe.steps
             if done % REPORT_EVERY == 0 or last:
@@ -105,20 +110,20 @@ def _optimizer(models: Retrievers, recipe: Recipe, device: torch.device) -> torc
 
 
 def _step_loss(
-    models: Retrievers, recipe: Recipe, device: torch.device, compiled: bool
+    models: Retrievers, recipe: Recipe, accelerator: "Accelerator", compiled: bool
 ) -> Callable[[Batch], tuple[Tensor, Tensor]]:
     def loss_of(batch: Batch) -> tuple[Tensor, Tensor]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
-            return _loss(models, batch, recipe)
+        return _loss(models, batch, recipe)
 
-    if not compiled:
-        return loss_of
-    torch.compiler.reset()  # after eight stacks of one process it would no longer compile, and say so only in a log
-    graph = torch.compile(loss_of, mode="reduce-overhead")
+    if compiled:
+        torch.compiler.reset()  # after eight stacks of one process it would no longer compile, and say so only in a log
+        loss_of = torch.compile(loss_of, mode="reduce-overhead")
 
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
-        torch.compiler.cudagraph_mark_step_begin()  # the gradients of the step before may be overwritten from here on
-        return graph(batch)
+        if compiled:
+            torch.compiler.cudagraph_mark_step_begin()  # the gradients of the step before may be overwritten from here
+        with accelerator.autocast():
+            return loss_of(batch)
 
     return step
 
