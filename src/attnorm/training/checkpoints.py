@@ -2,7 +2,7 @@
 
 A checkpoint is a folder that appears whole; the one before it goes only after that. So there is always one to resume
 from, whenever the program is killed. No random state is needed: the windows of a step follow from the seed and the
-step.
+step. Not accelerate's `save_state`, which pickles optimizers: a pickle can run code when it is read.
 """
 
 import json

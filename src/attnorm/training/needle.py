@@ -242,10 +242,10 @@ def among_many(
 
 def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: Settings) -> Any:
     """(windows, questions, characters), 1 where the likeliest token is the right one."""
-    parts = []
+    parts, dtype = [], getattr(torch, settings.dtype)
     for start in range(0, len(puzzles.windows), together):
         some = puzzles.some(start, together).to(device)
-        with _autocast(device, settings):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             parts.append((_answer_logits(model, some).argmax(-1) == some.targets).cpu().numpy())
     return np.concatenate(parts)
 
@@ -261,8 +261,3 @@ def summary(found: Sequence[Answered]) -> dict[str, dict[str, float]]:
             "characters": round(float(np.mean([each.characters for each in here])), 5),
         }
     return by_length
-
-
-def _autocast(device: torch.device, settings: Settings) -> torch.autocast:
-    dtype = getattr(torch, settings.dtype)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
