@@ -181,7 +181,7 @@ def _train(worker: Worker, stage: str, name: str, settings: Settings, checkpoint
             "learned": learned(run.model), **machine(worker.device),
         }
     )  # fmt: skip
-    del run
+    del run, accelerator  # which knows the optimizer
     forget()
 
 

@@ -101,7 +101,10 @@ def check_recipe(recipe: Recipe, task: Task) -> None:
 
 
 def _optimizer(models: Retrievers, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
-    """On CUDA one fused kernel that never asks the CPU; its rate is a tensor, since a number would be part of it."""
+    """On CUDA one fused kernel that never asks the CPU; its rate is a tensor, since a number would be part of it.
+
+    accelerate does not prepare it: its wrapper looks for other packages on the disk at every step, and steps are short.
+    """
     on_cuda = device.type == "cuda"
     rate = torch.tensor(recipe.learning_rate, device=device) if on_cuda else recipe.learning_rate
     return torch.optim.AdamW(
