@@ -77,8 +77,9 @@ def train_lm(
         command: How this was called, for the model card.
 
     Raises:
-        ValueError: Wrong settings or files, a text too short for one window, a folder that holds another run, or a loss
-            that is no longer finite.
+        ImportError: accelerate is not installed.
+        ValueError: Wrong settings or files, a text too short for one window, a folder that holds another run, a loss
+            that is no longer finite, or several processes.
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
     """
     started = time.monotonic()

@@ -43,7 +43,9 @@ def train_needle(
         dtype: float32 or bfloat16; as the model was trained if not given.
 
     Raises:
-        ValueError: No such model or text, too short a text, or lengths that the model has no positions for.
+        ImportError: accelerate is not installed.
+        ValueError: No such model or text, too short a text, lengths that the model has no positions for, or several
+            processes.
     """
     from tokenizers import Tokenizer
 

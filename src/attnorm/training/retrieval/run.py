@@ -81,7 +81,8 @@ def train_retrieval(
         command: How this was called, for the manifest.
 
     Raises:
-        ValueError: Unknown names, numbers out of range, a folder of something else, or damaged files.
+        ImportError: accelerate is not installed.
+        ValueError: Unknown names, numbers out of range, a folder of something else, damaged files, or several processes.
         TrainingInterrupted: Ctrl-C or SIGTERM while a stack is trained; a checkpoint was written.
     """
     if checkpoint_every < 1:
