@@ -82,7 +82,7 @@ def train_retrieval(
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: Unknown names, numbers out of range, a folder of something else, damaged files, or several processes.
+        ValueError: Unknown names, numbers out of range, a folder of something else, damaged files, several processes.
         TrainingInterrupted: Ctrl-C or SIGTERM while a stack is trained; a checkpoint was written.
     """
     if checkpoint_every < 1:
