@@ -71,6 +71,7 @@ def test_gpt2_runs_out_of_the_cache_and_the_record_says_what_is_not_the_papers(
     model = record["manifest"]["model"]
     assert (model["name"], model["layers"], model["heads"]) == ("gpt2", 12, 12)
     assert model["max_positions"] == 1024
+    assert model["revision"] == COMMIT
     assert one["paper_setting"] == record["manifest"]["paper_setting"]
     assert one["paper_setting"]["same"] is False
     assert "what is called gpt2 here has another shape (head_dim 8)." in one["paper_setting"]["told"]

@@ -21,6 +21,7 @@ OPTIONAL_PACKAGES = {
     "triton": "torch.compile and FlexAttention on CUDA",
     "entmax": "the rival in `attnorm bench normalizers`",
     "transformers": "Hugging Face models",
+    "accelerate": "`attnorm train`",
 }
 CLOSE = 1e-5  # float32 attention of unit normal inputs
 

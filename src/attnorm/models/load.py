@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import logging
 
 from attnorm.models.describe import describe
-from attnorm.models.hub import hub_answers
+from attnorm.models.hub import commit_of, hub_answers
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context
 from attnorm.models.saving import restore_normalizers
@@ -61,7 +61,8 @@ def load(
         restore_normalizers(found, source, revision=revision, local_files_only=local_only)
         read, problem = _tokenizer(tokenizer, source, options)
     found.train(False)
-    return LoadedModel(found, read, name, getattr(found.config, "_commit_hash", None), problem)
+    commit = None if isinstance(source, Path) else commit_of(source, revision)
+    return LoadedModel(found, read, name, commit, problem)
 
 
 def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> LoadedModel:
