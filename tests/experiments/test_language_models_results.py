@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 
+from attnorm.experiments.language_models.learned import learned_parameters
 from attnorm.experiments.language_models.markdown import all_tables, in_words
-from attnorm.experiments.language_models.results import Spread, contenders, rank_correlation
+from attnorm.experiments.language_models.results import (
+    Spread,
+    contenders,
+    likely_range,
+    rank_correlation,
+    telling_length,
+)
+from attnorm.normalizers.asentmax import asentmax
+from attnorm.normalizers.ssmax import ssmax
 
 
 def lines() -> list[dict[str, Any]]:
@@ -72,3 +81,69 @@ def test_rank_correlation() -> None:
 def test_a_spread_is_written_with_its_half_width() -> None:
     assert Spread.of([1.0, 2.0]).written(2) == "1.50 ± 0.50"
     assert Spread.of([0.123]).written(1, 100) == "12.3"
+
+
+def asked(name: str, at_8: float, at_16: float, at_32: float) -> dict[str, Any]:
+    by_length = {"8": at_8, "16": at_16, "32": at_32}
+    return {
+        "stage": "needle", "normalizer": name, "at_inference": None, "seed": 0,
+        "by_length": {n: {"exact": share, "characters": 1.0, "questions": 10} for n, share in by_length.items()},
+        "answers": [
+            {"length": 16, "depth": 0.25, "exact": 2 * at_16, "questions": 5},
+            {"length": 16, "depth": 0.75, "exact": 0.0, "questions": 5},
+        ],
+    }  # fmt: skip
+
+
+def test_models_are_compared_where_they_differ() -> None:
+    made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
+    made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 0.9, 0.1, 0.0)]
+    found = contenders(made)
+    assert telling_length(found) == 16
+    assert telling_length([]) is None
+    assert {one.name: one.questions for one in found} == {"softmax": 10, "ssmax": 10}
+    text = all_tables(made)
+    assert "| normalizer | entropy / log n | % keys at 16 | 95 % |" in text
+    assert "| softmax | 0.900 | 40 | 17 to 69 |" in text
+    assert text.index("| ssmax | 0.500 | 10 |") < text.index("| softmax | 0.900 | 40 |")
+    assert "| key at token, of 16 | 4 | 12 |" in text
+    assert "| softmax | 80 | 0 |" in text
+    assert "At 32 tokens no model finds a key." in text
+
+
+def test_models_that_find_as_many_keys_are_all_named() -> None:
+    made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
+    made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 1.0, 0.1, 0.0)]
+    assert "At 8 tokens ssmax, softmax find most keys, 100.0 %." in in_words(contenders(made))
+
+
+def test_a_share_of_few_questions_is_uncertain() -> None:
+    assert likely_range(0.0, 100) == (pytest.approx(0, abs=1e-9), pytest.approx(0.037, abs=1e-3))
+    assert likely_range(0.3, 100) == (pytest.approx(0.219, abs=1e-3), pytest.approx(0.396, abs=1e-3))
+    assert likely_range(0.3, 10)[1] > likely_range(0.3, 100)[1]
+
+
+def test_what_normalizers_learned_is_given_as_it_acts() -> None:
+    run = {"stage": "main", "seed": 0}
+    made = [
+        {**run, "normalizer": "softmax", "learned": {}},
+        {
+            **run,
+            "normalizer": "ssmax",
+            "learned": {"0.attention.scale.0.s": [0.1, 0.2], "1.attention.scale.0.s": [0.6]},
+        },
+        {**run, "normalizer": "asentmax", "learned": {"0.scale.0.raw_beta": [0.0], "0.scale.0.raw_gamma": [0.5]}},
+    ]
+    s, factor, beta, gamma, scale = learned_parameters(made, [100])
+    assert (s.normalizer, s.what, s.mean, s.smallest, s.largest) == ("ssmax", "s", pytest.approx(0.3), 0.1, 0.6)
+    assert (factor.what, factor.mean) == ("factor at 100 keys", pytest.approx(0.3 * 4.60517))
+    assert (beta.what, beta.mean) == ("beta", pytest.approx(0.693147))
+    assert (gamma.what, gamma.mean) == ("gamma", pytest.approx(0.924234))
+    assert scale.mean == pytest.approx(1 + 0.693147 * 4.61512**0.924234)
+
+
+def test_the_factor_that_is_written_is_the_one_that_acts() -> None:
+    for made in (ssmax(0.3), asentmax(gamma=0.7)):
+        learned = {name: [value.item()] for name, value in made.named_parameters()}
+        line = {"stage": "main", "seed": 0, "normalizer": made.name, "learned": learned}
+        assert learned_parameters([line], [300])[-1].mean == pytest.approx(made.rules[0].gain(300), rel=1e-5)

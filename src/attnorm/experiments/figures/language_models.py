@@ -1,101 +1,206 @@
 """Losses, keys found and entropy of models that differ in their normalizer; and how their losses fell."""
 
 from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from string import ascii_lowercase
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.figures.style import INK, PALE, letter, note, tidy
-from attnorm.experiments.language_models.results import Contender, Spread
+from attnorm.experiments.language_models.plan import SOFTMAX
+from attnorm.experiments.language_models.results import Contender, likely_range, telling_length
 
-# By how many training lengths: colour, marker and filling differ.
-LENGTHS: tuple[dict[str, Any], ...] = (
-    {"color": INK, "marker": "o", "markersize": 6},
+# Of a length, or of a text: colour, marker and filling differ.
+LOOKS: tuple[dict[str, Any], ...] = (
+    {"color": INK, "marker": "o", "markersize": 5.5},
     {"color": "#0a6ab4", "marker": "s", "markersize": 5, "markerfacecolor": "white"},
-    {"color": "#d9731a", "marker": "^", "markersize": 6},
+    {"color": "#d9731a", "marker": "^", "markersize": 5.5},
 )
 LINES = ("-", "--", ":", "-.")
 COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
+FAR_OFF = 1.2  # times the median: such a loss is written at the edge, for the others to stay apart
+SMOOTHED = 15  # entries of a course
+FEW = 4 * SMOOTHED  # entries that are not smoothed
+SETTLED = 0.06  # of the tokens: before that losses of 7 and 8 nats differ by what would hide all later differences
 
 
 def comparison_figure(found: Sequence[Contender]) -> Figure:
-    """Rows are models, the lowest loss on top: losses on each text, keys found, entropy against keys found."""
-    texts = list(found[0].losses)
+    """Rows are models, the lowest loss on top: the loss at every length, keys found, and entropy against keys found."""
+    lengths = sorted(next(iter(found[0].losses.values())))
     asked = any(one.found for one in found)
-    shortest = min(found[0].losses[texts[0]])
-    panels = 1 + len(texts) + 2 * asked
-    figure = Figure(figsize=(3.1 * panels + 1.4, 0.3 * len(found) + 1.9), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    _rows(axes[0], found, [{shortest: one.losses[texts[0]][shortest]} for one in found], named=True)
-    letter(axes[0], "a", f"{texts[0]}, {shortest:,} tokens")
-    axes[0].set_xlabel("nats per token")
-    for place, text in enumerate(texts, 1):
-        _rows(axes[place], found, [one.losses[text] for one in found], named=False)
-        letter(axes[place], "abcdef"[place], f"{text}, longer windows")
-        axes[place].set_xlabel("nats per token")
+    columns = max(len(lengths), 3 if asked else 1)
+    height = 0.25 * len(found) + 0.9
+    figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + asked) + 0.8 * asked + 0.2), layout="constrained")
+    axes = figure.subplots(1 + asked, columns, squeeze=False)
+    for place, length in enumerate(lengths):
+        _losses(axes[0, place], found, length, named=place == 0)
+        letter(axes[0, place], ascii_lowercase[place], f"Loss, windows of {length:,} tokens")
+    for empty in axes[0, len(lengths) :]:
+        empty.set_visible(False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=4, handletextpad=0.1)
     if asked:
-        keys = axes[len(texts) + 1]
-        _rows(keys, found, [one.found for one in found], named=False, scale=100)
-        letter(keys, "abcdef"[len(texts) + 1], "Pass keys found")
-        keys.set_xlabel("% of keys, every digit right")
-        keys.set_xlim(-4, 104)
-        _entropy(axes[-1], found)
-        letter(axes[-1], "abcdef"[panels - 1], "Sharper heads, better recall?")
-    axes[1].legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, columnspacing=1.0, handletextpad=0.2)
+        some = any(spread.mean for one in found for spread in one.found.values())
+        panels = (_keys, _depths, _entropy) if some else (_keys,)
+        for place, draw in enumerate(panels):
+            letter(axes[1, place], ascii_lowercase[len(lengths) + place], draw(axes[1, place], found))
+        for empty in axes[1, len(panels) :]:
+            empty.set_visible(False)
     return figure
 
 
-def _rows(
-    axes: Axes, found: Sequence[Contender], values: Sequence[Mapping[int, Spread]], *, named: bool, scale: float = 1.0
-) -> None:
-    lengths = sorted({length for one in values for length in one})
-    for length, look in zip(lengths, LENGTHS, strict=False):
-        for row, one in enumerate(values):
-            if length not in one:
+def _losses(axes: Axes, found: Sequence[Contender], length: int, *, named: bool) -> None:
+    texts = list(found[0].losses)
+    far = FAR_OFF * median(one.losses[text][length].mean for one in found for text in texts)
+    for row, one in enumerate(found):
+        off = []
+        for text, look in zip(texts, LOOKS, strict=False):
+            spread = one.losses[text][length]
+            if spread.mean > far:
+                off.append(f"{spread.mean:.2f}")
                 continue
-            spread = one[length]
-            axes.plot(scale * spread.mean, row, linestyle="", label=f"{length:,} tokens" if row == 0 else None, **look)
+            axes.plot(spread.mean, row, linestyle="", label=text if row == 0 else None, **look)
             if spread.half:
-                ends = (scale * (spread.mean - spread.half), scale * (spread.mean + spread.half))
+                ends = (spread.mean - spread.half, spread.mean + spread.half)
                 axes.plot(ends, (row, row), color=look["color"], linewidth=1.2)
+        if off:
+            axes.text(0.98, row, f"{', '.join(off)} →", transform=axes.get_yaxis_transform(), ha="right", va="center")
+    for one in (one for one in found if one.name == SOFTMAX):
+        for text, look in zip(texts, LOOKS, strict=False):
+            axes.axvline(one.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
+    axes.set_xlabel("nats per token")
+    axes.margins(x=0.08)
+    _rows(axes, found, named=named)
+
+
+def _rows(axes: Axes, found: Sequence[Contender], *, named: bool) -> None:
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_yticks(range(len(found)), [one.name for one in found] if named else [""] * len(found))
     tidy(axes)
 
 
-def _entropy(axes: Axes, found: Sequence[Contender]) -> None:
-    for one in found:
-        if not one.found or "entropy_ratio" not in one.attention:
-            continue
-        length = max(one.found)
-        x, y = one.attention["entropy_ratio"], 100 * one.found[length].mean
-        trained = one.at_inference is None
-        axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
-        axes.annotate(one.name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7, color=PALE)
-    axes.set_xlabel("entropy / log n before fine-tuning, mean over heads")
-    axes.set_ylabel(f"% of keys at {max(found[0].found, default=0):,} tokens")
-    axes.margins(x=0.25)
-    axes.set_ylim(-6, 106)
+def _keys(axes: Axes, found: Sequence[Contender]) -> str:
+    lengths = sorted({length for one in found for length in one.found})
+    for row, one in enumerate(found):
+        for length, look in zip(lengths, LOOKS, strict=False):
+            if length not in one.found:
+                continue
+            share = one.found[length].mean
+            ends = [100 * end for end in likely_range(share, one.questions)]
+            axes.plot(ends, (row, row), color=look["color"], linewidth=0.8)
+            axes.plot(100 * share, row, linestyle="", **look)
+        if not one.found:
+            axes.text(50, row, "not asked", ha="center", va="center", color=PALE, fontsize=7)
+    for length, look in zip(lengths, LOOKS, strict=False):
+        axes.plot([], [], linestyle="", label=f"{length:,}", **look)
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, -0.02), ncols=len(lengths), columnspacing=0.8, handletextpad=0.1
+    )
+    axes.set_xlabel("% of keys, every character right")
+    axes.set_xlim(-4, 104)
+    _rows(axes, found, named=True)
+    axes.set_ylim(len(found) + 0.4, -0.5)
+    return "Pass keys found, by length"
+
+
+def _depths(axes: Axes, found: Sequence[Contender]) -> str:
+    length = telling_length(found)
+    assert length is not None
+    trained = [one for one in found if one.at_inference is None and one.by_depth.get(length)]
+    for number, one in enumerate(trained):
+        by_depth = one.by_depth[length]
+        axes.plot(
+            [depth * length for depth in by_depth], [100 * share for share in by_depth.values()], label=one.name,
+            color=COLOURS[number % len(COLOURS)], linestyle=LINES[number % len(LINES)], marker="o", markersize=3,
+        )  # fmt: skip
+    shortest = min(trained[0].found) if trained else length
+    if shortest < length:
+        axes.axvline(shortest, color=PALE, linewidth=0.8)
+        axes.text(
+            0.98, 0.4, "beyond the\ntraining length", transform=axes.transAxes, color=PALE, fontsize=7, ha="right"
+        )
+    axes.set_xlim(0, length)
+    axes.set_ylim(-4, 104)
+    axes.set_xlabel("tokens before the key; the question is last")
+    axes.set_ylabel("% of keys")
+    if trained:
+        axes.legend(loc="upper right", handlelength=1.6, borderaxespad=0.1)
     tidy(axes)
+    return f"Pass keys in {length:,} tokens, by place"
+
+
+def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
+    length = telling_length(found)
+    assert length is not None
+    looked = [one for one in found if one.found and "entropy_ratio" in one.attention]
+    points: dict[tuple[float, float], list[Contender]] = {}
+    for one in looked:
+        points.setdefault((one.attention["entropy_ratio"], 100 * one.found[length].mean), []).append(one)
+    middle = mean((min(x for x, _ in points), max(x for x, _ in points))) if points else 0.0
+    for (x, y), ones in points.items():
+        trained = any(one.at_inference is None for one in ones)
+        ends = [100 * end for end in likely_range(y / 100, ones[0].questions)]
+        axes.plot((x, x), ends, color=PALE, linewidth=0.7)
+        axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
+        names = ",\n".join(one.name if one.at_inference is None else f"→ {one.at_inference}" for one in ones)
+        left = x > middle
+        axes.annotate(
+            names, (x, y), xytext=(-5 if left else 5, 0), textcoords="offset points", fontsize=7,
+            ha="right" if left else "left", va="center",
+        )  # fmt: skip
+    axes.set_xlabel("entropy / log n before fine-tuning")
+    axes.set_ylabel(f"% of keys in {length:,} tokens")
+    axes.margins(x=0.12, y=0.08)
+    tidy(axes)
+    return "Sharper heads, better recall?"
 
 
 def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training loss of the main runs by tokens read."""
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
+    """Training loss of the main runs by tokens read, and how far it lies above softmax's on the same batches."""
     runs = [line for line in lines if line["stage"] == "main" and line["course"]]
-    for number, run in enumerate(run for run in runs if run["seed"] == 0):
-        tokens, losses, _ = zip(*run["course"], strict=True)
-        axes.plot(
-            [each / 1e6 for each in tokens], losses, label=run["normalizer"],
-            color=COLOURS[number % len(COLOURS)], linestyle=LINES[number // 3 % len(LINES)],
-        )  # fmt: skip
-    axes.set_xlabel("million tokens read")
-    axes.set_ylabel("training loss, nats per token")
-    axes.set_xscale("log")
+    runs = [run for run in runs if run["seed"] == min(each["seed"] for each in runs)]
+    softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
+    figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")
+    both = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
+    for number, run in enumerate(runs):
+        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": LINES[number // 3 % len(LINES)]}
+        losses = _losses_by_tokens(run)
+        both[0].plot([each / 1e6 for each in losses], list(losses.values()), label=run["normalizer"], **look)
+        if softmax and run["normalizer"] != SOFTMAX:
+            above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
+            tokens, differences = _smoothed(above)
+            both[1].plot([each / 1e6 for each in tokens], differences, **look)
+    both[0].set_ylabel("training loss, nats per token")
+    if softmax and max(softmax) > 100 * min(softmax):
+        both[0].set_xscale("log")
+        both[0].xaxis.set_major_formatter("{x:g}")
+    if softmax:
+        letter(both[0], "a", "Training loss")
+        letter(both[1], "b", "Above softmax, on the same batches")
+        both[1].set_ylabel("difference, nats per token")
+        both[1].axhline(0, color=INK, linewidth=0.8)
+    for axes in both:
+        axes.set_xlabel("million tokens read")
+        tidy(axes)
     if runs:
-        axes.legend(ncols=2)
-        note(figure, f"{runs[0]['parameters'] / 1e6:.1f} million parameters, {runs[0]['device']}; seed 0")
-    tidy(axes)
+        both[0].legend(ncols=2)
+        words = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
+        smoothing = f"; (b) means of {SMOOTHED} entries, without the first of the warmup" if len(softmax) > FEW else ""
+        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr, call-arg]
+        note(figure, words + smoothing)
     return figure
+
+
+def _losses_by_tokens(run: Mapping[str, Any]) -> dict[int, float]:
+    return {tokens: loss for tokens, loss, _ in run["course"]}
+
+
+def _smoothed(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    """Running means of the entries but the first ones, each at the last of its entries; of a few every one."""
+    if len(values) <= FEW:
+        return list(values), list(values.values())
+    places = [n for n in values if n >= SETTLED * max(values)]
+    width = SMOOTHED
+    ends = range(width, len(places) + 1)
+    return [places[end - 1] for end in ends], [mean(values[n] for n in places[end - width : end]) for end in ends]

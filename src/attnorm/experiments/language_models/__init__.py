@@ -6,7 +6,9 @@
     training      short runs that choose the learning rate, and the main runs
     testing       loss at one, two and four times the training length; finding a pass key; what attention does
     stages        all of it in order, resumable, under a time limit
-    results       the lines together: tables in Markdown
+    results       the lines together: one record per model
+    learned       what the normalizers themselves learned
+    markdown      all of it as tables, and in words
 
 Neither pyarrow nor matplotlib is needed to train and measure; `EXPERIMENT`, which draws, is loaded when asked for.
 """

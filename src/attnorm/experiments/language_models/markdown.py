@@ -2,14 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 
-from attnorm.experiments.language_models.results import Contender, Line, contenders, rank_correlation
+from attnorm.experiments.language_models.learned import learned_parameters
+from attnorm.experiments.language_models.results import (
+    Contender,
+    Line,
+    contenders,
+    likely_range,
+    rank_correlation,
+    telling_length,
+)
 
 # Of the attention statistics: heading and digits.
 ATTENTION = {
     "entropy_ratio": ("entropy / log n", 3),
     "effective_keys": ("effective keys", 1),
     "max_weight": ("largest weight", 3),
-    "sink_mass": ("first key's share", 3),
+    "sink_mass": ("first key and sink", 3),
     "row_sum": ("row sum", 3),
     "jacobian_norm": ("Jacobian norm", 3),
 }
@@ -19,9 +27,11 @@ def all_tables(lines: Iterable[Line]) -> str:
     every = list(lines)
     found = contenders(every)
     parts = [
-        ("Loss", losses_table(found)), ("Pass keys found", needle_table(found)), ("Cost", cost_table(found)),
-        ("Attention", attention_table(found)), ("Learning rates", rates_table(every)), ("Trials", trials_table(every)),
-        ("In words", in_words(found)),
+        ("Loss", losses_table(found)), ("Pass keys found", needle_table(found)),
+        ("Where the key lay", depth_table(found)), ("Cost", cost_table(found)),
+        ("Attention", attention_table(found)), ("Sharper heads, better recall?", recall_table(found)),
+        ("Learned by the normalizers", learned_table(every, found)), ("Learning rates", rates_table(every)),
+        ("While training", course_table(every)), ("Trials", trials_table(every)), ("In words", in_words(found)),
     ]  # fmt: skip
     return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
 
@@ -57,6 +67,17 @@ def needle_table(found: Sequence[Contender]) -> str:
     return table(["normalizer", *(f"% {heading}" for heading in headings), "% keys among many"], rows)
 
 
+def depth_table(found: Sequence[Contender]) -> str:
+    """Percent of keys found by the place of the key, at the length that tells most."""
+    length = telling_length(found)
+    looked = [one for one in found if length is not None and one.by_depth.get(length)]
+    if length is None or not looked:
+        return ""
+    depths = list(looked[0].by_depth[length])
+    rows = [[one.name, *(f"{100 * one.by_depth[length][depth]:.0f}" for depth in depths)] for one in looked]
+    return table([f"key at token, of {length:,}", *(f"{depth * length:,.0f}" for depth in depths)], rows)
+
+
 def cost_table(found: Sequence[Contender]) -> str:
     rows = [
         [
@@ -71,7 +92,15 @@ def cost_table(found: Sequence[Contender]) -> str:
         for one in found
         if one.at_inference is None
     ]
-    headings = ["normalizer", "tokens/s", "peak GiB", "attention", "tokens read", "parameters", "learning rate"]
+    headings = [
+        "normalizer",
+        "tokens/s in this run",
+        "peak GiB",
+        "attention",
+        "tokens read",
+        "parameters",
+        "learning rate",
+    ]
     return table(headings, rows) if rows else ""
 
 
@@ -82,6 +111,44 @@ def attention_table(found: Sequence[Contender]) -> str:
         for one in looked
     ]
     return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows) if rows else ""
+
+
+def recall_table(found: Sequence[Contender]) -> str:
+    """The lowest entropy first: keys found at the length that tells most, with a 95 % interval over the questions."""
+    length = telling_length(found)
+    if length is None:
+        return ""
+    asked = [one for one in found if one.found and "entropy_ratio" in one.attention]
+    rows = []
+    for one in sorted(asked, key=lambda one: one.attention["entropy_ratio"]):
+        low, high = likely_range(one.found[length].mean, one.questions)
+        rows.append(
+            [one.name, f"{one.attention['entropy_ratio']:.3f}", one.found[length].written(0, 100),
+             f"{100 * low:.0f} to {100 * high:.0f}", one.characters[length].written(0, 100)]
+        )  # fmt: skip
+    return table(["normalizer", "entropy / log n", f"% keys at {length:,}", "95 %", "% characters"], rows)
+
+
+def learned_table(lines: Sequence[Line], found: Sequence[Contender]) -> str:
+    """Over all heads, with the factor that scales the logits at every length that losses were taken at."""
+    lengths = sorted({n for one in found for by_length in one.losses.values() for n in by_length})
+    rows = [
+        [one.normalizer, str(one.seed), one.what, *(f"{x:.3f}" for x in (one.mean, one.smallest, one.largest))]
+        for one in learned_parameters(lines, lengths)
+    ]
+    return table(["normalizer", "seed", "parameter", "mean", "smallest", "largest"], rows) if rows else ""
+
+
+def course_table(lines: Sequence[Line]) -> str:
+    """Validation loss on the way, in million tokens read."""
+    runs = [line for line in lines if line["stage"] == "main" and line.get("course")]
+    courses = [{point[0]: point[2] for point in run["course"] if point[2] is not None} for run in runs]
+    read = sorted({tokens for course in courses for tokens in course})
+    rows = [
+        [run["normalizer"], str(run["seed"]), *(_number(course.get(tokens), "{:.3f}") for tokens in read)]
+        for run, course in zip(runs, courses, strict=True)
+    ]
+    return table(["normalizer", "seed", *(f"{tokens / 1e6:.1f} M" for tokens in read)], rows) if rows else ""
 
 
 def rates_table(lines: Sequence[Line]) -> str:
@@ -132,18 +199,17 @@ def in_words(found: Sequence[Contender]) -> str:
     asked = [one for one in found if one.found]
     if asked:
         for length in (min(asked[0].found), max(asked[0].found)):
-            best = max(asked, key=lambda one: one.found[length].mean)
-            most = best.found[length].mean
-            said.append(
-                f"At {length:,} tokens {best.name} finds most keys, {100 * most:.1f} %."
-                if most
-                else f"At {length:,} tokens no model finds a key."
-            )
-        said.append(_sharper(asked, max(asked[0].found)))
+            most = max(one.found[length].mean for one in asked)
+            best_ones = [one.name for one in asked if one.found[length].mean == most]
+            finds = f"{', '.join(best_ones)} {'finds' if len(best_ones) == 1 else 'find'} most keys, {100 * most:.1f} %"
+            said.append(f"At {length:,} tokens {finds if most else 'no model finds a key'}.")
+        said.append(_sharper(asked))
     return " ".join(words for words in said if words)
 
 
-def _sharper(asked: Sequence[Contender], length: int) -> str:
+def _sharper(asked: Sequence[Contender]) -> str:
+    length = telling_length(asked)
+    assert length is not None
     pairs = [
         (one.attention["entropy_ratio"], one.found[length].mean)
         for one in asked

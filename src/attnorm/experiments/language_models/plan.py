@@ -24,18 +24,19 @@ class Plan:
     width: int = 512
     context: int = 1024
     vocab: int = 8192
-    batch: int = 64
+    batch: int = 16
+    """Windows in a step. With 64, so many tokens are too few steps for the short runs to choose a rate by."""
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     rate_tokens: int = 5_200_000
-    main_tokens: int = 60_000_000
-    warmup_share: float = 0.06
+    main_tokens: int = 50_331_648
+    warmup_share: float = 0.1
     weight_decay: float = 0.1
     longer: tuple[int, ...] = (1, 2, 4)
     chunks: int = 40
     """Pieces of text, each as long as the longest window, on which the losses at all lengths are taken."""
-    observed: int = 4
+    observed: int = 2
     """Windows on which attention is looked at."""
-    needle: NeedleTask = field(default_factory=NeedleTask)
+    needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
     dtype: str = "bfloat16"
     compiled: bool = True
 

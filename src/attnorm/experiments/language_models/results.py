@@ -1,7 +1,7 @@
 """The lines of results.jsonl put together: one record per model, mean over its seeds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -39,6 +39,10 @@ class Contender:
     among_many: Spread | None
     """Share of keys found at the training length where a window hides many; None before it was asked."""
     attention: dict[str, float]
+    by_depth: dict[int, dict[float, float]] = field(default_factory=dict)
+    """Share of keys found by length and by where the key lay: 0 the start, 1 the end."""
+    questions: int = 0
+    """Keys asked for at each length, all seeds together."""
     learning_rate: float | None = None
     tokens: int | None = None
     parameters: int | None = None
@@ -81,6 +85,8 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         characters=_by_length([_part(line, "characters") for line in needles]),
         among_many=_among_many(needles),
         attention=_means(statistics),
+        by_depth=_by_depth(needles),
+        questions=sum(min(each["questions"] for each in line["by_length"].values()) for line in needles),
         learning_rate=main[0]["learning_rate"] if main and trained else None,
         tokens=main[0]["tokens"] if main and trained else None,
         parameters=main[0]["parameters"] if main and trained else None,
@@ -100,6 +106,13 @@ def _part(line: Line, which: str) -> dict[str, float]:
     return {length: figures[which] for length, figures in line["by_length"].items()}
 
 
+def _by_depth(needles: Sequence[Line]) -> dict[int, dict[float, float]]:
+    found: dict[int, dict[float, list[float]]] = {}
+    for answer in (answer for line in needles for answer in line.get("answers", ())):
+        found.setdefault(answer["length"], {}).setdefault(answer["depth"], []).append(answer["exact"])
+    return {n: {depth: mean(shares) for depth, shares in by.items()} for n, by in found.items()}
+
+
 def _among_many(needles: Sequence[Line]) -> Spread | None:
     asked = [line["among_many"]["exact"] for line in needles if "among_many" in line]
     return Spread.of(asked) if asked else None
@@ -114,6 +127,22 @@ def _means(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
 def _largest(lines: Sequence[Line], name: str) -> float | None:
     values = [line[name] for line in lines if line.get(name) is not None]
     return max(values, default=None)
+
+
+def telling_length(found: Sequence[Contender]) -> int | None:
+    """The length at which the keys found differ most between models: where all or none are found there is nothing to
+    compare. None before any was asked."""
+    asked = [one.found for one in found if one.found]
+    ranges = {n: [by_length[n].mean for by_length in asked] for n in (asked[0] if asked else ())}
+    return max(ranges, key=lambda n: max(ranges[n]) - min(ranges[n]), default=None)
+
+
+def likely_range(share: float, questions: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that so many questions gave."""
+    z2 = 1.96**2
+    middle = (share + z2 / (2 * questions)) / (1 + z2 / questions)
+    half = (z2 * (share * (1 - share) / questions + z2 / (4 * questions**2))) ** 0.5 / (1 + z2 / questions)
+    return middle - half, middle + half
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

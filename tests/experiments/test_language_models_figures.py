@@ -1,0 +1,55 @@
+"""The figures show what the lines say, also where one model is far off, was not asked, or softmax is missing."""
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from attnorm.experiments.figures.language_models import comparison_figure, course_figure
+from attnorm.experiments.language_models.results import contenders
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "language-models.jsonl.xz"
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    every = [json.loads(line) for line in lzma.decompress(PUBLISHED.read_bytes()).splitlines()]
+    return [line for line in every if line.get("seed", 0) == 0]
+
+
+def written(figure: Figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_a_loss_far_off_is_written_and_does_not_squeeze_the_others(lines: list[dict[str, Any]]) -> None:
+    figure = comparison_figure(contenders(lines))
+    assert len(figure.axes) == 6
+    twice = figure.axes[1]
+    assert [text.get_text() for text in twice.texts] == ["6.39, 6.69 →"]
+    assert twice.get_xlim()[1] < 4.5
+    assert not figure.axes[0].texts
+
+
+def test_models_that_were_not_asked_say_so(lines: list[dict[str, Any]]) -> None:
+    asked = [line for line in lines if line["stage"] != "needle" or line["normalizer"] in ("softmax", "sink")]
+    trained = {line["normalizer"] for line in lines if line["stage"] == "measure"}
+    assert written(comparison_figure(contenders(asked))).count("not asked") == len(trained) - 2
+    without = [line for line in lines if line["stage"] != "needle"]
+    assert len(comparison_figure(contenders(without)).axes) == 3
+
+
+def test_a_course_is_compared_with_softmax_entry_by_entry(lines: list[dict[str, Any]]) -> None:
+    runs = [line for line in lines if line["stage"] == "main" and line["normalizer"] in ("softmax", "sigmoid")]
+    both, differences = course_figure(runs).axes
+    assert len(both.lines) == 2
+    last = differences.lines[0].get_ydata()[-1]
+    softmax, sigmoid = (
+        sum(point[1] for point in next(run for run in runs if run["normalizer"] == name)["course"][-15:]) / 15
+        for name in ("softmax", "sigmoid")
+    )
+    assert last == pytest.approx(sigmoid - softmax)
+    assert len(course_figure([run for run in runs if run["normalizer"] == "sigmoid"]).axes) == 1
+    assert len(course_figure([]).axes) == 1
