@@ -103,6 +103,20 @@ def test_appended_it_still_measures_and_says_what_is_missing(tmp_path: Path) -> 
     assert any("attn/layer_00/entropy_mean" in entry for entry in trainer.state.log_history)
 
 
+def test_what_is_logged_between_the_parts_of_a_batch_has_another_step(tmp_path: Path) -> None:
+    class Talks(TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            trainer.log({"chatter": 1.0})
+
+    reporter = Reporter()
+    trainer = trainer_of(llama(), tmp_path, Talks(), reporter, gradient_accumulation_steps=2)
+    AttentionMonitor().attach(trainer)
+    trainer.train()
+    assert sum("chatter" in logs for logs in reporter.heard) == 6
+    assert reporter.steps == [3, 6]
+    assert [entry["step"] for entry in trainer.state.log_history if "attn/alert/dispersion" in entry] == [3, 6]
+
+
 def test_attached_twice_it_runs_once_and_a_second_one_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(llama(), tmp_path, Reporter())
     monitor = AttentionMonitor()

@@ -36,7 +36,7 @@ class Reporter(TrainerCallback):
         return [logs["step"] for logs in self.heard if any(key.startswith("attn/layer") for key in logs)]
 
 
-def trainer_of(model: PreTrainedModel, folder: Path, reporter: Reporter, **options: Any) -> Trainer:
+def trainer_of(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "max_steps": 6,
@@ -50,4 +50,5 @@ def trainer_of(model: PreTrainedModel, folder: Path, reporter: Reporter, **optio
         "seed": 0,
         **options,
     }
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Tokens(), callbacks=[reporter])
+    arguments = TrainingArguments(str(folder), **settings)
+    return Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(2), callbacks=[*callbacks])

@@ -16,9 +16,12 @@ def lightning_callback(monitor: "AttentionMonitor") -> Any:
             self.monitor = monitor
             self._measured = -1
 
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._measured = -1  # steps are counted anew
+
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            step = trainer.global_step + 1
-            due = trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0
+            step = _step(trainer)
+            due = trainer.log_every_n_steps and (step + 1) % trainer.log_every_n_steps == 0
             if trainer.is_global_zero and due and step != self._measured:
                 monitor.begin(pl_module)
                 self._measured = step  # the first part of an accumulated batch is enough
@@ -29,10 +32,21 @@ def lightning_callback(monitor: "AttentionMonitor") -> Any:
                 for logger in trainer.loggers:
                     logger.log_metrics(numbers, step=self._measured)
 
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor.close()  # of a batch that the module skipped
+
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             monitor.close()
 
     return LightningAttentionMonitor()
+
+
+def _step(trainer: Any) -> int:
+    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
+
+    Not global_step, which moves on by two where two optimizers step. Lightning's callbacks ask for the same attribute.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _callback_class() -> Any:

@@ -62,6 +62,7 @@ class AttentionMonitor(TrainerCallback):
         self._open: ExitStack | None = None
         self._watch: Watch | None = None
         self._pending: dict[str, float] = {}
+        self._pending_step = 0
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[dict[str, float]]:
@@ -185,7 +186,7 @@ class AttentionMonitor(TrainerCallback):
 
     def _take(self, step: int) -> None:
         if self._open is not None:
-            self._pending = self.finish(step)
+            self._pending, self._pending_step = self.finish(step), step
 
     def on_log(
         self,
@@ -195,12 +196,15 @@ class AttentionMonitor(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        if not self._pending or logs is None:
-            return
+        if not self._pending or logs is None or state.global_step != self._pending_step:
+            return  # what a program logs between the parts of an accumulated batch has the step before
         if not self._attached:
+            missed = (
+                f"{', '.join(args.report_to)} ran" if args.report_to else "reporters, if there are any, may have run"
+            )
             warnings.warn(
-                "the Trainer's reporters ran before this monitor, so TensorBoard, W&B and the like do not see its "
-                "numbers; call monitor.attach(trainer) instead of passing it to Trainer(callbacks=...)",
+                f"{missed} before this monitor, without its numbers; call monitor.attach(trainer) instead of passing "
+                "it to Trainer(callbacks=...)",
                 stacklevel=2,
             )
             self._attached = True
@@ -211,6 +215,7 @@ class AttentionMonitor(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()  # of a run that an exception ended
+        self._pending = {}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()
