@@ -74,6 +74,31 @@ def test_a_folder_that_holds_another_run(train: Train, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+def test_the_difference_is_told_in_words(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=1)
+    with pytest.raises(ValueError, match=r"another run: normalizer is ssmax here and softmax there\. Choose"):
+        train(tmp_path / "run", steps=1, normalizer="ssmax")
+    same_name = write_text(tmp_path / "train.txt", 10, seed=5)
+    with pytest.raises(ValueError, match=r"run: train is train\.txt here and there, but with another content\. Choose"):
+        train_lm([same_name], texts[1], tmp_path / "run", tiny(steps=1))
+    two = [texts[0], write_text(tmp_path / "more.txt", 10, seed=6)]
+    with pytest.raises(ValueError, match=r"run: train is train\.txt and more\.txt here and train\.txt there\."):
+        train_lm(two, texts[1], tmp_path / "run", tiny(steps=1))
+
+
+def test_a_run_that_failed_before_it_saved_anything_may_be_removed(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    short = write_text(tmp_path / "short.txt", 1, seed=0)
+    with pytest.raises(ValueError, match="too short for one window"):
+        train_lm([short], texts[1], tmp_path / "run", tiny(context=64))
+    with pytest.raises(ValueError, match="has saved nothing yet: unless it is running now, remove the folder"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(context=64))
+
+
+def test_a_folder_in_the_place_of_a_text(texts: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder; name the text files in it"):
+        train_lm([tmp_path], texts[1], tmp_path / "run", tiny())
+
+
 def test_a_folder_that_holds_something_else(train: Train, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("do not lose me")
     with pytest.raises(ValueError, match="holds files, but no training run"):
@@ -109,5 +134,7 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str, train: Tr
 
 
 def test_a_device_that_is_not_there(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot use device 'abacus'.*try cpu"):
+    with pytest.raises(ValueError, match=r"cannot use device 'abacus': expected cpu, cuda or, say, cuda:1; try cpu"):
         train_lm([texts[0]], texts[1], tmp_path / "run", tiny(), device="abacus")
+    with pytest.raises(ValueError, match=r"cannot use device 'meta': .*; try cpu"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(), device="meta")

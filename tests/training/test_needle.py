@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.training.architectures import build_model
 from attnorm.training.needle import NeedleTask, among_many, answer_loss, find_keys, fine_tune, split_filler, summary
-from attnorm.training.needle_run import settings_of
+from attnorm.training.needle_run import settings_of, train_needle, usual_longer
 from attnorm.training.passkeys import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
 from attnorm.training.tokenizer import train_tokenizer
 from tests.training.conftest import tiny
@@ -195,6 +195,20 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
 def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NeedleTask(**changed)
+
+
+def test_a_run_that_is_not_finished_has_no_model_to_ask(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    train(tmp_path / "run", steps=2)
+    (tmp_path / "run" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="run holds a training run that is not finished"):
+        train_needle(tmp_path / "run", texts[0], NeedleTask(longer=(1,)))
+
+
+def test_learned_positions_are_asked_at_the_training_length_only(train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "learned", steps=1)
+    train(tmp_path / "rotary", steps=1, architecture="llama")
+    assert usual_longer("bundled") == usual_longer(tmp_path / "learned") == (1,)
+    assert usual_longer(tmp_path / "rotary") == (1, 2, 4)
 
 
 def test_the_command_tells_how_many_keys_were_found(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:

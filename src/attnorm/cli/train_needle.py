@@ -19,8 +19,13 @@ def needle(
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
     longer: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Lengths to ask at, in training lengths (1 for learned positions).")
-    ] = "1,2,4",
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Lengths to ask at, in training lengths.",
+            show_default="1,2,4; 1 where positions are learned",
+        ),
+    ] = None,
     questions: Annotated[int, typer.Option(help="Questions per length and depth (five depths).")] = 20,
     seed: Annotated[int, typer.Option(help="Of the keys and where they are hidden.")] = 0,
     dtype: Annotated[
@@ -36,15 +41,16 @@ def needle(
     Only the answers are learned. The folder of the model is left as it is.
     """
     from attnorm.training.needle import NeedleTask
-    from attnorm.training.needle_run import train_needle
+    from attnorm.training.needle_run import train_needle, usual_longer
 
     def report(step: int, loss: float) -> None:
         typer.echo(f"step {step:,} of {steps:,}: loss {loss:.3f}", err=True)
 
     with usage_errors():
+        times = usual_longer(model) if longer is None else tuple(numbers_of("--longer", longer) or ())
         task = NeedleTask(
             characters=characters, keys=keys, steps=steps, batch=batch, learning_rate=lr, seed=seed,
-            questions=questions, longer=tuple(numbers_of("--longer", longer) or ()),
+            questions=questions, longer=times,
         )  # fmt: skip
         record = train_needle(model, text, task, device=device, dtype=dtype, compiled=compiled, report=report)
     if as_json:

@@ -13,7 +13,11 @@ def chosen_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+    except RuntimeError:  # its message lists every kind that torch has a name for
+        raise ValueError(f"cannot use device {name!r}: expected cpu, cuda or, say, cuda:1; try cpu") from None
+    try:
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot use device {name!r}: {str(error).splitlines()[0]}; try cpu") from None
+        why = str(error).splitlines()[0].partition(". ")[0]
+        raise ValueError(f"cannot use device {name!r}: {why}; try cpu") from None
     return device

@@ -90,7 +90,8 @@ def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int
     least = shortest_window(wording, task.characters)
     if length < least:
         raise ValueError(
-            f"a key of {task.characters} characters and its question take {least} tokens, got windows of {length}"
+            f"a key of {task.characters} characters and its question take {least} tokens, got windows of {length}; "
+            "ask for fewer characters, or train a model with a longer context"
         )
     cut = len(filler) - int(TESTED_SHARE * len(filler))
     practised, tested = filler[:cut], filler[cut:]

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from attnorm.training.acceleration import check_accelerate
+from attnorm.training.architectures import ARCHITECTURES
 from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
-from attnorm.training.lengths import check_lengths
+from attnorm.training.lengths import LONGER, check_lengths
 from attnorm.training.needle import NeedleTask, among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.passkeys import Wording
 from attnorm.training.run_folder import RECORD
@@ -52,12 +53,14 @@ def train_needle(
     from attnorm.models.load import load
 
     check_accelerate()
-    folder = Path(str(files("attnorm.models") / BUNDLED)) if model == BUNDLED else Path(model)
+    folder = folder_of(model)
     settings = settings_of(folder)
     place = chosen_device(device)
     usual = settings.dtype if place.type == "cuda" else "float32"
     settings = replace(settings, dtype=dtype or usual)
     check_lengths([times * settings.context for times in task.longer], settings)
+    if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
+        raise ValueError(f"{folder} holds a training run that is not finished; let `attnorm train lm` finish it first")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     wording = Wording.of(tokenizer)
     practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
@@ -77,6 +80,19 @@ def train_needle(
         "by_length": summary(found),
         "answers": [each.as_dict() for each in found],
     }
+
+
+def folder_of(model: str | Path) -> Path:
+    return Path(str(files("attnorm.models") / BUNDLED)) if model == BUNDLED else Path(model)
+
+
+def usual_longer(model: str | Path) -> tuple[int, ...]:
+    """How many training lengths it is usually asked at: only one where it has no positions beyond.
+
+    Raises:
+        ValueError: The folder holds no model of `train lm`.
+    """
+    return LONGER if ARCHITECTURES[settings_of(folder_of(model)).architecture].rotary else LONGER[:1]
 
 
 def settings_of(folder: Path) -> Settings:

@@ -34,9 +34,11 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{record_path} is damaged; choose another folder, or remove this one") from None
     if theirs != identity:
+        begun = any((out / CHECKPOINTS).glob("*")) or record.get("result")
+        lost = "" if begun else "; that run has saved nothing yet: unless it is running now, remove the folder"
         raise ValueError(
             f"{out} holds another run: {'; '.join(differences(identity, theirs))}. "
-            "Choose another folder, or give the same settings to continue that run"
+            f"Choose another folder, or give the same settings to continue that run{lost}"
         )
     if resume:
         return record

@@ -79,10 +79,23 @@ class Settings:
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """One phrase per name whose value differs: 'seed is 1 here and 0 there'."""
+    ours, theirs = ({"normalizer": "softmax", "normalizer_options": {}, **each} for each in (ours, theirs))
     order = [field.name for field in fields(Settings)]
     names = sorted(set(ours) | set(theirs), key=lambda name: (order.index(name) if name in order else 99, name))
-    return [
-        f"{name} is {ours.get(name)} here and {theirs.get(name)} there"
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    ]
+    different = [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]
+    return [_difference(name, _words(here), _words(there)) for name, here, there in different]
+
+
+def _difference(name: str, here: str, there: str) -> str:
+    if here == there:  # files of the same name
+        return f"{name} is {here} here and there, but with another content"
+    return f"{name} is {here} here and {there} there"
+
+
+def _words(value: Any) -> str:
+    """Files by their names, without their hashes."""
+    if isinstance(value, dict) and "name" in value:
+        return str(value["name"])
+    if isinstance(value, list):
+        return " and ".join(map(_words, value))
+    return str(value)

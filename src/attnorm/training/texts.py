@@ -41,15 +41,20 @@ def fingerprint(path: Path) -> str:
     Raises:
         ValueError: No such file.
     """
-    if not path.is_file():
-        raise ValueError(f"no such text file: {path}")
+    _check_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _open(path: Path) -> TextIOWrapper:
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the text files in it")
     if not path.is_file():
         raise ValueError(f"no such text file: {path}")
+
+
+def _open(path: Path) -> TextIOWrapper:
+    _check_file(path)
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8-sig")
     return path.open(encoding="utf-8-sig")
