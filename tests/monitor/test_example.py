@@ -1,16 +1,18 @@
-"""The script of docs/training.md, at a small size: patch, train, watch, save, load, generate, analyze."""
+"""What docs/training.md shows: its script at a small size, and its Python blocks one after another."""
 
 import json
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from attnorm.models.load import load
 
-SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "examples" / "finetune.py"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SCRIPT = DOCS / "examples" / "finetune.py"
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
 
@@ -31,3 +33,20 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     kept = json.loads((tmp_path / "model" / "attnorm.json").read_text())
     assert "ssmax" in json.dumps(kept)
     assert load(tmp_path / "model").tokenizer is not None
+
+
+def test_the_blocks_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, object] = {}
+    for block in blocks:
+        if "lightning" not in block or find_spec("lightning"):
+            exec(compile(block, "docs/training.md", "exec"), names)
+    printed = re.findall(r"^\d\.\d+$", capsys.readouterr().out, re.MULTILINE)
+    assert len(printed) == 3, "one entropy of the Trainer, and two of the loop"
+    if find_spec("lightning"):
+        assert "attn/layer_03/entropy_mean" in next(tmp_path.rglob("metrics.csv")).read_text()
