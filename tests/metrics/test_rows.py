@@ -124,6 +124,7 @@ def test_normalizers_in_float32(name: str) -> None:
         compose("entmax15", scale=get("ssmax", s=0.4, heads=HEADS)),
         compose("softmax", scale="ssmax", sink=Sink(1.0, heads=HEADS)),
         compose("kneemax", sink=Sink(0.1)),
+        get("kneemax", knee=0.2, temperature=0.7),
         get("softmax", temperature=0.3),
         get("entmax", alpha=1.3, learned=True, heads=HEADS),
         get("kernel", function="polynomial", offset=3.0),

@@ -79,9 +79,9 @@ def entmax(z: Tensor, alpha: float) -> Tensor:
     return weights(low)
 
 
-def kneemax(z: Tensor, share: float = 1.0) -> Tensor:
+def kneemax(z: Tensor, share: float = 1.0, knee: float | None = None) -> Tensor:
     """By bisection on tau: Huber's function of z/2 - tau, quadratic up to twice the knee share/n, linear beyond."""
-    z, knee = (z - z.max()) / 2, share / len(z)
+    z, knee = (z - z.max()) / 2, share / len(z) if knee is None else knee
 
     def weights(tau: float) -> Tensor:
         t = (z - tau).clamp(min=0)

@@ -91,6 +91,10 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "share must be positive (the knee in uniform weights 1/n), got 0.0",
     ),
+    (lambda: get("kneemax", knee=0.0), ValueError, "knee must lie in (0, 0.5], got 0.0"),
+    (lambda: get("kneemax", knee=0.51), ValueError, "knee must lie in (0, 0.5], got 0.51"),
+    (lambda: get("kneemax", knee=math.nan), ValueError, "knee must lie in (0, 0.5], got nan"),
+    (lambda: get("kneemax", share=2.0, knee=0.25), ValueError, "share=2.0 puts the knee at share/n"),
     (lambda: get("topk", k=0), ValueError, "k must be at least 1, got 0"),
     (lambda: get("topk", k=-3), ValueError, "k must be at least 1, got -3"),
     (

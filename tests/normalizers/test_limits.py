@@ -64,6 +64,14 @@ def test_kneemax_lies_between_sparsemax_and_entmax15_of_half_the_logits(z: Tenso
     close(get("kneemax", share=float(KEYS))(z), get("entmax15")(z / 2))
 
 
+def test_kneemax_with_a_fixed_knee_of_a_quarter_is_entmax15_where_no_weight_is_larger(z: Tensor) -> None:
+    flat = z / z.abs().max() * 0.5
+    assert get("entmax15")(flat).max() < 0.25
+    close(get("kneemax", knee=0.25)(flat), get("entmax15")(flat))
+    leader = torch.tensor([[1.8, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    assert get("kneemax", knee=0.25)(leader)[0, 0] < get("entmax15")(leader)[0, 0] - 0.1
+
+
 def test_asentmax_with_beta_to_0_is_entmax_of_delta_z(z: Tensor) -> None:
     close(get("asentmax", beta=1e-30, delta=0.7)(z), get("entmax15")(0.7 * z))
 

@@ -44,6 +44,7 @@ SAME: list[tuple[str, dict[str, Any], Callable[..., Tensor], dict[str, Any]]] = 
     ("entmax", {"alpha": 1.85}, reference.entmax, {"alpha": 1.85}),
     ("kneemax", {}, reference.kneemax, {}),
     ("kneemax", {"share": 30.0}, reference.kneemax, {"share": 30.0}),
+    ("kneemax", {"knee": 0.25}, reference.kneemax, {"knee": 0.25}),
     ("ssmax", {"s": 0.43}, reference.ssmax, {"s": 0.43}),
     ("asentmax", {}, reference.asentmax, {"delta": 1.0, "beta": 0.55, "gamma": 0.0}),
     ("asentmax", {"gamma": 1.5}, reference.asentmax, {"delta": 1.0, "beta": 0.55, "gamma": 1.5}),

@@ -60,6 +60,7 @@ VARIANTS = [
     Variant("entmax", {"alpha": 1.9}),
     Variant("entmax", {"alpha": 1.5, "learned": True, "heads": 2}),
     Variant("kneemax", {"share": 0.2, "temperature": 0.5, "learned": True, "heads": 2}),
+    Variant("kneemax", {"knee": 0.25}),
     Variant("ssmax", {"bias": True, "heads": 2}),
     Variant("asentmax", {"gamma": -1.0, "heads": 2}),
     Variant("asentmax", {"heads": 2, "width": 6}, 6),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnorm.normalizers.registry import get
 from attnorm.theory import frontier as fr
 from attnorm.theory.entmax_worst_case import entmax_worst_norm
 from attnorm.theory.gradient import threshold_jacobian_norm
@@ -203,3 +204,55 @@ def test_on_random_rows_it_has_more_zeros_than_entmax15() -> None:
         for n in (100, 3000):
             z = scale * torch.randn(10, n, dtype=torch.float64)
             assert (kneemax(z) > 1e-12).sum() < (entmax(z, 1.5) > 1e-12).sum()
+
+
+FIXED = st.floats(0.01, 0.5)
+
+
+def huber(t: float, knee: float) -> float:
+    return t * t / (4 * knee) if t <= 2 * knee else t - knee
+
+
+@given(st.integers(2, 3000), st.floats(0, 3), FIXED)
+@settings(max_examples=80)
+def test_with_a_fixed_knee_a_leader_keeps_its_part_at_every_length(n: int, gap: float, knee: float) -> None:
+    row = torch.zeros(1, n, dtype=torch.float64)
+    row[0, 0] = gap
+    weight = get("kneemax", knee=knee)(row)[0, 0].item()
+    assert weight >= min(1.0, huber(gap / 2, knee)) - 1e-9
+    assert weight >= fr.frontier_weight(n, gap / 2) - knee - 1 / n - 1e-9
+    if gap / 2 >= 1 + knee:
+        assert weight == 1
+
+
+def test_with_a_fixed_knee_that_part_is_what_is_left_among_many() -> None:
+    row = torch.zeros(1, 10**6, dtype=torch.float64)
+    for gap in (0.3, 1.0, 1.8):
+        row[0, 0] = gap
+        assert get("kneemax", knee=0.25)(row)[0, 0].item() == pytest.approx(huber(gap / 2, 0.25), abs=2e-3)
+
+
+@given(any_rows, FIXED)
+@settings(max_examples=40)
+def test_with_a_fixed_knee_the_bound_and_both_zero_thresholds_hold(z: Tensor, knee: float) -> None:
+    n = z.shape[-1]
+    p = get("kneemax", knee=knee)(z)
+    assert (norm(p, share=knee * n) <= 0.5 + 1e-12).all()
+    behind = z.amax(-1, keepdim=True) - z
+    assert (p[behind >= 2 * (1 + knee) + 1e-9] == 0).all()
+    least = 1 / (n - 1)
+    reach = least + knee if least >= knee else 2 * (knee * least) ** 0.5
+    calm = behind.amax(-1) < 2 * reach - 1e-9
+    assert (p[calm] > 0).all()
+
+
+@pytest.mark.parametrize("T", [0.75, 1.0, 4.0])
+def test_the_knee_1_over_4T2_moves_undecided_rows_as_entmax15_does(T: float) -> None:
+    n, knee = 400, 1 / (4 * T * T)
+    z = 0.04 * torch.rand(3, n, dtype=torch.float64)
+    p = kneemax(z, T, share=knee * n)
+    assert p.max() < knee
+    assert torch.allclose(p, entmax(z, 1.5), atol=1e-12)
+    uniform = torch.full((n,), 1 / n, dtype=torch.float64)
+    assert norm(uniform, T, share=knee * n).item() == pytest.approx(n**-0.5)
+    assert norm(uniform, n**0.5 / 2).item() == pytest.approx(n**-0.5)  # or by temperature alone

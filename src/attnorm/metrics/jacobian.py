@@ -86,7 +86,7 @@ def _threshold(normalizer: Normalizer, prepared: Block, weights: Tensor) -> Tens
 
 def _slopes(map_: Map, weights: Tensor, prepared: Block) -> Tensor:
     if isinstance(map_, Kneemax):  # J = (diag(u) - u u^T / sum u) / 2
-        return 0.5 * (weights * prepared.n.clamp(min=1) / map_.share).clamp(max=1).sqrt()
+        return 0.5 * (weights / map_.knees(prepared.n)).clamp(max=1).sqrt()
     if isinstance(map_, Entmax):
         power = 2 - (map_.alpha if map_.theta is None else 1 + per_head(torch.sigmoid(map_.theta), weights))
         return torch.where(weights > 0, torch.where(weights > 0, weights, 1.0) ** power, 0.0)

@@ -5,7 +5,8 @@
 phi is Huber's function of the positive part, so the slopes u_j = min(1, sqrt(p_j/k)) never exceed 1 and the Jacobian
 (diag(u) - u u^T / sum u)/2 has norm at most 1/2 at every n - softmax's constant - while a token whose logit leads by g
 keeps the weight min(1, g/2) up to 1/n, however many keys there are. k = 0 is sparsemax(z/2), k = 1 entmax15(z/2).
-Theorems and proofs: docs/theory/kneemax.md.
+With a fixed knee of 1/4 it is entmax15(z) below that weight and keeps the bound 1/2: undecided rows move less, which
+language models need. Theorems and proofs: docs/theory/kneemax.md.
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
 from attnorm.normalizers.temperature import Temperature
 from attnorm.normalizers.threshold import Newton, solve_threshold
+
+LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
 
 
 def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
@@ -73,29 +76,49 @@ class _Kneemax(torch.autograd.Function):
 
 
 class Kneemax(Map):
+    """The knee at share/n, or at the same weight in every row."""
+
     properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self, share: float = 1.0, *, knee: float | None = None) -> None:
         super().__init__()
         if not share > 0:
             raise ValueError(f"share must be positive (the knee in uniform weights 1/n), got {share}")
+        if knee is not None and not 0 < knee <= LARGEST_KNEE:
+            raise ValueError(
+                f"knee must lie in (0, {LARGEST_KNEE}], got {knee}; above it the knee bends single weights only, "
+                "and entmax15 is the map to take"
+            )
+        if knee is not None and share != 1.0:
+            raise ValueError(f"share={share} puts the knee at share/n and knee={knee} at a fixed weight; give only one")
         self.share = float(share)
+        self.knee = None if knee is None else float(knee)
+        if knee is not None:
+            self.properties = Properties(row_sum="one", exact_zeros=True)
+
+    def knees(self, n: Tensor) -> Tensor:
+        """The knee of rows with n visible keys."""
+        return self.share / n.clamp(min=1) if self.knee is None else torch.full_like(n, self.knee)
 
     def forward(self, block: Block) -> Tensor:
-        knee = self.share / block.n.clamp(min=1)
-        return block.hide(_Kneemax.apply(block.filled_low(), knee))  # type: ignore[no-untyped-call]
+        return block.hide(_Kneemax.apply(block.filled_low(), self.knees(block.n)))  # type: ignore[no-untyped-call]
 
     def lipschitz(self, n: int) -> float | None:
         return 0.5 if n > 1 else 0.0
 
     def extra_repr(self) -> str:
-        return f"share={self.share}"
+        return f"share={self.share}" if self.knee is None else f"knee={self.knee}"
 
 
 def kneemax(
-    share: float = 1.0, *, temperature: float = 1.0, learned: bool = False, heads: int | None = None
+    share: float = 1.0,
+    *,
+    knee: float | None = None,
+    temperature: float = 1.0,
+    learned: bool = False,
+    heads: int | None = None,
 ) -> Normalizer:
     """Length-adaptive, sparse and gradient-stable: the Jacobian norm is at most 1/(2T), at every number of keys."""
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
-    return Normalizer(Kneemax(share), scale=scale, name="kneemax")
+    return Normalizer(Kneemax(share, knee=knee), scale=scale, name="kneemax")
