@@ -56,6 +56,11 @@ def test_without_a_name_the_experiments_are_listed() -> None:
         (["toy", "--quick", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
         (["toy", "--model", "bundled", "--model", "x/y"], "toy takes one model at a time, and bundled, x/y were given"),
         (["toy", "--seed", "-1"], "greater than or equal to 0"),
+        (["toy", "--quick", "--only", "softmax"], "toy takes no --only, and softmax was given"),
+        (["toy", "--quick", "--valid", "v.txt"], "toy takes no --valid, and v.txt was given"),
+        (["toy", "--quick", "--text", "a.txt", "--text", "b.txt"], "toy takes one text at a time, and a.txt, b.txt"),
+        (["toy", "--quick", "--longest", "4096"], "toy takes no --longest, and 4,096 was given"),
+        (["retrieval", "--quick", "--model", "bundled"], "retrieval takes no --model, and bundled was given"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(

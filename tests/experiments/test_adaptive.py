@@ -1,14 +1,29 @@
 """Where adaptive temperature acts on the rows of real heads."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from attnorm.experiments.adaptive import EXPERIMENT, Adaptive, acting, judged, measure, versions
+from attnorm.experiments.adaptive import (
+    AS_IT_RUNS,
+    EXPERIMENT,
+    MOST_KEYS,
+    PRINTED,
+    REACH,
+    REFIT,
+    Adaptive,
+    acting,
+    judged,
+    measure,
+    versions,
+)
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.losses import losses, windows_of
+from attnorm.experiments.losses import losses, mean, windows_of
 from attnorm.experiments.sampled_rows import SampledRows, sample_rows
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
@@ -22,14 +37,16 @@ def silent(what: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Adaptive:
-    return measure(QUICK, silent, 256, 10, (64, 1))
+    return measure(QUICK, silent, 256, 10, (64, 3))
 
 
 def test_the_printed_polynomial_acts_between_0849_and_5945_nats() -> None:
     ((low, high),) = acting(EntropyRule())
     assert (low, high) == (pytest.approx(0.849, abs=2e-3), pytest.approx(5.945, abs=2e-3))
-    ((_, reach),) = acting(EntropyRule(monotone=True))
-    assert reach == 12.0
+    assert (low, high) == REACH
+    assert MOST_KEYS == 381
+    ((_, end),) = acting(EntropyRule(monotone=True))
+    assert end == math.inf  # not where the search for it stopped
 
 
 def test_no_version_raises_the_entropy_of_a_row(found: Adaptive) -> None:
@@ -54,13 +71,55 @@ def test_a_refit_gives_most_winners_half_of_the_weight_on_rows_like_those_it_was
 
 
 def test_flat_rows_that_stay_flat_are_counted(found: Adaptive) -> None:
-    shifted = Adaptive(
-        n=np.full(len(found.n), 1000.0), entropy=np.full(len(found.n), 6.2), largest=found.largest, after=found.after,
-        rules=found.rules, losses=found.losses,
-    )  # fmt: skip
+    shifted = replace(found, n=np.full(len(found.n), 1000.0), entropy=np.full(len(found.n), 6.2))
     first, second = judged(shifted)[:2]
     assert first.verdict == "does not"
     assert "100% of the rows of more than 381 keys" in second.ours
+    short = judged(replace(found, n=np.full(len(found.n), 100.0)))[1]
+    assert "no row has more than 381 keys" in short.ours
+
+
+def test_a_polynomial_that_goes_on_rising_acts_from_somewhere_on(found: Adaptive) -> None:
+    rising = replace(found, rules={**found.rules, REFIT: EntropyRule((1.0, 0.0))})  # beta = H
+    assert "acts from 1.00 nats on;" in judged(rising)[2].ours
+    falling = replace(found, rules={**found.rules, REFIT: EntropyRule()})
+    assert "acts for 0.85 to 5.95 nats;" in judged(falling)[2].ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "crossed"),
+    [
+        ([0.004, 0.005, 0.006, 0.005], "reproduces", ""),
+        ([0.2, 0.21, 0.19, 0.2], "does not", ""),
+        ([0.05, 0.06, 0.055, 0.05], "partly", ""),
+        ([0.12, 0.11, 0.08, 0.13], "partly", "across our line at 0.1"),
+        ([-0.01, 0.03, 0.0, 0.01], "partly", "across our line at 0.01"),
+    ],
+)
+def test_a_loss_is_judged_by_its_interval_and_one_across_a_line_is_partly(
+    found: Adaptive, changes: list[float], verdict: str, crossed: str
+) -> None:
+    before = np.array([2.0, 5.0, 3.0, 4.0])  # windows differ by far more than what is asked
+    told = judged(replace(found, losses={**dict.fromkeys(found.rules, before), AS_IT_RUNS: before,
+                                         PRINTED: before + np.array(changes)}))[3]  # fmt: skip
+    assert told.verdict == verdict
+    assert (crossed or "± ") in told.ours
+    assert bool(crossed) == ("across our line" in told.ours)
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    values = np.array([0.1, 0.3, 0.2, 0.25, 0.15])
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert mean(values).interval == pytest.approx((expected.low, expected.high))
+
+
+def test_a_text_too_short_for_two_windows_has_two_shorter_ones(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 8)
+    subject = Subject(texts=(tmp_path / "t.txt",))
+    tokens = subject.tokens(10_000)
+    windows = windows_of(subject, tokens - 10, 8)
+    assert windows.shape == (2, tokens // 2)
+    assert windows_of(subject, tokens // 3, 8).shape == (3, tokens // 3)
 
 
 def test_the_loss_is_the_models_own_and_softmax_in_its_place_changes_nothing() -> None:
@@ -73,9 +132,10 @@ def test_the_loss_is_the_models_own_and_softmax_in_its_place_changes_nothing() -
     with torch.no_grad():
         logits = model(windows).logits[:, 32:-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 33:].flatten())
-    assert measured["own"] == pytest.approx(float(expected), rel=1e-5)
+    assert measured["own"].shape == (2,)
+    assert measured["own"].mean() == pytest.approx(float(expected), rel=1e-5)
     assert measured["same"] == pytest.approx(measured["own"], rel=1e-4)
-    assert measured["flat"] > measured["own"] + 0.1
+    assert (measured["flat"] > measured["own"] + 0.1).all()
 
 
 def test_sampled_rows_are_the_models_logits() -> None:

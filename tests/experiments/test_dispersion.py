@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from attnorm.experiments.dispersion import EXPERIMENT, RUNS, measure
+from attnorm.experiments.dispersion import EXPERIMENT, measure
 from attnorm.experiments.dispersion_findings import judged
-from attnorm.experiments.dispersion_tables import bound_shares, head_table, kv_effect
+from attnorm.experiments.dispersion_reach import Reach, reach, wanted
+from attnorm.experiments.dispersion_tables import RUNS, bound_shares, head_table, kv_effect
 from attnorm.experiments.experiment import Outcome, Subject
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
@@ -45,6 +46,8 @@ def test_every_head_has_a_slope_and_the_shares_of_bound_heads_never_fall_with_le
 def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -> None:
     told = [finding.ours for finding in outcome.findings if finding.ours.startswith("not applicable")]
     assert len(told) == 2
+    assert outcome.findings[-1].ours == "not measured: bundled was made for 1,024: --quick goes no further"
+    assert "(bundled was made for 1,024: --quick goes no further)" in outcome.words
     assert outcome.parameters["rotation"].startswith("not applicable")
     assert set(outcome.figures) == {"dispersion", "entropy-by-layer", "gap-by-layer"}
 
@@ -125,7 +128,7 @@ def test_slopes_of_one_are_no_confirmation_of_the_theory(outcome: Outcome) -> No
     curves = {(512, RUNS): outcome.tables["by-length"]}
     groups = {"applies": False}
     verdicts = [
-        judged({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, 512)[1].verdict
+        judged({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, Reach(512, None))[1].verdict
         for table in (flat, steep)
     ]
     assert verdicts == ["reproduces", "does not"]
@@ -178,3 +181,40 @@ def test_a_model_that_does_not_rotate_gives_none() -> None:
     with torch.no_grad(), before_rotation(model) as before, observe(model, lambda call: found.append(before.of(call))):
         model(torch.arange(3, 23)[None])
     assert found == [None, None]
+
+
+def far(main: int, limit: int | None, *, hard: bool = False, tokens: int = 10**6, longest: int | None = None) -> Reach:
+    return reach(main, limit, hard=hard, tokens=tokens, quick=False, longest=longest, model="m")
+
+
+def test_the_main_pass_goes_to_the_models_limit_up_to_8192_or_as_far_as_asked() -> None:
+    assert wanted(8192, quick=False, longest=None)[-1] == 8192
+    assert wanted(131_072, quick=False, longest=None)[-1] == 8192
+    assert wanted(131_072, quick=False, longest=32_768)[-2:] == (8192, 32_768)
+    assert wanted(2048, quick=False, longest=32_768)[-1] == 2048
+    assert wanted(None, quick=False, longest=5000)[-2:] == (4096, 5000)
+    assert wanted(131_072, quick=True, longest=None)[-1] == 512
+
+
+def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None:
+    assert far(8192, 8192) == Reach(8192, 16_384)
+    assert far(8192, 8192, longest=65_536).beyond == 65_536
+    assert far(8192, 8192).told == "Measured on 8,192 tokens, and 16,384 beyond what the model was made for."
+
+
+@pytest.mark.parametrize(
+    ("reached", "why"),
+    [
+        (far(8192, 131_072), "m was made for 131,072: --longest 262144 goes there and beyond"),
+        (far(8192, 131_072, tokens=9000, longest=262_144), "m was made for 131,072, and the text ends at 9,000"),
+        (far(1024, 1024, hard=True), "m has no positions beyond 1,024"),
+        (far(8192, 32_768, hard=True), "m was made for 32,768: --longest 32768 goes there"),
+        (far(8192, 8192, tokens=9000), "the text ends at 9,000 tokens, and 16,384 are needed"),
+        (far(4096, 4096, longest=4096), "--longest 4096 ends at the model's length"),
+        (far(8192, None), "m has no length that it was made for; --longest TOKENS goes further"),
+    ],
+)
+def test_where_it_does_not_go_further_it_says_why(reached: Reach, why: str) -> None:
+    assert reached.beyond is None
+    assert reached.why_not_beyond == why
+    assert reached.told == f"Measured on {reached.main:,} tokens ({why})."

@@ -1,6 +1,7 @@
 """Figure 2: the expectations it compares, the critical N, and what decides it."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ from attnorm.experiments.critical_n import (
 from attnorm.experiments.experiment import Subject
 from attnorm.experiments.fig2 import PAIRS, _compare, _fewer_heads
 from attnorm.experiments.fig2 import QUICK as SIZES
-from attnorm.experiments.fig2_findings import explained
+from attnorm.experiments.fig2_findings import explained, findings
 from attnorm.experiments.fig2_measure import Distances, at_point, over_grid, whole
+from attnorm.experiments.fig2_result import PRINTED, Result
 from attnorm.experiments.subject_rows import LastRows, joined, last_rows
+from attnorm.theory.distance import PowerLaw
 
 
 def synthetic(heads: int, keys: int, sharpness: float = 2.0, dimension: int = 8, seed: int = 0) -> list[LastRows]:
@@ -220,3 +223,57 @@ def test_a_window_of_the_text_starts_where_it_is_asked_to() -> None:
     inputs = last_rows(Subject(), 24, vectors="inputs")
     assert inputs[0].vectors.shape == (1, 24, 192)
     assert torch.allclose(inputs[0].weights.flatten(0, 1), first[0].weights.flatten(0, 1))
+
+
+def judged(exponent: float, low: float, high: float, at_200: Distances) -> dict[str, str]:
+    """Verdicts by the beginning of their claim, for a printed critical N that grows with this exponent."""
+    comparisons = {name: _compare(name, [at_200], SIZES, 0) for name in PAIRS}
+    law = PowerLaw(0.06, exponent, (low, high), math.nan)
+    comparisons[PRINTED] = replace(comparisons[PRINTED], law=law)
+    points = tuple(
+        at_point(synthetic(60, keys, sharpness=4.0), 5, 20, torch.Generator().manual_seed(0)) for keys in (50, 100, 200)
+    )
+    by_n = tuple(
+        at_point(synthetic(60, 200, sharpness=4.0), N, 20, torch.Generator().manual_seed(0)) for N in (1, 20, 100)
+    )
+    result = Result(
+        distances=(at_200,), at_panel=at_200, permuted=at_200, by_length=points, by_n=by_n, comparisons=comparisons,
+        permuted_critical=dict.fromkeys(PAIRS, 5.0), fewer_heads=_fewer_heads(at_200, SIZES, 0), choices=(),
+    )  # fmt: skip
+    return {finding.claim: finding.verdict for finding in findings(result)}
+
+
+def verdict(told: dict[str, str], claim: str) -> str:
+    return next(verdict for name, verdict in told.items() if claim in name)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "low", "high", "expected"),
+    [
+        (0.5, 0.3, 0.8, "reproduces"),
+        (0.0, -0.2, 0.56, "partly"),  # below 1, and not known to grow
+        (0.9, 0.6, 1.2, "partly"),
+        (0.5, -0.3, 1.3, "not tested"),
+        (1.4, 1.1, 1.7, "does not"),
+        (-0.5, -0.9, -0.1, "does not"),
+    ],
+)
+def test_sub_linear_growth_is_growth_and_below_linear(
+    exponent: float, low: float, high: float, expected: str, at_200: Distances
+) -> None:
+    assert verdict(judged(exponent, low, high, at_200), "sub-linearly") == expected
+
+
+def test_verdicts_follow_the_numbers(at_200: Distances) -> None:
+    told = judged(0.5, 0.3, 0.8, at_200)
+    critical = critical_n(at_200.measured, at_200.printed, at_200.grid) / 200
+    assert verdict(told, "about 0.06 L (Fig. 2c)") == ("reproduces" if 0.03 <= critical <= 0.12 else "does not")
+    assert verdict(told, "no better than chance") == "does not"
+    # A distance that is what random sets give: chance selection, for once.
+    random = replace(at_200, measured=at_200.upper, printed=at_200.upper * np.linspace(0.99, 1.01, 60)[:, None])
+    chance = judged(0.5, 0.3, 0.8, random)
+    assert verdict(chance, "no better than chance") == "partly"
+    assert verdict(chance, "about 0.06 L (Fig. 2c)") == "does not"  # the same from N = 1 on
+    never = judged(0.5, 0.3, 0.8, replace(at_200, printed=at_200.measured * 1000))
+    assert verdict(never, "no better than chance") == "not tested"
+    assert verdict(never, "0.06 L") == "does not"

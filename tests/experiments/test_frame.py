@@ -24,7 +24,7 @@ SUBJECT = Subject(quick=True)
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
-    return Toy().enter(monkeypatch)
+    return Toy(takes={**catalogue.ONE_OF_EACH, catalogue.ONLY: None}).enter(monkeypatch)
 
 
 def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(toy: Toy, tmp_path: Path) -> None:
@@ -202,10 +202,87 @@ def test_several_models_are_refused_by_what_takes_one(
         ValueError, match=r"first, second take one model at a time, and bundled, somewhere/else"
     ) as told:
         reproduce(["first", "second", "spread"], both, tmp_path / "out")
-    assert "Several are compared by spread" in str(told.value)
+    assert "Several are taken by spread" in str(told.value)
     assert not (tmp_path / "out").exists()
-    reproduce(["toy"], both, tmp_path / "out")  # asks for no model
+    assert toy.runs == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "told"),
+    [
+        (
+            ["all"],
+            {"only": ("softmax",)},
+            "gradients, guidelines take no --only, and softmax was given: leave it out; it",
+        ),
+        (["fig2"], {"valid": (Path("v.txt"),)}, "fig2 takes no --valid, and v.txt was given"),
+        (
+            ["fig2"],
+            {"longest": 16_384},
+            "fig2 takes no --longest, and 16,384 was given: leave it out; it is for disper",
+        ),
+        (["fig2", "dispersion"], {"longest": 16_384}, "fig2 takes no --longest"),
+        (["dispersion"], {"longest": 4096}, "--quick goes no further than its small sizes: leave it out, or --longest"),
+        (["retrieval"], {"texts": (Path("a.txt"),)}, "retrieval takes no --text, and a.txt was given"),
+        (
+            ["spread"],
+            {"texts": (Path("a.txt"), Path("b.txt"))},
+            "spread takes one text at a time, and a.txt, b.txt wer",
+        ),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused_before_anything_is_written(
+    names: list[str], options: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        reproduce(names, replace(SUBJECT, **options), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_experiment_that_is_too_long_for_the_text_is_named_before_the_first_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 4)
+    subject = Subject(texts=(tmp_path / "t.txt",))
+    tokens = subject.tokens(10_000)
+    short = Toy("short", needs_model=True, tokens=10).enter(monkeypatch)
+    for name, fewest in (("long", 3000), ("longer", 4000)):
+        Toy(name, needs_model=True, tokens=fewest).enter(monkeypatch)
+    told = rf"long needs 3,000 tokens, longer needs 4,000 tokens, and 't\.txt' has {tokens} for bundled"
+    with pytest.raises(ValueError, match=told) as refused:
+        reproduce(["short", "long", "longer"], subject, tmp_path / "out")
+    assert str(refused.value).endswith("give a longer text with --text, or run only short")
+    assert short.runs == 0
+    assert not (tmp_path / "out").exists()
+    Toy("little", needs_model=True, tokens=tokens + 1).enter(monkeypatch)
+    with pytest.raises(ValueError, match="; --quick needs less"):
+        reproduce(["little"], subject, tmp_path / "out")
+    reproduce(["little"], replace(subject, quick=True), tmp_path / "out")
+
+
+def test_a_model_of_too_few_positions_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    Toy("long", needs_model=True, tokens=2000).enter(monkeypatch)
+    with pytest.raises(ValueError, match="bundled has positions for 1,024; take another model"):
+        reproduce(["long"], Subject(texts=(tmp_path / "t.txt",)), tmp_path / "out")
+
+
+def test_fig2_needs_three_lengths() -> None:
+    assert catalogue.experiment("fig2").tokens == (128, 128)
+
+
+def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy(passing=True).enter(monkeypatch)
+    reproduce(["toy"], SUBJECT, tmp_path)
+    assert not (tmp_path / "parts").exists()
+    (again,) = reproduce(["toy"], SUBJECT, tmp_path)
+    assert again.found
     assert toy.runs == 1
+    (tmp_path / "parts" / "other").mkdir(parents=True)
+    reproduce(["toy"], SUBJECT, tmp_path, fresh=True)
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["other"]
 
 
 def test_two_models_of_one_name_are_refused() -> None:

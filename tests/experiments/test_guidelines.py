@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import Outcome, Subject
+from attnorm.experiments.cooling import TEMPERATURES
+from attnorm.experiments.experiment import Finding, Outcome, Subject
 from attnorm.experiments.guideline_numbers import (
     SHARES,
-    TEMPERATURES,
     Cooled,
     Covered,
     EarlySign,
@@ -32,12 +32,15 @@ def early(entropy: list[float], apart: list[float], chance: list[float]) -> Earl
     return EarlySign(np.array(entropy), np.array(entropy), np.array(apart) + 0.1, np.array(apart), np.array(chance))
 
 
+WINDOWS = np.array([3.0, 2.5, 3.5, 3.1])  # losses
+
+
 def numbers() -> Numbers:
     """A model on which every guideline holds."""
     few = np.linspace(0.9, 1, len(SHARES))
     cooled = np.stack([np.full(3, 1 / T) for T in TEMPERATURES])
     return Numbers(
-        Selected(few, few, few, dict.fromkeys((*SHARES, 1.0), 3.0)),
+        Selected(few, few, few, dict.fromkeys((*SHARES, 1.0), WINDOWS)),
         early([0.1, 0.2, 0.8, 0.9], [0.9, 0.95, 0.5, 0.4], [0.5] * 4),
         Cooled(np.full((len(TEMPERATURES), 3), 0.8), cooled, 8.0),
         Covered(0.8, 0.992, 0.995, 0.99),
@@ -50,13 +53,30 @@ def test_where_every_guideline_holds_every_answer_is_yes() -> None:
 
 def test_each_answer_can_be_no() -> None:
     good = numbers()
-    lossy = replace(good.selected, losses={**good.selected.losses, 0.06: 4.0})
+    lossy = replace(good.selected, losses={**good.selected.losses, 0.06: WINDOWS + 1})
     blind = early([0.9, 0.8, 0.2, 0.1], [0.9, 0.95, 0.5, 0.4], [0.5] * 4)
     apart = np.stack([np.full(3, 1 - T / 4) for T in TEMPERATURES])
     frozen = Cooled(apart, 1 / good.cooled.norm, 8.0)
     bad = Numbers(lossy, blind, frozen, Covered(0.8, 0.992, 0.85, 0.8))
     assert [finding.verdict for finding in judged(bad)] == ["does not"] * 4
     assert all(finding.ours.startswith("no: ") for finding in judged(bad))
+
+
+def test_the_first_guideline_is_judged_by_the_mean_of_windows_and_its_error() -> None:
+    def with_changes(*changes: float) -> Finding:
+        good = numbers().selected
+        lossy = replace(good, losses={**good.losses, 0.06: WINDOWS + np.array(changes)})
+        return judged(replace(numbers(), selected=lossy))[0]
+
+    one_high = with_changes(0.21, 0.17, 0.18, 0.16)  # the first window alone would be a no
+    assert one_high.verdict == "partly"
+    assert "+0.180 ± 0.011 nats per token" in one_high.ours
+    assert "across our line at 0.2" in one_high.ours
+    assert with_changes(0.31, 0.29, 0.3, 0.3).verdict == "does not"
+    across = with_changes(0.5, 0.1, 0.4, 0.1)  # the mean is above the line, and may not be
+    assert across.verdict == "partly"
+    assert "across our line at 0.02 and 0.2" in across.ours
+    assert across.ours.startswith("partly: ")
 
 
 def test_norms_that_explode_in_few_heads_and_vanish_in_most_are_partly_what_is_said_of_low_temperatures() -> None:
@@ -110,5 +130,8 @@ def test_on_the_bundled_model_the_numbers_are_shares_and_cooling_sharpens(outcom
     assert active["loss"][0] > active["loss"][-1]
     assert all(norm <= 1 / (2 * T) for norm, T in zip(cooled["norm_largest"], cooled["temperature"], strict=True))
     assert cooled["papers_temperature"][4] == pytest.approx(32**0.5)
+    assert active["windows"] == [3] * len(SHARES)
+    assert all(error > 0 for error in active["change_error"])
+    assert "± " in outcome.words.split(";")[0]
     assert len(outcome.findings) == 4
     assert set(outcome.figures) == {"guidelines"}

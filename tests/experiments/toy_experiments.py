@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,15 +22,28 @@ FINDINGS = (
 class Toy:
     """Counts its runs."""
 
-    def __init__(self, name: str = "toy", *, fails: BaseException | None = None, needs_model: bool = False) -> None:
-        self.name, self.fails, self.runs = name, fails, 0
+    def __init__(
+        self,
+        name: str = "toy",
+        *,
+        fails: BaseException | None = None,
+        needs_model: bool = False,
+        tokens: int = 1,
+        passing: bool = False,
+        takes: Mapping[str, int | None] = catalogue.ONE_OF_EACH,
+    ) -> None:
+        self.name, self.fails, self.takes, self.runs = name, fails, takes, 0
         self.parts: list[Path] = []
-        self.experiment = Experiment(name, f"The {name}", "Someone 2025", "Is it so?", self.run, needs_model)
+        self.experiment = Experiment(
+            name, f"The {name}", "Someone 2025", "Is it so?", self.run, needs_model, (tokens, -(-tokens // 2)), passing
+        )
 
     def run(self, subject: Subject, tell: Tell, parts: Path) -> Outcome:
         self.runs += 1
         self.parts.append(parts)
         tell("playing", 1, 2)
+        if self.experiment.passing:
+            parts.mkdir(parents=True)
         if self.fails is not None:
             raise self.fails
         figure = Figure(figsize=(2, 2))
@@ -42,5 +56,5 @@ class Toy:
         module.EXPERIMENT = self.experiment  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         for table in (catalogue.EXPERIMENTS, catalogue.PAPERS):
-            monkeypatch.setitem(table, self.name, catalogue.Entry(module.__name__, "a toy"))
+            monkeypatch.setitem(table, self.name, catalogue.Entry(module.__name__, "a toy", self.takes))
         return self

@@ -39,20 +39,28 @@ def reproduce(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            "--text", metavar="FILE", help="Text to run on; default: one that is built in. The paper's: War and Peace."
+            "--text",
+            metavar="FILE",
+            help="Text to run on; default: one that is built in. The paper's: War and Peace. language-models: several.",
         ),
     ] = None,
     valid: Annotated[
         list[Path] | None,
-        typer.Option("--valid", metavar="FILE", help="Text that is not trained on, for language-models; repeatable."),
+        typer.Option("--valid", metavar="FILE", help="language-models: text that is not trained on; repeatable."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
     ] = (Path("reproduction")),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds per experiment.")] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Parts of a long experiment, e.g. normalizers of retrieval.")
+        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models: only these normalizers.")
     ] = "",
+    longest: Annotated[
+        int | None,
+        typer.Option(
+            min=1024, metavar="TOKENS", help="How far dispersion goes; default: 8192, and twice a limit up to that."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of every random draw.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: the GPU if there is one.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Also what is finished, from the start.")] = False,
@@ -61,15 +69,17 @@ def reproduce(
     """Redo figures, tables and guidelines of the papers on a model, with printed and corrected theory side by side.
 
     Verdicts go to stdout, pictures and tables to DIR/NAME, all of them on one page: DIR/index.html. What is finished is
-    not run again. Exit code 0: done, whatever the verdicts; 1: the disk or memory gave out; 2: wrong usage or input;
-    130: interrupted.
+    not run again; an option that one of the experiments does not take is refused. Exit code 0: done, whatever the
+    verdicts; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
 
     Example: attnorm reproduce fig2 fig3 --text war-and-peace.txt    # gpt2 on War and Peace, as in the paper
     """
     if not names:
         _list(as_json)
         return
+    from attnorm.experiments.catalogue import MODEL, named
     from attnorm.experiments.index_page import INDEX
+    from attnorm.experiments.refusals import refuse_unused
     from attnorm.experiments.run import reproduce as run
     from attnorm.experiments.subject import Subject
 
@@ -83,6 +93,7 @@ def reproduce(
         seed=seed,
         device=device,
         only=tuple(name.strip() for name in only.split(",") if name.strip()),
+        longest=longest,
     )
     _tell_the_text(first, text)
     with (
@@ -91,6 +102,7 @@ def reproduce(
         _short_of_memory(),
         _progress() as tell,
     ):
+        refuse_unused([one.name for one in named(names)], {MODEL: model or ()})
         written = run(names, subject, out, fresh=fresh, tell=tell, command=command_line())
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_told(one) for one in written]})

@@ -1,30 +1,35 @@
 """Adaptive temperature on real heads: where the printed polynomial acts, and what a re-fit and a monotone one change.
 
 Velickovic et al. 2024 multiply the logits of a row by beta(H), a polynomial of the row's own entropy H that they fitted
-on a toy task. It exceeds 1 only for 0.849 < H < 5.945 nats: rows as flat as uniform over more than 381 keys, those that
-dispersed most, are left alone. The re-fit is made on this model's own rows: the smallest factor at which the winner of
-a row has half of the weight.
+on a toy task. It exceeds 1 only for 0.849 < H < 5.945 nats (`REACH`): rows as flat as uniform over more than 381 keys
+(`MOST_KEYS`), those that dispersed most, are left alone. The re-fit is made on this model's own rows: the smallest
+factor at which the winner of a row has half of the weight.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell, Verdict
-from attnorm.experiments.losses import losses, windows_of
+from attnorm.experiments.losses import AS_IT_RUNS, Mean, losses, mean, weighed, windows_of
 from attnorm.experiments.sampled_rows import SampledRows, sample_rows
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, EntropyRule, adaptive_temperature, fit
+from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_nats
 
 KEEP = 0.5  # weight that the re-fit wants a row's winner to have
 FIT_ROWS = 4096
-
-Floats = NDArray[np.float64]
+LENGTHS, QUICK_LENGTH = (512, 1024, 2048), 512  # the longest that there is text for
+WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
+LITTLE, MUCH = 0.01, 0.1  # nats per token: what a drop-in replacement may cost, and what it may not
+PRINTED, REFIT = "printed", "re-fit"
+MONOTONE = {PRINTED: "printed, monotone", REFIT: "re-fit, monotone"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class Adaptive:
     largest: Floats
     after: dict[str, tuple[Floats, Floats]]
     rules: dict[str, EntropyRule]
-    losses: dict[str, float]  # nats per token, with "as it runs"
+    losses: dict[str, Floats]  # by window, nats per token, AS_IT_RUNS among them
+
+    def change(self, name: str) -> Mean:
+        return mean(self.losses[name] - self.losses[AS_IT_RUNS])
 
 
 def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
@@ -44,18 +52,24 @@ def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
     generator = torch.Generator().manual_seed(seed)
     some = rows.where(torch.randperm(len(rows.n), generator=generator)[:FIT_ROWS])
     some = some.where(some.n > 2)
-    rules = {"printed": EntropyRule(), "printed, monotone": EntropyRule(monotone=True)}
-    coefficients = fit(some.logits, mask=some.visible, keep=KEEP)
-    rules |= {"re-fit": EntropyRule(coefficients), "re-fit, monotone": EntropyRule(coefficients, monotone=True)}
+    fitted = fit(some.logits, mask=some.visible, keep=KEEP)
+    rules = {}
+    for name, coefficients in ((PRINTED, PRINTED_COEFFICIENTS), (REFIT, fitted)):
+        rules[name] = EntropyRule(coefficients)
+        rules[MONOTONE[name]] = EntropyRule(coefficients, monotone=True)
     return rules
 
 
 def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]]:
-    """The intervals of entropy on which beta > 1."""
+    """The intervals of entropy on which beta > 1; one that is still open at the highest, e^12 keys, has no end."""
     H = torch.linspace(0, highest, 12_001, dtype=torch.float64)
     above = (rule.beta(H) > 1).numpy()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(int)))
-    return [(float(H[a]), float(H[min(b, len(H) - 1)])) for a, b in edges.reshape(-1, 2)]
+    return [(float(H[a]), float(H[b]) if b < len(H) else math.inf) for a, b in edges.reshape(-1, 2)]
+
+
+REACH = acting(EntropyRule())[0]  # of the printed polynomial, in nats
+MOST_KEYS = int(math.exp(REACH[1]))  # uniform over more is beyond it
 
 
 def measure(subject: Subject, tell: Tell, length: int, rows: int, windows: tuple[int, int]) -> Adaptive:
@@ -68,7 +82,7 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, windows: tuple
     for name, rule in rules.items():
         weights = _softmax(sampled, rule.beta(entropy.double()).to(entropy.dtype))
         after[name] = entropy_nats(weights).double().numpy(), weights.amax(-1).double().numpy()
-    wanted: dict[str, Normalizer | None] = {"as it runs": None}
+    wanted: dict[str, Normalizer | None] = {AS_IT_RUNS: None}
     wanted |= {name: adaptive_temperature(rule.coefficients, monotone=rule.monotone) for name, rule in rules.items()}
     found = losses(subject, tell, wanted, windows_of(subject, *windows))
     return Adaptive(
@@ -86,9 +100,9 @@ def _softmax(rows: SampledRows, factor: torch.Tensor) -> torch.Tensor:
 
 
 def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
-    length = subject.lengths((512,) if subject.quick else (512, 1024, 2048))[-1]
+    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 12 if subject.quick else 32
-    windows = (256, 1) if subject.quick else (min(length, 1024), 1)
+    windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
     found = measure(subject, tell, length, rows, windows)
     from attnorm.experiments.figures.adaptive import figure
 
@@ -107,15 +121,19 @@ def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
 
 
 def judged(found: Adaptive) -> tuple[Finding, ...]:
-    (low, high), *_ = acting(found.rules["printed"])
-    H, long = found.entropy, found.n > 381
+    low, high = REACH
+    H, long = found.entropy, found.n > MOST_KEYS
     shares = [float(np.mean(part)) for part in (low >= H, (low < H) & (high > H), high <= H)]
-    flat = float(np.mean(H[long] >= high)) if long.any() else float("nan")
+    reached = bool(long.any()) and float(np.mean(H[long] >= high)) <= 0.01
     after = {name: float(np.median(values[1])) for name, values in found.after.items()}
-    before = found.losses["as it runs"]
-    worse = found.losses["printed"] - before
+    harm, how_sure = weighed(found.change(PRINTED), LITTLE, MUCH)
+    too_flat = (
+        f"{float(np.mean(H[long] >= high)):.0%} of the rows of more than {MOST_KEYS} keys are too flat for it"
+        if long.any()
+        else f"no row has more than {MOST_KEYS} keys"
+    )
     verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
-    refit = ", ".join(f"{a:.2f} to {b:.2f}" for a, b in acting(found.rules["re-fit"])) or "nowhere"
+    beta_at_3 = {name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in found.rules.items()}
     return (
         Finding(
             claim="Adaptive temperature corrects rows whose entropy is above 0.5 nats (algorithm of [V])",
@@ -123,34 +141,37 @@ def judged(found: Adaptive) -> tuple[Finding, ...]:
             f"{shares[0]:.0%} are sharper, {shares[2]:.0%} flatter and left as they are",
             verdict=verdict,
             why="a polynomial of degree 4 with a negative leading coefficient falls again: uniform over more than "
-            "381 keys is not corrected",
+            f"{MOST_KEYS} keys is not corrected",
         ),
         Finding(
             claim="It delays dispersion, most in long contexts [V]",
-            ours=("no row has more than 381 "
-            "keys" if not long.any() else f"{flat:.0%} of the rows of more than 381 keys are too "
-            "flat for it") + f"; the median largest weight goes from {float(np.median(found.largest)):.2f} to "
-            f"{after['printed']:.2f} (printed), {after['re-fit']:.2f} (re-fit)",
-            verdict="partly" if not long.any() or flat > 0.01 else "reproduces",
+            ours=f"{too_flat}; the median largest weight goes from {float(np.median(found.largest)):.2f} to "
+            f"{after[PRINTED]:.2f} (printed), {after[REFIT]:.2f} (re-fit)",
+            verdict="reproduces" if reached else "partly",
             why="the rows that need it most are beyond its reach; a monotone extension reaches them",
         ),
         Finding(
             claim="The polynomial was fitted on one toy task and may not carry over (limitations of [V])",
-            ours=f"fitted to this model's rows it acts for {refit} nats; its beta at H = 3 is "
-            f"{float(found.rules['re-fit'].beta(torch.tensor(3.0, dtype=torch.float64))):.2f}, the printed one's "
-            f"{float(found.rules['printed'].beta(torch.tensor(3.0, dtype=torch.float64))):.2f}",
+            ours=f"fitted to this model's rows it acts {_where(found.rules[REFIT])}; its beta at H = 3 is "
+            f"{beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
             verdict="reproduces",
             why="how much a row must be sharpened depends on its gap, of which its entropy knows only a part",
         ),
         Finding(
             claim="A drop-in replacement at inference (highlights of [V])",
-            ours="loss in nats per token: "
-            + ", ".join(f"{value:.3f} ({name})" for name, value in found.losses.items()),
-            verdict="reproduces" if worse < 0.01 else "partly" if worse < 0.1 else "does not",
+            ours=f"loss {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token as it runs; it changes by "
+            + ", ".join(f"{found.change(name)} ({name})" for name in found.rules)
+            + f" ({how_sure}, of the printed one)",
+            verdict=harm,
             why="heads that average on purpose are sharpened too; it needs training, as the notes on [V] say of "
             "complex tasks, or a choice of heads",
         ),
     )  # fmt: skip
+
+
+def _where(rule: EntropyRule) -> str:
+    told = [f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting(rule)]
+    return " and ".join(told) or "nowhere"
 
 
 def table(found: Adaptive) -> pa.Table:
@@ -167,7 +188,9 @@ def table(found: Adaptive) -> pa.Table:
                 "rows_it_acts_on": float(np.mean(beta > 1)), "largest_beta": float(beta.max()),
                 "median_entropy_after": float(np.median(found.after[name][0])),
                 "median_largest_weight_after": float(np.median(found.after[name][1])),
-                "loss": found.losses[name], "loss_as_it_runs": found.losses["as it runs"],
+                "loss": float(found.losses[name].mean()), "loss_as_it_runs": float(found.losses[AS_IT_RUNS].mean()),
+                "change": found.change(name).value, "change_error": found.change(name).error,
+                "windows": len(found.losses[name]),
             }
         )  # fmt: skip
     return pa.Table.from_pylist(rows)
@@ -181,14 +204,15 @@ def _rows(found: Adaptive) -> pa.Table:
 
 
 def _words(found: Adaptive) -> str:
-    (low, high), *_ = acting(found.rules["printed"])
+    low, high = REACH
     H = found.entropy
     return (
         f"The printed polynomial acts on {np.mean((low < H) & (high > H)):.0%} of {len(H):,} rows; "
         f"{np.mean(high <= H):.0%} are flatter than its upper end of {high:.2f} nats and stay as they are, "
         f"{np.mean(H <= LEAST_ENTROPY):.0%} are sharp already. Put into all layers without training it changes the "
-        f"loss from {found.losses['as it runs']:.3f} to {found.losses['printed']:.3f} nats per token, fitted to this "
-        f"model's own rows to {found.losses['re-fit']:.3f}: most heads that are flat are flat for a reason."
+        f"loss of {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token by {found.change(PRINTED)}, fitted to "
+        f"this model's own rows by {found.change(REFIT)} (mean ± standard error of "
+        f"{len(found.losses[AS_IT_RUNS])} windows): most heads that are flat are flat for a reason."
     )
 
 
@@ -199,4 +223,5 @@ EXPERIMENT = Experiment(
     question="On which rows of real heads does the printed polynomial act, and what would a re-fit or a monotone one "
     "do?",
     run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTH),
 )

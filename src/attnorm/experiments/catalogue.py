@@ -1,22 +1,26 @@
 """Every experiment by name. Modules are imported when an experiment is used, so that the command starts fast.
 
-A module of the table has an `EXPERIMENT`: an `Experiment` of the name it is listed under.
+A module of the table has an `EXPERIMENT`: an `Experiment` of the name it is listed under. What an experiment takes of
+the command's options stands here, so that an option that it would ignore can be refused.
 """
 
 import difflib
 import importlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from attnorm.experiments.experiment import Experiment
 
 ALL = "all"
+MODEL, TEXT, VALID, ONLY, LONGEST = "--model", "--text", "--valid", "--only", "--longest"
+ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
 
 
 @dataclass(frozen=True)
 class Entry:
     module: str
     what: str  # in a few words, for a list that imports nothing
+    takes: Mapping[str, int | None] = field(default_factory=lambda: ONE_OF_EACH)  # option -> how often, None: any
 
 
 # The papers' figures, tables and guidelines: what "all" runs, in this order.
@@ -25,16 +29,26 @@ PAPERS = {
     "fig2": Entry("attnorm.experiments.fig2", "distances, and the critical N by a Kolmogorov-Smirnov test"),
     "fig3": Entry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
     "fig4": Entry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
-    "dispersion": Entry("attnorm.experiments.dispersion", "entropy and effective gap against context length"),
-    "spread": Entry("attnorm.experiments.spread", "the spread of the logits, next to Proposition 3.1"),
+    "dispersion": Entry(
+        "attnorm.experiments.dispersion",
+        "entropy and effective gap against context length",
+        {**ONE_OF_EACH, LONGEST: 1},
+    ),
+    "spread": Entry(
+        "attnorm.experiments.spread", "the spread of the logits, next to Proposition 3.1", {**ONE_OF_EACH, MODEL: None}
+    ),
     "adaptive": Entry("attnorm.experiments.adaptive", "where the adaptive temperature acts"),
     "gradients": Entry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
     "guidelines": Entry("attnorm.experiments.guidelines", "each practical guideline: yes, no or partly"),
 }
 # Experiments that train models, hours long: only by name.
 TRAINED = {
-    "retrieval": Entry("attnorm.experiments.retrieval", "models that pick from sets, on sets far larger"),
-    "language-models": Entry("attnorm.experiments.language_models", "small language models of every normalizer"),
+    "retrieval": Entry("attnorm.experiments.retrieval", "models that pick from sets, on sets far larger", {ONLY: None}),
+    "language-models": Entry(
+        "attnorm.experiments.language_models",
+        "small language models of every normalizer",
+        {TEXT: None, VALID: None, ONLY: None},
+    ),
 }
 EXPERIMENTS = {**PAPERS, **TRAINED}
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnorm.experiments.arrays import Floats
 from attnorm.theory.dispersion import least_squares_line
 from attnorm.theory.distance import PowerLaw, fit_power_law
 
-Array = npt.NDArray[np.float64]
 LEVEL = 0.01
 
 
@@ -27,7 +27,7 @@ def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
     return tuple(grid)
 
 
-def ks_statistic(first: Array, second: Array) -> Array:
+def ks_statistic(first: Floats, second: Floats) -> Floats:
     """The largest gap between the two empirical distributions, column by column."""
     count = len(first)
     values = np.concatenate([first, second])
@@ -58,25 +58,25 @@ def ks_p_value(steps: int, heads: int) -> float:
     return min(1.0, 2 * total)
 
 
-def accepted(first: Array, second: Array, level: float = LEVEL) -> npt.NDArray[np.bool_]:
+def accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
     """For each N: whether the test cannot tell the two apart."""
     return ks_statistic(first, second) < ks_threshold(len(first), level)
 
 
-def critical_n(first: Array, second: Array, grid: tuple[int, ...], level: float = LEVEL) -> float:
+def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: float = LEVEL) -> float:
     """The smallest N of the grid at which the test accepts; NaN where it never does."""
     found = np.flatnonzero(accepted(first, second, level))
     return float(grid[found[0]]) if len(found) else math.nan
 
 
 def resampled_critical_n(
-    first: Array, second: Array, grid: tuple[int, ...], which: npt.NDArray[np.int64], level: float = LEVEL
-) -> Array:
+    first: Floats, second: Floats, grid: tuple[int, ...], which: npt.NDArray[np.int64], level: float = LEVEL
+) -> Floats:
     """Critical N for each row of head numbers: a bootstrap, or subsamples of fewer heads."""
     return np.array([critical_n(first[heads], second[heads], grid, level) for heads in which])
 
 
-def rejection_rates(first: Array, second: Array, which: npt.NDArray[np.int64], level: float = LEVEL) -> Array:
+def rejection_rates(first: Floats, second: Floats, which: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
     """The power of the test at each N: the share of the resamples in which it tells the two apart."""
     return np.asarray(1 - np.mean([accepted(first[heads], second[heads], level) for heads in which], axis=0))
 
@@ -92,7 +92,7 @@ def subsampled_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArra
     return np.stack([generator.permutation(heads)[:size] for _ in range(draws)])
 
 
-def interval(values: Array, confidence: float = 0.95) -> tuple[float, float]:
+def interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
     """The middle share of the values; NaN among them are left out."""
     tail = (1 - confidence) / 2
     kept = values[np.isfinite(values)]
@@ -102,7 +102,13 @@ def interval(values: Array, confidence: float = 0.95) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def power_law_over_heads(lengths: tuple[int, ...], critical: Array, resampled: Array) -> PowerLaw | None:
+def middle(values: Floats) -> float:
+    """The median; NaN among them are left out, and NaN it is where there are no others."""
+    kept = values[np.isfinite(values)]
+    return float(np.median(kept)) if len(kept) else math.nan
+
+
+def power_law_over_heads(lengths: tuple[int, ...], critical: Floats, resampled: Floats) -> PowerLaw | None:
     """c L^g through the critical N of each length; the interval of g is that of resamples (draws, lengths) of heads.
 
     None where fewer than three lengths have a critical N.

@@ -20,15 +20,14 @@ from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.settings import Settings, settings_of
 from attnorm.experiments.dispersion_findings import judged, words
-from attnorm.experiments.dispersion_tables import bound_shares, head_table, kv_effect
+from attnorm.experiments.dispersion_reach import LENGTHS, QUICK_LENGTHS, reach, wanted
+from attnorm.experiments.dispersion_tables import CONTENT, RUNS, bound_shares, head_table, kv_effect
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.observed import look_at
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.positions import longest_context
 from attnorm.models.rotation import before_rotation
 
-RUNS, CONTENT = "as it runs", "without rotation"
-LONGEST = 8192  # tokens of the main pass, where a model was made for more
 TABLES = ("heads", "by_length")
 
 
@@ -77,24 +76,26 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, folder: Path) 
 
 def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
     limit, hard = longest_context(subject.loaded().model)
-    fits = subject.lengths((256, 512) if subject.quick else (256, 512, 1024, 2048, 4096, LONGEST))
-    main = fits[-1]
+    quick, longest = subject.quick, subject.longest
+    main = subject.lengths(wanted(limit, quick=quick, longest=longest))[-1]
+    tokens = subject.tokens(max(2 * (limit or main), longest or 0))
+    name = subject.loaded().name
+    far = reach(main, limit, hard=hard, tokens=tokens, quick=quick, longest=longest, model=name)
     rows = 96 if subject.quick else 384
     passes = [measure(subject, tell, main, rows, parts)]
-    beyond = None if hard or subject.quick or limit is None or main < limit else 2 * limit
-    if beyond is not None and _has(subject, beyond):
-        passes.append(measure(subject, tell, beyond, rows // 2, parts))
+    if far.beyond is not None:
+        passes.append(measure(subject, tell, far.beyond, rows // 2, parts))
     heads = {(one.length, variant): head_table(tables) for one in passes for variant, tables in one.variants.items()}
     curves = {(one.length, name): tables["by_length"] for one in passes for name, tables in one.variants.items()}
     ceilings = bound_shares(heads, curves)
     groups = kv_effect(heads[main, RUNS], np.random.default_rng(subject.seed))
     from attnorm.experiments.figures.dispersion import by_layer, overview
 
-    findings = judged(heads, curves, ceilings, groups, main)
-    about = f"{subject.loaded().name}, {subject.passages()[0].name}, {main:,} tokens, {rows} rows per head, binned by n"
+    findings = judged(heads, curves, ceilings, groups, far)
+    about = f"{name}, {subject.passages()[0].name}, {main:,} tokens, {rows} rows per head, binned by n"
     curve = curves[main, RUNS]
     return Outcome(
-        words=words(heads, ceilings, main),
+        words=words(heads, ceilings, far),
         findings=findings,
         figures={
             "dispersion": overview(heads, curves, ceilings, main, about),
@@ -107,19 +108,12 @@ def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
             "rows": rows,
             "rows_beyond": rows // 2,
             "made_for": limit,
+            "reach": far.told,
             "rotation": "measured" if (main, CONTENT) in heads else "not applicable: the model does not rotate",
             "key_value_groups": groups,
             "seed": subject.seed,
         },
     )
-
-
-def _has(subject: Subject, length: int) -> bool:
-    try:
-        subject.model_inputs(length)
-    except ValueError:
-        return False
-    return True
 
 
 def _settings(rows: int, seed: int) -> Settings:
@@ -144,4 +138,6 @@ EXPERIMENT = Experiment(
     "al. 2025",
     question="Does attention disperse at the rate that theory predicts, and for how many heads does the ceiling bind?",
     run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTHS[0]),
+    passing=True,
 )

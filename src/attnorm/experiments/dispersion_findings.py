@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
-from attnorm.experiments.dispersion_tables import Key, bins, column, median, share
+from attnorm.experiments.dispersion_reach import Reach
+from attnorm.experiments.dispersion_tables import CONTENT, RUNS, Key, bins, column, median, share
 from attnorm.experiments.experiment import Finding, Verdict
 
-RUNS, CONTENT = "as it runs", "without rotation"
+AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall
 
 
 def judged(
@@ -19,8 +20,9 @@ def judged(
     curves: Mapping[Key, pa.Table],
     ceilings: pa.Table,
     groups: Mapping[str, Any],
-    main: int,
+    reach: Reach,
 ) -> tuple[Finding, ...]:
+    main = reach.main
     table = heads[main, RUNS]
     return (
         _entropy(table, curves[main, RUNS]),
@@ -30,11 +32,12 @@ def judged(
         _sink(table),
         _rotation(heads, main),
         _groups(groups),
-        *_beyond(heads, main),
+        _beyond(heads, main, reach.why_not_beyond),
     )
 
 
-def words(heads: Mapping[Key, pa.Table], ceilings: pa.Table, main: int) -> str:
+def words(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> str:
+    main = reach.main
     table = heads[main, RUNS]
     slopes = column(table, "gap_slope")
     now, far = (_shares(ceilings, main, RUNS, "all keys", "growing")[at] for at in ("8k", "1M"))
@@ -44,7 +47,7 @@ def words(heads: Mapping[Key, pa.Table], ceilings: pa.Table, main: int) -> str:
         f"0.25); the median slope is {median(slopes):.2f}, where the prediction is 0. So entropy climbs, but for "
         "most heads more slowly than forced dispersion would have it: their logits spread further apart as the "
         f"context grows. Growing on like that, the ceiling would bind for {now:.0%} of the heads at 8k keys and for "
-        f"{far:.0%} at a million."
+        f"{far:.0%} at a million. {reach.told}"
     )
 
 
@@ -88,11 +91,12 @@ def _rate(table: pa.Table) -> Finding:
 def _vanishing(table: pa.Table) -> Finding:
     slopes = column(table, "weight_slope")
     middle = median(slopes)
-    verdict: Verdict = "reproduces" if middle < -0.9 else "partly" if middle < -0.1 else "does not"
+    verdict: Verdict = "reproduces" if middle < AS_1_OVER_N else "partly" if middle < NOT_AT_ALL else "does not"
     return Finding(
         claim="Attention weights collapse toward 1/L (introduction [M], Lemma 1)",
         ours=f"the largest weight falls as n^({middle:.2f}) in the median head; as 1/n or faster in "
-        f"{float(np.nanmean(slopes <= -0.9)):.0%} of the heads",
+        f"{float(np.nanmean(slopes <= AS_1_OVER_N)):.0%} of the heads (our lines for the median: reproduces below "
+        f"{AS_1_OVER_N:g}, does not above {NOT_AT_ALL:g})",
         verdict=verdict,
         why="C2/L bounds it from above with C2 = e^spread, and the spread of real heads leaves room for thousands of "
         "keys",
@@ -102,7 +106,8 @@ def _vanishing(table: pa.Table) -> Finding:
 def _ceiling(ceilings: pa.Table, main: int) -> Finding:
     def told(reading: str, keys: str) -> str:
         shares = _shares(ceilings, main, RUNS, keys, reading)
-        return ", ".join(f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value))
+        known = [f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value)]
+        return ", ".join(known) or "at none of these lengths"
 
     last = _shares(ceilings, main, RUNS, "all keys", "growing")["1M"]
     verdict: Verdict = "reproduces" if last > 0.9 else "partly" if last > 0.1 else "does not"
@@ -163,22 +168,21 @@ def _groups(groups: Mapping[str, Any]) -> Finding:
     )
 
 
-def _beyond(heads: Mapping[Key, pa.Table], main: int) -> tuple[Finding, ...]:
+def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> Finding:
+    claim = "Beyond the length a model was made for (streaming, sampled rows)"
     longer = [length for length, variant in heads if length > main and variant == RUNS]
     if not longer:
-        return ()
+        return Finding(claim, f"not measured: {not_further}", "not tested")
     one, other = heads[main, RUNS], heads[longer[0], RUNS]
     numbers = [
         f"{median(column(table, 'gap_slope')):.2f} and {median(column(table, 'entropy_ratio')):.2f} at {length:,}"
         for length, table in ((main, one), (longer[0], other))
     ]
-    return (
-        Finding(
-            claim="Beyond the length a model was made for (streaming, sampled rows)",
-            ours=f"median slope and entropy / log n: {', '.join(numbers)} tokens",
-            verdict="not tested",
-            why="no claim of the papers; positions beyond training are out of distribution as well as longer",
-        ),
+    return Finding(
+        claim=claim,
+        ours=f"median slope and entropy / log n: {', '.join(numbers)} tokens",
+        verdict="not tested",
+        why="no claim of the papers; positions beyond training are out of distribution as well as longer",
     )
 
 

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from attnorm.analysis.ceiling import binding_length
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
 from attnorm.analysis.head_rows import number
+from attnorm.experiments.arrays import Floats
 from attnorm.theory.dispersion import horizon, least_squares_line
 
+RUNS, CONTENT = "as it runs", "without rotation"  # the logits of the model, and those before positions rotate them
 LENGTHS = {"1k": 1024, "8k": 8192, "128k": 131_072, "1M": 1_048_576}
 KEYS = {"all keys": "", "without the sink": "_without_sink"}
 Key = tuple[int, str]  # length of the pass, which logits
@@ -96,16 +98,16 @@ def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999)
     }
 
 
-def column(table: pa.Table, name: str) -> NDArray[np.float64]:
+def column(table: pa.Table, name: str) -> Floats:
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
-def median(values: NDArray[np.float64]) -> float:
+def median(values: Floats) -> float:
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else float("nan")
 
 
-def share(values: NDArray[np.float64], above: float) -> float:
+def share(values: Floats, above: float) -> float:
     """Of the known values, those of at least so much."""
     known = values[~np.isnan(values)]
     return float((known >= above).mean()) if len(known) else float("nan")
@@ -130,7 +132,7 @@ def _measured(curves: pa.Table, suffix: str, n: int) -> float:
     return _share(horizon(torch.from_numpy(spread.copy())).numpy() < n, spread)
 
 
-def _share(binds: NDArray[np.bool_], known: NDArray[np.float64]) -> float:
+def _share(binds: NDArray[np.bool_], known: Floats) -> float:
     usable = ~np.isnan(known)
     return float(binds[usable].mean()) if usable.any() else float("nan")
 
@@ -145,10 +147,10 @@ def _slope(curve: Sequence[Mapping[str, Any]], name: str, *, logarithm: bool = F
     return float(least_squares_line(n.log(), y.clamp(min=1e-300).log() if logarithm else y).slope)
 
 
-def _within(layer: NDArray[np.float64], group: NDArray[np.float64], slope: NDArray[np.float64]) -> float:
+def _within(layer: Floats, group: Floats, slope: Floats) -> float:
     """Mean square around the groups' means over mean square around the layers' means, degrees of freedom counted."""
 
-    def spread(which: NDArray[np.float64]) -> float:
+    def spread(which: Floats) -> float:
         _, place = np.unique(which, return_inverse=True)
         size = np.bincount(place)
         means = np.bincount(place, slope) / size

@@ -52,4 +52,8 @@ class Experiment:
     question: str
     run: Callable[[Subject, Tell, Path], Outcome]
     needs_model: bool = True
-    several: bool = False  # compares the models of one call
+    tokens: tuple[int, int] = (1, 1)  # of the text, at least: in full, and with --quick
+    passing: bool = False  # its parts are of no use once it is finished
+
+    def fewest_tokens(self, *, quick: bool) -> int:
+        return self.tokens[quick]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from attnorm.experiments.critical_n import Array
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
 from attnorm.experiments.figures import fig1 as draw
 from attnorm.experiments.subject_rows import LastRows, last_rows
@@ -32,14 +32,14 @@ class Scene:
     """One row as the picture shows it; everything by key."""
 
     title: str
-    directions: Array  # angle of x_i in the plane
-    lengths: Array  # ||a_i x_i||
+    directions: Floats  # angle of x_i in the plane
+    lengths: Floats  # ||a_i x_i||
     context: tuple[float, float]  # s in the plane
-    from_context: Array  # angle of a_i x_i - s in the plane
-    distances: Array  # ||a_i x_i - s||, exact
+    from_context: Floats  # angle of a_i x_i - s in the plane
+    distances: Floats  # ||a_i x_i - s||, exact
     radius: float
-    chosen: Array  # 1 where selected
-    inside: Array  # 1 where selected and distinguishable
+    chosen: Floats  # 1 where selected
+    inside: Floats  # 1 where selected and distinguishable
     dimension: int
 
     def table(self) -> pa.Table:
@@ -67,7 +67,7 @@ def scene(rows: SelectedRows, title: str) -> Scene:
     )
 
 
-def _array(values: Tensor) -> Array:
+def _array(values: Tensor) -> Floats:
     return np.asarray(values.double().numpy(), dtype=np.float64)
 
 
@@ -158,7 +158,7 @@ def _by_dimension(layers: list[LastRows], subject: Subject, tell: Tell) -> dict[
     return found
 
 
-def _finding(scenes: tuple[Scene, ...], shares: Array, chance: dict[int, float]) -> Finding:
+def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> Finding:
     plane, model = chance.items()
     told = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
     some = 0 < float((shares < 1).mean()) < 1
@@ -172,7 +172,7 @@ def _finding(scenes: tuple[Scene, ...], shares: Array, chance: dict[int, float])
     )
 
 
-def _words(scenes: tuple[Scene, ...], shares: Array, chance: dict[int, float]) -> str:
+def _words(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> str:
     drawn, real = scenes
     plane, model = chance.items()
     return (
@@ -190,4 +190,5 @@ EXPERIMENT = Experiment(
     source="Mudarisov et al. 2025, Figure 1",
     question="What does it look like when a head selects, in the paper's toy and in a real head?",
     run=_run,
+    tokens=(LENGTH, LENGTH),
 )

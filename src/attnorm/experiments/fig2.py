@@ -14,15 +14,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.critical_n import (
     LEVEL,
-    Array,
     accepted,
     bootstrap_heads,
     critical_n,
     interval,
     ks_statistic,
     ks_threshold,
+    middle,
     n_grid,
     power_law_over_heads,
     rejection_rates,
@@ -32,7 +33,7 @@ from attnorm.experiments.critical_n import (
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.fig2_findings import findings, words
 from attnorm.experiments.fig2_measure import Distances, Point, at_point, over_grid, whole
-from attnorm.experiments.fig2_result import Comparison, Critical, Result
+from attnorm.experiments.fig2_result import LOWER, NORMS, PRINTED, UPPER, Comparison, Critical, Result
 from attnorm.experiments.figures import fig2 as draw
 from attnorm.experiments.subject_rows import LastRows, joined, last_rows
 from attnorm.metrics.vectors import Vectors
@@ -111,11 +112,11 @@ def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
 
 
 # The two numbers per head that the Kolmogorov-Smirnov test compares.
-PAIRS: dict[str, Callable[[Distances], tuple[Array, Array]]] = {
-    "printed": lambda d: (d.measured, d.printed),
-    "corrected, upper end": lambda d: (d.measured, d.upper),
-    "corrected, lower end": lambda d: (d.measured, d.lower),
-    "||s|| against ||x_bar||": lambda d: (d.context, d.output),
+PAIRS: dict[str, Callable[[Distances], tuple[Floats, Floats]]] = {
+    PRINTED: lambda d: (d.measured, d.printed),
+    UPPER: lambda d: (d.measured, d.upper),
+    LOWER: lambda d: (d.measured, d.lower),
+    NORMS: lambda d: (d.context, d.output),
 }
 
 
@@ -153,7 +154,7 @@ def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> 
 def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float | int | str]]:
     """What the test would have said of a model with fewer heads: critical N, and its power at N = 5."""
     told: list[dict[str, float | int | str]] = []
-    for pair in ("printed", "corrected, upper end"):
+    for pair in (PRINTED, UPPER):
         first, second = PAIRS[pair](at)
         for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, at.heads) if size <= at.heads}):
             which = subsampled_heads(at.heads, size, sizes.resamples if size < at.heads else 1, seed)
@@ -162,7 +163,7 @@ def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float
             power = rejection_rates(first, second, bootstrap_heads(at.heads, size, sizes.resamples, seed + 1))
             told.append(
                 {
-                    "compared": pair, "heads": size, "critical_n": float(np.nanmedian(drawn)), "low": low, "high": high,
+                    "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
                     "power_at_5": float(power[at.column(PANEL_N)]), "resolution": ks_threshold(size),
                 }
             )  # fmt: skip
@@ -193,7 +194,7 @@ def _choice(layers: list[LastRows], sizes: Sizes, tell: Tell, what: str) -> dict
 def _tables(result: Result) -> dict[str, pa.Table]:
     points = {(point.length, point.top_n): point for point in (*result.by_length, *result.by_n)}
     at = result.at_panel
-    curves: dict[str, Array | list[int]] = {"top_n": list(at.grid)}
+    curves: dict[str, Floats | list[int]] = {"top_n": list(at.grid)}
     for name, pair in PAIRS.items():
         curves[f"ks: {name}"] = ks_statistic(*pair(at))
     for name in ("measured", "printed", "lower", "upper", "mass"):
@@ -218,4 +219,5 @@ EXPERIMENT = Experiment(
     source="Mudarisov et al. 2025, Figure 2 and Theorem 1",
     question="How far are the selected keys from the rest, and from which N on is selection no better than chance?",
     run=_run,
+    tokens=(FULL.lengths[2], QUICK.lengths[2]),  # three lengths: fewer have no power law
 )

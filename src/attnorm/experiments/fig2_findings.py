@@ -6,15 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnorm.experiments.critical_n import Array, ks_statistic, ks_threshold
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.critical_n import ks_statistic, ks_threshold
 from attnorm.experiments.experiment import Finding, Verdict
 from attnorm.experiments.fig2_measure import Distances, Point
-from attnorm.experiments.fig2_result import Result
+from attnorm.experiments.fig2_result import LOWER, NORMS, PRINTED, UPPER, Result
 from attnorm.theory.distance import PowerLaw, fit_power_law
 
-PRINTED, UPPER, LOWER, NORMS = (
-    "printed", "corrected, upper end", "corrected, lower end", "||s|| against ||x_bar||",
-)  # fmt: skip
 PAPER_SHARE = 0.06
 
 
@@ -171,19 +169,29 @@ def _sub_linear(result: Result) -> Finding:
     printed, corrected = result.comparisons[PRINTED].law, result.comparisons[UPPER].law
     if printed is None:
         return Finding("The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not tested")
-    below = printed.exponent_interval[1] < 1
+    low, high = printed.exponent_interval
+    verdict: Verdict = (
+        "reproduces" if low > 0 and high < 1
+        else "does not" if low >= 1 or high <= 0
+        else "not tested" if low <= 0 and high >= 1  # anything is possible
+        else "partly"
+    )  # fmt: skip
     return Finding(
         "The critical N grows sub-linearly, about 0.06 L (Fig. 2c)",
         f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_from_to(result)}; 95 % intervals "
         f"from resampled heads){_never(result)}",
-        "reproduces" if below else "partly" if printed.exponent < 1 else "does not",
-        "0.06 L itself is linear. The corrected critical N is a fixed share of L." if _linear(corrected) else "",
+        verdict,
+        ("" if low > 0 else "The exponent's interval holds 0: that it grows at all is not shown. ")
+        + "0.06 L itself is linear."
+        + (" The corrected critical N is a fixed share of L." if _linear(corrected) else ""),
     )
 
 
 def _never(result: Result) -> str:
-    never = [str(one.length) for one in result.comparisons[PRINTED].critical if math.isnan(one.top_n)]
-    return f"; at L = {', '.join(never)} the printed one is told apart at every N" if never else ""
+    every = result.comparisons[PRINTED].critical
+    never = [str(one.length) for one in every if math.isnan(one.top_n)]
+    rests = f"so the fit rests on {len(every) - len(never)} of {len(every)} lengths"
+    return f"; at L = {', '.join(never)} the printed one is told apart at every N, {rests}" if never else ""
 
 
 def _meaning(result: Result) -> Finding:
@@ -216,10 +224,13 @@ def _number_of_heads(result: Result) -> Finding:
         + f", power at N = 5 {row['power_at_5']:.0%}"
         for row in printed
     )
+    claim = "The critical N says where attention stops selecting, whatever the number of heads (implied by Fig. 2c)"
     fewest, most = printed[0]["critical_n"], printed[-1]["critical_n"]
+    if math.isnan(fewest):
+        return Finding(claim, f"there is no critical N at L = {result.length}, even with few heads", "not tested")
     depends = not most <= 1.25 * fewest
     return Finding(
-        "The critical N says where attention stops selecting, whatever the number of heads (implied by Fig. 2c)",
+        claim,
         f"subsampled at L = {result.length}, printed expectation: {told}",
         "does not" if depends else "reproduces",
         "A two-sample test sees gaps of about sqrt(-log(level / 2) / heads) only: with fewer heads the critical N is "
@@ -227,7 +238,7 @@ def _number_of_heads(result: Result) -> Finding:
     )
 
 
-def _law(points: Sequence[Point], values: Sequence[Array]) -> PowerLaw:
+def _law(points: Sequence[Point], values: Sequence[Floats]) -> PowerLaw:
     medians = torch.tensor([float(np.median(value)) for value in values], dtype=torch.float64)
     return fit_power_law(torch.tensor([point.length for point in points], dtype=torch.float64), medians)
 
@@ -256,7 +267,7 @@ def _random_is_told_apart(point: Point) -> bool:
     return bool(statistic >= ks_threshold(len(point.expected)))
 
 
-def _ks(first: Array, second: Array, column: int) -> float:
+def _ks(first: Floats, second: Floats, column: int) -> float:
     return float(ks_statistic(first[:, [column]], second[:, [column]])[0])
 
 

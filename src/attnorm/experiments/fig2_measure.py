@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.critical_n import Array
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.subject_rows import LastRows
 from attnorm.theory.distance import d_tilde, relative_distance, theorem1_fixed_printed, theorem1_fixed_tight
 from attnorm.theory.random_set import (
@@ -30,13 +30,13 @@ class Distances:
 
     length: int
     grid: tuple[int, ...]
-    measured: Array  # d_tilde of the true top-N set
-    printed: Array  # the expectation as printed
-    lower: Array  # the corrected expectation lies between lower and upper
-    upper: Array
-    mass: Array  # A, the weight of the top N
-    context: Array  # ||s||, what the top N add up to
-    output: Array  # ||x_bar||, what all keys add up to
+    measured: Floats  # d_tilde of the true top-N set
+    printed: Floats  # the expectation as printed
+    lower: Floats  # the corrected expectation lies between lower and upper
+    upper: Floats
+    mass: Floats  # A, the weight of the top N
+    context: Floats  # ||s||, what the top N add up to
+    output: Floats  # ||x_bar||, what all keys add up to
 
     @property
     def heads(self) -> int:
@@ -52,16 +52,16 @@ class Point:
 
     length: int
     top_n: int
-    measured: Array
-    relative: Array  # d_tilde / ((L - N) ||s||)
-    fixed_printed: Array  # the upper bound for the true set
-    fixed_tight: Array
-    printed: Array
-    expected: Array  # the expectation itself, by drawing random sets
-    expected_error: Array  # its standard error
-    lower: Array
-    upper: Array
-    corollary: Array  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
+    measured: Floats
+    relative: Floats  # d_tilde / ((L - N) ||s||)
+    fixed_printed: Floats  # the upper bound for the true set
+    fixed_tight: Floats
+    printed: Floats
+    expected: Floats  # the expectation itself, by drawing random sets
+    expected_error: Floats  # its standard error
+    lower: Floats
+    upper: Floats
+    corollary: Floats  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
 
     def table(self) -> pa.Table:
         """One row per head."""
@@ -89,7 +89,7 @@ def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], tell: Callable[
     every = [layer.selected(max(grid)) for layer in layers]
     for rows in every:
         _ = rows.norms, rows.output, rows.squares  # the same for all N
-    columns: dict[str, list[Array]] = {name: [] for name in _NUMBERS}
+    columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
     for place, N in enumerate(grid):
         chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
         for name, number in _NUMBERS.items():
@@ -138,9 +138,9 @@ _NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
 }
 
 
-def _by_head(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Array:
+def _by_head(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
     return _flat([number(rows) for rows in layers])
 
 
-def _flat(values: Sequence[Tensor]) -> Array:
+def _flat(values: Sequence[Tensor]) -> Floats:
     return np.asarray(torch.cat([value.flatten() for value in values]).numpy(), dtype=np.float64)

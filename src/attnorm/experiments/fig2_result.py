@@ -8,6 +8,10 @@ from typing import Any
 from attnorm.experiments.fig2_measure import Distances, Point
 from attnorm.theory.distance import PowerLaw
 
+# What the test compares with the measured distance, or, for NORMS, with ||s||.
+PRINTED, UPPER, LOWER = "printed", "corrected, upper end", "corrected, lower end"
+NORMS = "||s|| against ||x_bar||"
+
 
 @dataclass(frozen=True)
 class Critical:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.critical_n import Array
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.fig3_findings import findings, words
 from attnorm.experiments.figures import fig3 as draw
@@ -33,7 +33,7 @@ from attnorm.theory.geometry import (
 )
 from attnorm.theory.selection import SelectedRows
 
-LENGTH = 1024
+LENGTH, QUICK_LENGTH = 1024, 512
 TOP_N = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -43,19 +43,19 @@ class Separabilities:
 
     top_n: tuple[int, ...]
     draws: int  # of each null
-    measured: Array
-    permuted: Array  # the weights dealt out to the keys at random, r found anew
-    isotropic: Array  # directions drawn anew (Assumption 1), r found anew
-    isotropic_fixed: Array  # the same with r fixed at the measured one: what Theorem 2 is about
-    fixed_error: Array  # its standard error
-    lower: Array  # corrected bounds for that r
-    upper: Array
-    printed_lower: Array
-    printed_upper: Array
-    certain: Array  # 1 where r >= max xi: all N keys are inside, as they are for all vectors so far apart
+    measured: Floats
+    permuted: Floats  # the weights dealt out to the keys at random, r found anew
+    isotropic: Floats  # directions drawn anew (Assumption 1), r found anew
+    isotropic_fixed: Floats  # the same with r fixed at the measured one: what Theorem 2 is about
+    fixed_error: Floats  # its standard error
+    lower: Floats  # corrected bounds for that r
+    upper: Floats
+    printed_lower: Floats
+    printed_upper: Floats
+    certain: Floats  # 1 where r >= max xi: all N keys are inside, as they are for all vectors so far apart
 
     @property
-    def slack(self) -> Array:
+    def slack(self) -> Floats:
         """How far the mean of the draws with r fixed may lie from the truth; where all agree, by the rule of three."""
         return np.asarray(4 * self.fixed_error + 3 / (self.draws * np.array(self.top_n)))
 
@@ -73,7 +73,7 @@ class Separabilities:
 
 
 def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
-    (length,) = subject.lengths([LENGTH if not subject.quick else LENGTH // 2])
+    (length,) = subject.lengths([QUICK_LENGTH if subject.quick else LENGTH])
     draws = 4 if subject.quick else 40
     top_n = tuple(N for N in (TOP_N[:6] if subject.quick else TOP_N) if length > N)
     generator = torch.Generator().manual_seed(subject.seed)
@@ -107,7 +107,7 @@ def measure(
     layers: Sequence[LastRows], top_n: tuple[int, ...], draws: int, generator: torch.Generator, tell: Tell, what: str
 ) -> Separabilities:
     """tell: after each layer."""
-    found: dict[str, list[Array]] = {}
+    found: dict[str, list[Floats]] = {}
     for place, layer in enumerate(layers):
         every = layer.selected(max(top_n))
         radii = _at_each(every, top_n, nearest_outsider)
@@ -175,4 +175,5 @@ EXPERIMENT = Experiment(
     source="Mudarisov et al. 2025, Figure 3 and Theorem 2",
     question="Which share of the selected keys can be told from the others, and is that more than chance?",
     run=_run,
+    tokens=(LENGTH, QUICK_LENGTH),
 )

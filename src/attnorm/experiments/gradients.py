@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.cooling import TEMPERATURES
 from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
 from attnorm.experiments.sampled_rows import SampledRows, sample_rows
 from attnorm.theory.gradient import (
@@ -25,13 +26,11 @@ from attnorm.theory.gradient import (
     swap_example,
 )
 
+LENGTHS, QUICK_LENGTH = (512, 1024), 512  # the longest that there is text for
 STEPS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # eps/T of the toy
 HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: how far the two stand above the rest
 TOY_KEYS = 1024
-TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 ROUNDING = 1e-6
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
 
 
 def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
-    length = subject.lengths((512,) if subject.quick else (512, 1024))[-1]
+    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     count = 12 if subject.quick else 24
     rows = sample_rows(subject, tell, length, count)
     found = measure(rows.where(rows.n > 2))
@@ -211,4 +210,5 @@ EXPERIMENT = Experiment(
     source="Mudarisov et al. 2025, section 2.3, Lemma 2 and Corollary 3",
     question="How far do weights move when logits do, in the paper's toy and in real heads?",
     run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTH),
 )

@@ -11,8 +11,10 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.cooling import TEMPERATURES
 from attnorm.experiments.experiment import Subject, Tell
-from attnorm.experiments.losses import losses, windows_of
+from attnorm.experiments.losses import AS_IT_RUNS, Mean, losses, mean, windows_of
 from attnorm.experiments.observed import longest_rows, look_at
 from attnorm.experiments.subject_rows import dealt
 from attnorm.metrics.call import AttentionCall
@@ -30,12 +32,9 @@ PAPERS_SHARE = 0.06
 PAPERS_LEVEL = 0.8  # of separability, below which the paper calls a head saturated
 FEWEST = 16  # keys that a row keeps whatever its length: a share of a short row is nothing to select from
 TOP_N = 20  # beyond the 16 at which the paper sees separability level off
-TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # 1 is the model as trained
 HEADS = 3
 MOST_TRIPLES = 20
 DRAWS, FEW_DRAWS = 20, 4  # of the null: at TOP_N, where its quantile is asked for, and elsewhere
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,10 @@ class Selected:
     mass: Floats
     separability: Floats
     null: Floats
-    losses: dict[float, float]  # nats per token when only so large a share of the keys is kept; 1: as it runs
+    losses: dict[float, Floats]  # by window, nats per token when only so large a share of the keys is kept; 1: all
+
+    def change(self, share: float) -> Mean:
+        return mean(self.losses[share] - self.losses[1.0])
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,15 @@ def told_apart(subject: Subject, tell: Tell, length: int, rows: int) -> Apart:
 
 
 def selected(subject: Subject, tell: Tell, found: Apart, windows: tuple[int, int]) -> Selected:
-    wanted: dict[str, Normalizer | None] = {"1": None}
+    names = {share: f"the heaviest {share:.0%} of the keys" for share in SHARES} | {1.0: AS_IT_RUNS}
+    wanted: dict[str, Normalizer | None] = {names[1.0]: None}
     wanted |= {
-        f"{share:g}": topk(lambda n, part=share: torch.ceil(part * n).clamp(min=FEWEST))  # type: ignore[misc]
+        names[share]: topk(lambda n, part=share: torch.ceil(part * n).clamp(min=FEWEST))  # type: ignore[misc]
         for share in SHARES
     }
     measured = losses(subject, tell, wanted, windows_of(subject, *windows))
     mass, apart, null = (np.nanmedian(one[:-1], 1) for one in (found.mass, found.separability, found.null))
-    return Selected(mass, apart, null, {float(name): value for name, value in measured.items()})
+    return Selected(mass, apart, null, {share: measured[name] for share, name in names.items()})
 
 
 def early_sign(before: Apart, after: Apart) -> EarlySign:

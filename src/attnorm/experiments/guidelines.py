@@ -11,11 +11,12 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
+from attnorm.experiments.cooling import TEMPERATURES
 from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell, Verdict
 from attnorm.experiments.guideline_numbers import (
+    FEWEST,
     PAPERS_SHARE,
     SHARES,
-    TEMPERATURES,
     TOP_N,
     Cooled,
     Covered,
@@ -26,9 +27,14 @@ from attnorm.experiments.guideline_numbers import (
     selected,
     told_apart,
 )
+from attnorm.experiments.losses import weighed
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
+AS_ANSWER: dict[Verdict, str] = {verdict: answer for answer, verdict in AS_VERDICT.items()}
+LENGTHS, QUICK_LENGTH = (512, 1024), 256  # the longest that there is text for
+WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
+LITTLE, MUCH = 0.02, 0.2  # nats per token: what more tokens may add, and what they may not
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,9 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, windows: tuple
 
 
 def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
-    length = subject.lengths((256,) if subject.quick else (512, 1024))[-1]
+    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
-    windows = (256, 1) if subject.quick else (length, 1)
+    windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
     found = measure(subject, tell, length, rows, windows)
     findings = judged(found)
     from attnorm.experiments.figures.guidelines import figure
@@ -57,7 +63,7 @@ def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
         f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
     )
     return Outcome(
-        words=_words(findings),
+        words=_words(findings, found.selected),
         findings=findings,
         figures={"guidelines": figure(found, about)},
         tables={
@@ -82,17 +88,17 @@ def _finding(claim: str, answer: Answer, ours: str, why: str) -> Finding:
 
 def _active_set(found: Selected) -> Finding:
     place = SHARES.index(PAPERS_SHARE)
-    lost = found.losses[PAPERS_SHARE] - found.losses[1.0]
-    most = found.losses[SHARES[-1]] - found.losses[1.0]
+    lost, most = (found.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
     fading = [found.separability[at] - found.null[at] for at in (0, place, -1)]
-    answer: Answer = "yes" if lost < 0.02 else "partly" if lost < 0.2 else "no"
-    return _finding(
+    verdict, told = weighed(lost, LITTLE, MUCH)
+    return Finding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
-        answer,
-        f"with only the heaviest 6 % of the keys of each row (16 at least) the loss changes by {lost:+.3f} nats per "
-        f"token (with {SHARES[-1]:.0%}: {most:+.3f}); they hold {found.mass[place]:.0%} of the weight in the median "
+        f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
+        f"changes by {lost} nats per token ({told}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
+        f"{found.mass[place]:.0%} of the weight in the median "
         f"head, and are told apart {fading[1]:+.2f} better than with permuted values (N = 1 % of L: "
         f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
+        verdict,
         "the median head has its weight on few keys, but heads that average over many need them all, in a model that "
         "was not trained to select (all layers cut at once); and a share of L is a linear rule",
     )
@@ -160,8 +166,11 @@ def active_set(found: Selected) -> pa.Table:
     return pa.table(
         {
             "share_of_context": SHARES, "mass": found.mass, "separability": found.separability,
-            "separability_null": found.null, "loss": [found.losses[share] for share in SHARES],
-            "loss_as_it_runs": [found.losses[1.0]] * len(SHARES),
+            "separability_null": found.null, "loss": [float(found.losses[share].mean()) for share in SHARES],
+            "loss_as_it_runs": [float(found.losses[1.0].mean())] * len(SHARES),
+            "change": [found.change(share).value for share in SHARES],
+            "change_error": [found.change(share).error for share in SHARES],
+            "windows": [len(found.losses[1.0])] * len(SHARES),
         }
     )  # fmt: skip
 
@@ -186,13 +195,18 @@ def _early(found: EarlySign) -> pa.Table:
     )  # fmt: skip
 
 
-def _words(findings: tuple[Finding, ...]) -> str:
+def _words(findings: tuple[Finding, ...], found: Selected) -> str:
     short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
-    answers = [
-        f"{name}: {finding.ours.split(':')[0] if finding.verdict != 'not tested' else 'not tested'}"
-        for name, finding in zip(short, findings, strict=True)
-    ]
-    return "; ".join(answers) + "."
+    first, *rest = (
+        f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)
+    )
+    change = found.change(PAPERS_SHARE)
+    low, high = change.interval
+    loss = (
+        f"the loss changes by {change} nats per token, mean ± standard error of {change.windows} windows; 95 %: "
+        f"{low:.3f} to {high:.3f}"
+    )
+    return "; ".join([f"{first} ({loss})", *rest]) + "."
 
 
 EXPERIMENT = Experiment(
@@ -201,4 +215,5 @@ EXPERIMENT = Experiment(
     source="Mudarisov et al. 2025, Discussion and Conclusions",
     question="Does each guideline hold on this model?",
     run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTH),
 )

@@ -1,51 +1,100 @@
 """What another normalizer does to a language model's predictions, without training: nats per token on a text.
 
-Only the second half of each window counts: there every context is long enough to be selected from.
+Only the second half of each window counts: there every context is long enough to be selected from. Windows differ far
+more in their loss than in how much a normalizer changes it, so a change is judged window by window.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
-from attnorm.experiments.experiment import Subject, Tell
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.experiment import Subject, Tell, Verdict
 from attnorm.models.patch import swap
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.evaluation import predicted_loss
 
+AS_IT_RUNS = "as it runs"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Of a number for each window."""
+
+    value: float
+    error: float  # standard error
+    windows: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 %, by Student's t: two windows tell little."""
+        reach = float(student.ppf(0.975, self.windows - 1)) * self.error
+        return self.value - reach, self.value + reach
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3f} ± {self.error:.3f}"
+
+
+def mean(values: Floats) -> Mean:
+    """Of two windows or more."""
+    return Mean(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))), len(values))
+
+
+def weighed(change: Mean, little: float, much: float) -> tuple[Verdict, str]:
+    """Whether a loss stays as it is, and how sure that is: below one line, above the other, or not known to be either.
+
+    little, much: changes in nats per token, up to and from which the answer is plain.
+    """
+    low, high = change.interval
+    verdict: Verdict = "reproduces" if high < little else "does not" if low >= much else "partly"
+    crossed = [f"{line:g}" for line in (little, much) if low < line <= high]
+    told = f", across our line at {' and '.join(crossed)}" if crossed else ""
+    return verdict, f"mean ± standard error of {change.windows} windows, 95 % interval {low:.3f} to {high:.3f}{told}"
+
 
 def windows_of(subject: Subject, length: int, count: int) -> Tensor:
-    """(windows, length): stretches of the first text one after the other, as many as it has up to `count`."""
-    while count > 1:
-        try:
-            return subject.model_inputs(count * length)["input_ids"][0].reshape(count, length)
-        except ValueError:
-            count //= 2
-    return subject.model_inputs(length)["input_ids"]
+    """(windows, length): stretches of the first text one after the other, as many as it has up to `count`.
+
+    A text too short for two has two shorter ones: one window would tell nothing of how sure a number is.
+    """
+    tokens = subject.tokens(count * length)
+    if tokens < 2 * length:
+        length, count = tokens // 2, 2
+    count = min(count, tokens // length)
+    return subject.model_inputs(count * length)["input_ids"][0].reshape(count, length)
 
 
 @torch.inference_mode()
 def losses(
     subject: Subject, tell: Tell, normalizers: Mapping[str, Normalizer | None], windows: Sequence[Tensor] | Tensor
-) -> dict[str, float]:
-    """By name; None is the model as it runs. Every layer gets the normalizer at once."""
+) -> dict[str, Floats]:
+    """By name, a number for each window; None is the model as it runs. Every layer gets the normalizer at once."""
     model = subject.loaded().model
-    found: dict[str, float] = {}
+    found: dict[str, Floats] = {}
     for place, (name, normalizer) in enumerate(normalizers.items()):
-        tell(f"loss with {name}", place, len(normalizers))
+
+        def told(done: int, name: str = name, place: int = place) -> None:
+            tell(f"loss: {name}", place * len(windows) + done, len(normalizers) * len(windows))
+
         if normalizer is None:
-            found[name] = _loss(model, windows)
+            found[name] = _losses(model, windows, told)
             continue
         with swap(model, normalizer, warm_start=False):
-            found[name] = _loss(model, windows)
+            found[name] = _losses(model, windows, told)
     return found
 
 
-def _loss(model: Any, windows: Sequence[Tensor] | Tensor) -> float:
-    total = 0.0
-    for window in windows:
+def _losses(model: Any, windows: Sequence[Tensor] | Tensor, told: Callable[[int], None]) -> Floats:
+    found = []
+    for place, window in enumerate(windows):
+        told(place)
         half = len(window) // 2
         hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[:, half:]
-        total += float(predicted_loss(hidden, model.get_output_embeddings().weight, window[None, half + 1 :]))
-    return total / len(windows)
+        found.append(float(predicted_loss(hidden, model.get_output_embeddings().weight, window[None, half + 1 :])))
+    return np.array(found)

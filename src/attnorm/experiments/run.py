@@ -5,9 +5,11 @@ OUT/NAME/               one finished experiment, there whole or not at all:
     verdict.md          the verdict in words, and the findings
     outcome.json        findings, parameters, and the manifest: model, texts, versions
     *.svg *.png *.pdf   figures              *.csv *.parquet   tables
-OUT/parts/NAME-KEY/     what a long experiment keeps while it runs, and goes on from after a stop
+OUT/parts/NAME-KEY/     what a long experiment keeps while it runs, and goes on from after a stop; gone at its end where
+                        nothing else needs it
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -23,11 +25,12 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from attnorm.analysis.manifest import now, versions
-from attnorm.experiments.catalogue import ALL, named
+from attnorm.experiments.catalogue import named
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.figures.style import save, style
 from attnorm.experiments.index_page import write_index
 from attnorm.experiments.paper_setting import setting
+from attnorm.experiments.refusals import refuse_short_texts, refuse_unused_options
 from attnorm.report.analysis_json import finite
 from attnorm.training.atomic import replacing
 
@@ -64,13 +67,14 @@ def reproduce(
     fresh: also those that are finished, from the start.
 
     Raises:
-        ValueError: An experiment that does not exist, that takes one model where there are several, or whose place in
-            the folder holds one of other settings.
+        ValueError: An experiment that does not exist, that ignores an option that was given, whose text is too short,
+            or whose place in the folder holds one of other settings.
     """
     chosen = named(names)
-    _refuse_several(chosen, subject)
+    refuse_unused_options(chosen, subject)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder for the output")
+    refuse_short_texts(chosen, subject)
     identities = [_identity(one, subject) for one in chosen]
     if not fresh:
         for one, identity in zip(chosen, identities, strict=True):
@@ -110,7 +114,15 @@ def _one(
         }
         record = _record(one, outcome, identity, manifest)
         _write(folder, outcome, record)
+    if one.passing:
+        _clear(parts)
     return Written(one.name, folder, record, found=False)
+
+
+def _clear(parts: Path) -> None:
+    shutil.rmtree(parts, ignore_errors=True)
+    with contextlib.suppress(OSError):  # others have theirs there
+        parts.parent.rmdir()
 
 
 def _identity(one: Experiment, subject: Subject) -> dict[str, Any]:
@@ -123,20 +135,6 @@ def _key(identity: Mapping[str, Any]) -> str:
     """Parts of a long experiment serve every choice among them."""
     decisive = {name: value for name, value in identity.items() if name != "only"}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _refuse_several(chosen: Iterable[Experiment], subject: Subject) -> None:
-    single = [one.name for one in chosen if one.needs_model and not one.several]
-    if subject.others and single:
-        models = ", ".join((subject.model, *subject.others))
-        raise ValueError(
-            f"{', '.join(single)} {'takes' if len(single) == 1 else 'take'} one model at a time, and {models} were "
-            f"given; run once for each, with an --out of its own. Several are compared by {', '.join(_several())}"
-        )
-
-
-def _several() -> list[str]:
-    return [one.name for one in named([ALL]) if one.several]
 
 
 def _model(one: Experiment, subject: Subject) -> dict[str, Any]:

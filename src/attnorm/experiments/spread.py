@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
 from attnorm.experiments.observed import longest_rows, look_at
 from attnorm.experiments.spread_findings import judged, words
-from attnorm.experiments.spread_table import READINGS, Floats, Spreads, heads_table, spread_table
+from attnorm.experiments.spread_table import READINGS, Spreads, heads_table, spread_table
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
@@ -24,6 +25,7 @@ from attnorm.models.projections import projections
 from attnorm.models.support import attention_sites
 from attnorm.theory.spread import proposition31_bound
 
+LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is text for
 FIRST = 16  # keys: the shortest context that is told
 
 
@@ -87,7 +89,7 @@ def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
     rows = 16 if subject.quick else 64
     found, lengths = [], {}
     for one in subject.each():
-        length = one.lengths((512,) if subject.quick else (256, 512, 1024, 2048))[-1]
+        length = one.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
         found.append(measure(one, tell, length, rows))
         lengths[found[-1].model] = length
     from attnorm.experiments.figures.spread import figure
@@ -107,5 +109,5 @@ EXPERIMENT = Experiment(
     source="Velickovic et al. 2024, table of logit spreads and Proposition 3.1",
     question="How large is the logit spread in practice, and how far is it from what the weights allow?",
     run=run,
-    several=True,
+    tokens=(LENGTHS[0], QUICK_LENGTH),
 )

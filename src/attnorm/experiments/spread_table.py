@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from attnorm.experiments.arrays import Floats
 from attnorm.theory.dispersion import horizon
 
 # Velickovic et al. 2024: range, mean and standard deviation over heads.
@@ -17,8 +17,6 @@ READINGS = {
     "mean": "mean of the longest rows",
     "last_without_sink": "last row, first key left out",
 }
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Subject:
     seed: int = 0
     device: str | None = None
     only: tuple[str, ...] = ()  # parts of a long experiment, e.g. names of normalizers; none: all
+    longest: int | None = None  # tokens of the longest pass, for the experiments that go on as far as one likes
 
     def each(self) -> "list[Subject]":
         """One for every model, the first one first; each is read when its turn comes."""
@@ -92,6 +93,8 @@ class Subject:
         elif self.texts:
             # Texts to train on may be packed and as long as a library: their bytes tell them apart.
             told["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
+        if self.longest is not None:
+            told["longest"] = self.longest
         if self.valid:
             told["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
         return told

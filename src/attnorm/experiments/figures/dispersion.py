@@ -8,11 +8,10 @@ import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
-from numpy.typing import NDArray
 
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
-from attnorm.experiments.dispersion_findings import CONTENT, RUNS
-from attnorm.experiments.dispersion_tables import KEYS, LENGTHS, Key, bins, column
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.dispersion_tables import CONTENT, KEYS, LENGTHS, RUNS, Key, bins, column
 from attnorm.experiments.figures.style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.theory.dispersion import horizon
 
@@ -148,14 +147,17 @@ def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
         known = np.sort(slopes[np.isfinite(slopes)])
         shares = np.arange(1, len(known) + 1) / max(1, len(known))
         axes.plot(known, shares, **{**look, "markevery": max(1, len(known) // 8)}, label=label)
+    top = 1.3  # the legend stands above the lines
     for at in (0, 1):
-        axes.axvline(at, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(-1, 2.6)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("slope of the gap on log n: 0 disperses, 1 keeps up")
+        axes.axvline(at, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    every = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
+    axes.set_xlim(min(-0.1, float(every.min()) - 0.05), max(1.1, float(every.max()) + 0.05))
+    axes.set_ylim(0, top)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_xlabel("slope on log n (0: disperses, 1: keeps up)")
     axes.set_ylabel("share of heads up to this slope")
-    letter(axes, "c", "Slopes over heads")
-    axes.legend(loc="lower right", fontsize=7)
+    letter(axes, "c", "Slopes of the gap over heads")
+    axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.0)
     tidy(axes)
 
 
@@ -225,9 +227,10 @@ def _groups(axes: Axes, table: pa.Table) -> None:
             edgecolor=INK,
             linewidth=0.7,
         )
-        axes.plot([-1, 2], [-1, 2], color=PALE, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_xlim(-1, 2)
-        axes.set_ylim(-1, 2)
+        ends = (float(np.nanmin(pairs)) - 0.05, float(np.nanmax(pairs)) + 0.05)
+        axes.plot(ends, ends, color=PALE, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_xlim(*ends)
+        axes.set_ylim(*ends)
         axes.set_xlabel("slope of a head")
         axes.set_ylabel("mean slope, others of its KV group")
         letter(axes, "f", "Heads that share keys")
@@ -241,14 +244,14 @@ def _groups(axes: Axes, table: pa.Table) -> None:
     tidy(axes)
 
 
-def _band(curves: pa.Table, name: str) -> tuple[NDArray[np.float64], ...]:
+def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
     """n, and over heads the median, 10 % and 90 %."""
     cut = bins(curves)
     numbers = [np.nanquantile(_finite(column(part, name)), (0.5, 0.1, 0.9)) for _, part in cut]
     return np.array([at for at, _ in cut]), *np.array(numbers).T
 
 
-def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _finite(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, np.nan)
 
 
@@ -263,7 +266,7 @@ def _lengths(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _length_panel(axes: Axes, n: NDArray[np.float64]) -> None:
+def _length_panel(axes: Axes, n: Floats) -> None:
     _lengths(axes)
     axes.set_xlim(n[0] * 0.9, n[-1] * 1.1)
     axes.set_xlabel("visible keys n")

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
-from attnorm.experiments.critical_n import Array
+from attnorm.experiments.arrays import Floats
 from attnorm.experiments.figures.style import INK, PALE, note
 
 if TYPE_CHECKING:
@@ -19,16 +19,23 @@ MAGENTA = "#d81b79"
 
 
 def figure(scenes: "tuple[Scene, ...]", top_n: int, setting: str) -> Figure:
-    drawn = Figure(figsize=(9.6, 3.35 * len(scenes) + 0.55), facecolor="white")
+    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65), facecolor="white")
     rows = drawn.subplots(
         len(scenes), 3, squeeze=False,
-        gridspec_kw={"left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.085, "wspace": 0.12, "hspace": 0.3},
+        gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
     )  # fmt: skip
     for axes, one in zip(rows, scenes, strict=True):
         _circle(axes[0], one)
         _scaled(axes[1], one)
         _ball(axes[2], one)
-        axes[0].set_ylabel(one.title, fontsize=9, parse_math=False)
+        title = axes[0].annotate(
+            one.title, (-0.26, 0.5), xycoords="axes fraction", rotation=90, fontsize=9, ha="center", va="center",
+        )  # fmt: skip
+        title.set_parse_math(False)
+        along, across = ("$x_1$", "$x_2$") if one.dimension == 2 else ("along $s$", "across $s$ (widest direction)")
+        for panel in axes:
+            panel.set_xlabel(along, fontsize=8)
+            panel.set_ylabel(across, fontsize=8, labelpad=1)
     handles, labels = rows[0][2].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="upper center", ncols=5, columnspacing=1.4, handletextpad=0.3)
     exact = "real head: lengths (middle) and distances from s (right) are exact, angles are those in a plane"
@@ -60,7 +67,7 @@ def _ball(axes: Axes, one: "Scene") -> None:
     axes.set_title(rf"inside the ball: {int(one.inside.sum())} of {int(one.chosen.sum())}", fontsize=9)
 
 
-def _points(axes: Axes, one: "Scene", radii: Array, angles: Array, centre: tuple[float, float]) -> None:
+def _points(axes: Axes, one: "Scene", radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
     x, y = centre[0] + radii * np.cos(angles), centre[1] + radii * np.sin(angles)
     outside, lost, kept = one.chosen == 0, (one.chosen > 0) & (one.inside == 0), one.inside > 0
     axes.plot(x[outside], y[outside], label="not selected", **OTHER)

@@ -7,7 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.critical_n import Array, ks_statistic, ks_threshold
+from attnorm.experiments import fig2_result as pairs
+from attnorm.experiments.arrays import Floats
+from attnorm.experiments.critical_n import ks_statistic, ks_threshold
 from attnorm.experiments.fig2_measure import Distances, Point
 from attnorm.experiments.fig2_result import Result
 from attnorm.experiments.figures.style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
@@ -29,6 +31,10 @@ def paper(result: Result, setting: str) -> Figure:
     a.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
     letter(a, "a", f"$N$ = {N}")
     _distances(b, result.by_n, [point.top_n for point in result.by_n])
+    ends = (*a.get_ylim(), *b.get_ylim())
+    for axes in (a, b):  # the same distances: one scale
+        axes.set_ylim(min(ends), max(ends))
+    b.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
     b.set_xlabel("selected keys $N$")
     b.set_xticks([point.top_n for point in result.by_n], [str(point.top_n) for point in result.by_n])
     b.set_xticks([], minor=True)
@@ -64,9 +70,9 @@ def _critical(axes: Axes, result: Result) -> None:
     lengths = np.array([point.length for point in result.by_length], dtype=float)
     axes.plot(lengths, 0.06 * lengths, color=PALE, linewidth=1, linestyle=(0, (1, 2)), label="0.06 $L$ (the paper)")
     for name, look, label in (
-        ("printed", PRINTED, "printed expectation"),
-        ("corrected, upper end", CORRECTED, "corrected (bounds: filled, hollow)"),
-        ("corrected, lower end", {**CORRECTED, "markerfacecolor": "white", "linewidth": 0.9}, None),
+        (pairs.PRINTED, PRINTED, "printed expectation"),
+        (pairs.UPPER, CORRECTED, "corrected (bounds: filled, hollow)"),
+        (pairs.LOWER, {**CORRECTED, "markerfacecolor": "white", "linewidth": 0.9}, None),
     ):
         comparison = result.comparisons[name]
         values = np.array([one.top_n for one in comparison.critical])
@@ -77,7 +83,8 @@ def _critical(axes: Axes, result: Result) -> None:
         if law is not None:
             told = None if label is None else f"{label}: {law.coefficient:.2g} $L^{{{law.exponent:.2f}}}$"
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
-            axes.plot(lengths, law.coefficient * lengths**law.exponent, label=told, **fit)
+            at = lengths[np.isfinite(values)]  # what the fit rests on
+            axes.plot(at, law.coefficient * at**law.exponent, label=told, **fit)
     axes.set_xlabel("context length $L$ (tokens)")
     axes.set_ylabel("critical $N$ (KS test, level 0.01)")
     _log2_ticks(axes, [int(length) for length in lengths])
@@ -93,7 +100,7 @@ def why(result: Result, setting: str) -> Figure:
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
     at = result.at_panel
-    _same_ratio(a, at, result.critical("printed").top_n)
+    _same_ratio(a, at, result.critical(pairs.PRINTED).top_n)
     _statistics(b, result)
     _fewer_heads(c, result)
     note(figure, f"{setting}; L = {at.length}, {at.heads} heads")
@@ -124,13 +131,13 @@ def _same_ratio(axes: Axes, at: Distances, critical: float) -> None:
 def _statistics(axes: Axes, result: Result) -> None:
     at, permuted = result.at_panel, result.permuted
     axes.set_xscale("log", base=2)
-    pairs: list[tuple[Array, Array, dict[str, Any], str]] = [
+    compared: list[tuple[Floats, Floats, dict[str, Any], str]] = [
         (at.measured, at.printed, PRINTED, r"$\tilde{d}$ against printed expectation"),
         (at.context, at.output, {**MEASURED, "marker": "x", "linewidth": 0.8}, r"$\|s\|$ against $\|\bar{x}\|$"),
         (permuted.measured, permuted.printed, NULL, "printed, values permuted"),
         (at.measured, at.upper, CORRECTED, r"$\tilde{d}$ against corrected, upper end"),
     ]
-    for first, second, look, label in pairs:
+    for first, second, look, label in compared:
         axes.plot(at.grid, ks_statistic(first, second), label=label, markevery=6, **look)
     threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
     axes.axhline(ks_threshold(at.heads), label="told apart above this line", **threshold)
@@ -149,8 +156,8 @@ def _fewer_heads(axes: Axes, result: Result) -> None:
     axes.set_yscale("log")
     sizes: list[int] = []
     for name, look, label in (
-        ("printed", PRINTED, "printed expectation"),
-        ("corrected, upper end", CORRECTED, "corrected, upper end"),
+        (pairs.PRINTED, PRINTED, "printed expectation"),
+        (pairs.UPPER, CORRECTED, "corrected, upper end"),
     ):
         rows = [row for row in result.fewer_heads if row["compared"] == name]
         sizes = [row["heads"] for row in rows]

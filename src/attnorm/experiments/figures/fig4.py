@@ -15,8 +15,8 @@ MARKERS = ("v", "D", "s")
 
 
 def figure(found: Sensitivity, about: str) -> Figure:
-    drawing = Figure(figsize=(6.6, 4.9), facecolor="white")
-    axes = drawing.add_axes((0.105, 0.155, 0.865, 0.79))
+    drawing = Figure(figsize=(6.6, 5.4), facecolor="white")
+    axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
     T = found.temperatures
     bare = {"marker": None}
     axes.plot(
@@ -38,8 +38,8 @@ def figure(found: Sensitivity, about: str) -> Figure:
             axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
     axes.axvline(found.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.text(
-        found.trained_temperature * 0.93, 0.985, "T = √d: as trained", rotation=90, fontsize=7, color=PALE, va="top",
-        ha="right", transform=axes.get_xaxis_transform(),
+        found.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
+        transform=axes.get_xaxis_transform(),
     )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -48,7 +48,7 @@ def figure(found: Sensitivity, about: str) -> Figure:
     axes.set_ylim(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3)
     axes.set_xlabel("temperature T on the raw logits q·k")
     axes.set_ylabel("change of the weights per change of the logits")
-    axes.legend(loc="lower left", fontsize=7.5)
+    drawing.legend(loc="upper left", bbox_to_anchor=(0.095, 0.995), fontsize=7.5, ncols=2)
     tidy(axes)
     note(drawing, about)
     return drawing

@@ -7,8 +7,10 @@ import pyarrow as pa
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attnorm.experiments.cooling import TEMPERATURES
+from attnorm.experiments.figures.cooling import draw_norms
 from attnorm.experiments.figures.style import CORRECTED, INK, MEASURED, PALE, PRINTED, letter, note, tidy
-from attnorm.experiments.gradients import HEIGHTS, TEMPERATURES, Gradients
+from attnorm.experiments.gradients import HEIGHTS, Gradients
 
 ROOM = {"left": 0.075, "right": 0.985, "top": 0.94, "bottom": 0.115, "wspace": 0.24, "hspace": 0.42}
 BARE = {"marker": None}
@@ -84,21 +86,7 @@ def _norms(axes: Axes, found: Gradients) -> None:
 
 
 def _cooling(axes: Axes, found: Gradients) -> None:
-    T = np.array(TEMPERATURES)
-    low, centre, high = np.quantile(np.maximum(found.norms, 1e-8), (0.25, 0.5, 0.75), axis=0)
-    axes.fill_between(T, low, high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(T, centre, **MEASURED, label="median row, quartiles")
-    axes.plot(
-        T, found.norms.max(0), **{**MEASURED, "linestyle": "-.", "marker": "x", "linewidth": 1.0}, label="largest row"
-    )
-    axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T)")
-    axes.plot(T, 1 / (4 * T), **{**PRINTED, **BARE}, label="1/(4T)")
-    axes.axvline(1, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylim(max(1e-6, float(low.min()) / 2), 100)
-    axes.set_xlabel("temperature, 1 = as trained")
+    draw_norms(axes, found.norms.T, "row")
     axes.set_ylabel("exact norm of the Jacobian")
     letter(axes, "d", "Cooling freezes most rows")
-    axes.legend(loc="lower right", fontsize=7)
     tidy(axes)

@@ -8,12 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
+from attnorm.experiments.cooling import TEMPERATURES
+from attnorm.experiments.figures.cooling import BELOW_LEGEND, draw_norms
 from attnorm.experiments.figures.style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.guideline_numbers import (
     PAPERS_LEVEL,
     PAPERS_SHARE,
     SHARES,
-    TEMPERATURES,
     TOP_N,
     Cooled,
     Covered,
@@ -24,6 +25,7 @@ from attnorm.experiments.guidelines import Numbers
 
 ROOM = {"left": 0.065, "right": 0.985, "top": 0.945, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
 BARE = {"marker": None}
+COVERED = 0.99  # by three heads, as printed
 
 
 def figure(found: Numbers, about: str) -> Figure:
@@ -40,11 +42,19 @@ def figure(found: Numbers, about: str) -> Figure:
 
 
 def _loss(axes: Axes, found: Selected) -> None:
-    shares = [*SHARES, 1.0]
-    axes.plot(shares, [found.losses[share] - found.losses[1.0] for share in shares], **MEASURED)
+    changes = [found.change(share) for share in SHARES]
+    values = np.array([one.value for one in changes])
+    low, high = np.array([one.interval for one in changes]).T
+    axes.errorbar(
+        [*SHARES, 1.0], [*values, 0.0], yerr=np.stack([[*(values - low), 0.0], [*(high - values), 0.0]]), **MEASURED,
+        capsize=3, elinewidth=1, label=f"mean of {changes[0].windows} windows, 95 % interval",
+    )  # fmt: skip
     axes.axhline(0, color=PALE, linewidth=0.8)
+    top, bottom = float(high.max()), min(0.0, float(low.min()))
+    axes.set_ylim(bottom - 0.14 * (top - bottom), top + 0.16 * (top - bottom))
     axes.set_ylabel("change of the loss (nats per token)")
     letter(axes, "a", "Guideline 1: loss with a smaller active set")
+    axes.legend(loc="upper right", fontsize=7)
     _shares(axes)
 
 
@@ -52,15 +62,17 @@ def _active(axes: Axes, found: Selected) -> None:
     axes.plot(SHARES, found.mass, **CORRECTED, label="share of the weight on them")
     axes.plot(SHARES, found.separability, **MEASURED, label="told apart, $N_s/N$")
     axes.plot(SHARES, found.null, **NULL, label="told apart, values permuted")
-    axes.set_ylim(0, 1.3)
+    axes.set_ylim(0, 1.4)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylabel("share, median over heads")
     letter(axes, "b", "Guideline 1: the heaviest keys")
     axes.legend(loc="upper left", fontsize=7)
-    _shares(axes)
+    _shares(axes, top=1.03 / 1.4)
 
 
-def _shares(axes: Axes) -> None:
-    axes.axvline(PAPERS_SHARE, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+def _shares(axes: Axes, top: float = 0.84) -> None:
+    """top: of the height, where the paper's line ends below the legend."""
+    axes.axvline(PAPERS_SHARE, ymax=top, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes.text(PAPERS_SHARE, 0.02, " 0.06 L", transform=axes.get_xaxis_transform(), fontsize=7.5, va="bottom")
     axes.set_xscale("log")
     axes.set_xticks([*SHARES, 1.0], [f"{share:.0%}" for share in (*SHARES, 1.0)], fontsize=7.5)
@@ -91,38 +103,33 @@ def _apart(axes: Axes, found: Cooled) -> None:
     low, centre, high = np.nanquantile(found.separability, (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(0, 1.35)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.axvline(1, ymax=BELOW_LEGEND, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    axes.set_xlabel("temperature, 1 = as trained")
+    axes.legend(loc="upper left", fontsize=7)
     axes.set_ylabel(f"told apart, $N_s/N$, N = {TOP_N}")
     letter(axes, "d", "Guideline 3: separability")
     _temperatures(axes, found)
 
 
 def _norms(axes: Axes, found: Cooled) -> None:
-    T = np.array(TEMPERATURES)
-    low, centre, high = np.quantile(np.maximum(found.norm, 1e-6), (0.25, 0.5, 0.75), axis=1)
-    axes.fill_between(T, low, high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(T, centre, **MEASURED, label="median head, quartiles")
-    axes.plot(
-        T, found.norm.max(1), **{**MEASURED, "linestyle": "-.", "marker": "x", "linewidth": 1.0}, label="largest head"
-    )
-    axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T)")
-    axes.plot(T, 1 / (4 * T), **{**PRINTED, **BARE}, label="1/(4T), printed")
-    axes.set_yscale("log")
-    axes.set_ylim(max(1e-5, float(low.min()) / 2), 100)
+    draw_norms(axes, found.norm, "head")
     axes.set_ylabel("Jacobian norm, mean over rows")
     letter(axes, "e", "Guideline 3: gradients")
     _temperatures(axes, found)
 
 
 def _temperatures(axes: Axes, found: Cooled) -> None:
-    axes.axvline(1, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    for at, height, text in ((0.1, 0.02, " 0.1"), (0.1 / found.trained_temperature, 0.09, " 0.1 on raw logits")):
+    """The paper's 0.1, of the trained temperature and on raw logits; named in the band below the legend."""
+    for at, text in ((0.1, "T = 0.1"), (0.1 / found.trained_temperature, "0.1 on raw q·k")):
         if at > TEMPERATURES[0]:
-            axes.axvline(at, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-            axes.text(at, height, text, transform=axes.get_xaxis_transform(), fontsize=7, va="bottom")
-    axes.set_xscale("log")
-    axes.set_xlabel("temperature, 1 = as trained")
-    axes.legend(loc="best", fontsize=7)
+            axes.axvline(at, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+            axes.text(
+                at, BELOW_LEGEND + 0.005, text, transform=axes.get_xaxis_transform(), fontsize=6.5, va="bottom",
+                ha="center",
+            )  # fmt: skip
     tidy(axes)
 
 
@@ -133,10 +140,12 @@ def _coverage(axes: Axes, found: Covered) -> None:
         "three, the\nfirst's": (found.own, "...."),
         "three,\nall theirs": (found.together, "xxxx"),
     }
+    axes.axhline(COVERED, **{**PRINTED, **BARE}, label=f"{COVERED:.0%}, as printed", zorder=0)
     for place, (value, hatch) in enumerate(bars.values()):
         axes.bar(place, value, color="white", edgecolor=INK, hatch=hatch, width=0.62, linewidth=0.8)
-        axes.text(place, value + 0.03, f"{value:.1%}", ha="center", fontsize=8, bbox={"color": "white", "pad": 0.5})
-    axes.axhline(0.99, **{**PRINTED, **BARE}, label="99 %, as printed")
+        # Above the printed line where the bar comes near it.
+        height = value + 0.03 if value < COVERED - 0.12 else COVERED + 0.03
+        axes.text(place, max(height, value + 0.03), f"{value:.1%}", ha="center", fontsize=8)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.25)

@@ -3,6 +3,7 @@
 import itertools
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,19 @@ LOOKS: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Row:
+    """Of the table."""
+
+    label: str
+    range: tuple[float, float]
+    middle: tuple[float, float]  # the thick bar: mean ± std as printed, quartiles where they are known
+    median: float | None
+    mean: float
+    std: float
+    look: dict[str, Any]
+
+
 def figure(found: Sequence[Spreads]) -> Figure:
     rows = len(PRINTED) + (len(READINGS) if len(found) == 1 else len(found))
     height = max(3.7, 1.3 + 0.48 * rows)
@@ -38,7 +52,8 @@ def figure(found: Sequence[Spreads]) -> Figure:
     _table(left, found, looks)
     _growth(middle, found, looks)
     _bound(right, found, looks)
-    note(drawing, _about(found))
+    bars = "(a) thin: range; thick: mean ± std (printed), quartiles (ours); marker: mean; tick: median"
+    note(drawing, f"{_about(found)}; {bars}")
     return drawing
 
 
@@ -56,8 +71,14 @@ def _about(found: Sequence[Spreads]) -> str:
 
 
 def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
-    """Mean, standard deviation and range, as the paper's table has them."""
-    rows = [(model, low, high, mean, std, NULL) for model, (low, high, mean, std) in PRINTED.items()]
+    """Mean, standard deviation and range, as the paper's table has them; of ours the quartiles are drawn.
+
+    Mean - std of a skewed distribution may lie below 0, which no logarithmic axis has.
+    """
+    rows = [
+        Row(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
+        for model, (low, high, mean, std) in PRINTED.items()
+    ]
     for one, look in zip(found, looks, strict=True):
         # Of one model all readings; several are told apart by a row each.
         for reading, meaning in (
@@ -65,23 +86,24 @@ def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]
         ):
             values = one.readings[reading]
             label = f"{_short(one.model)}:\n{meaning}"
-            rows.append((label, values.min(), values.max(), values.mean(), values.std(), look))
-    for place, (_, low, high, mean, std, look) in enumerate(reversed(rows)):
-        axes.plot([low, high], [place, place], color=look["color"], linewidth=0.9)
+            low, quarter, half, most, high = (float(one) for one in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
+            mean, std = float(values.mean()), float(values.std())
+            rows.append(Row(label, (low, high), (quarter, most), half, mean, std, look))
+    for place, row in enumerate(reversed(rows)):
+        colour = row.look["color"]
+        axes.plot(row.range, [place, place], color=colour, linewidth=0.9)
+        axes.plot(row.middle, [place, place], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+        if row.median is not None:
+            axes.plot([row.median] * 2, [place - 0.13, place + 0.13], color=colour, linewidth=1.6)
         axes.plot(
-            [max(mean - std, low), min(mean + std, high)],
-            [place, place],
-            color=look["color"],
-            linewidth=4.5,
-            alpha=0.45,
-        )
-        axes.plot([mean], [place], color=look["color"], marker=look["marker"], markersize=5, markerfacecolor="white")
-        axes.text(mean, place + 0.2, f"{mean:.2f} ± {std:.2f}", ha="center", fontsize=7.5)
-    axes.set_yticks(range(len(rows)), [row[0] for row in reversed(rows)], fontsize=7.5, parse_math=False)
+            [row.mean], [place], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white",
+        )  # fmt: skip
+        axes.text(row.mean, place + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
     axes.set_ylim(-0.5, len(rows) - 0.3)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("logit spread (nats): range, mean ± std over heads", fontsize=8)
+    axes.set_xlabel("logit spread over heads (nats), mean ± std")
     letter(axes, "a", "The table: printed (pale) and ours")
     tidy(axes)
 
