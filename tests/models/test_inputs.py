@@ -1,5 +1,7 @@
 """From what a user has to a forward pass."""
 
+import lzma
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,44 @@ def test_a_dict_of_model_inputs(kind: type) -> None:
 def test_what_cannot_be_run_is_refused(given: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         texts_from(given)
+
+
+def test_a_path_is_read_and_gives_its_name(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "war.txt", tmp_path / "peace.txt.xz"
+    plain.write_text("\ufeffall happy families", encoding="utf-8")
+    packed.write_bytes(lzma.compress(b"are alike"))
+    assert texts_from(plain) == [Text(str(plain), "all happy families")]
+    assert texts_from([plain, "b", packed]) == [
+        Text(str(plain), "all happy families"),
+        Text("text 2", "b"),
+        Text(str(packed), "are alike"),
+    ]
+    assert texts_from({"mine": packed}) == [Text("mine", "are alike")]
+
+
+def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("Königsberg".encode("latin-1"))
+    (tmp_path / "plain.xz").write_text("not packed")
+    complaints = {
+        "none.txt": "cannot read the text .*none.txt: No such file",
+        "empty.txt": "empty.txt' is empty",
+        "latin.txt": "latin.txt is not UTF-8 text",
+        "plain.xz": "plain.xz is no xz file",
+    }
+    for name, says in complaints.items():
+        with pytest.raises(ValueError, match=says):
+            texts_from(tmp_path / name)
+
+
+def test_the_name_of_a_file_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "the war and peace.txt").write_text("Well, Prince")
+    for given in ("the war and peace.txt", ["a", "./the war and peace.txt"], {"war": "the war and peace.txt"}):
+        with pytest.raises(ValueError, match=r"the war and peace\.txt' is a file.*pathlib\.Path"):
+            texts_from(given)
+    for harmless in ("war and peace", "x" * 10_000, "a\0b", "~nobody-of-this-name/x", "the war and peace.txt\n", "."):
+        assert texts_from(harmless) == [Text("text", harmless)]
 
 
 def test_the_first_tokens_of_a_text(loaded: LoadedModel) -> None:

@@ -1,6 +1,5 @@
 """What analyze, compare and report share: options of measuring and judging, texts, failures told in one sentence."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
-        "--text", metavar="FILE", help="Text to measure on; may be given several times. Default: one that is built in."
+        "--text",
+        metavar="FILE",
+        help="Text to measure on, plain or .xz; may be given several times. Default: one that is built in.",
     ),
 ]
 Lengths = Annotated[
@@ -47,17 +48,9 @@ def texts_of(files: list[Path] | None) -> dict[str, str] | None:
     """Name -> content; None where no file is given, for one that is on every machine."""
     if not files:
         return None
-    texts = {}
-    for path in files:
-        try:
-            # A file name may be any bytes; tables and manifests hold text.
-            name = os.fsencode(path).decode("utf-8", "backslashreplace")
-            texts[name] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
-        except OSError as error:
-            raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
-    return texts
+    from attnorm.models.text_files import read_text, text_name
+
+    return {text_name(path): read_text(path) for path in files}
 
 
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:

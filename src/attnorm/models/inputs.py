@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnorm.models.loaded import LoadedModel
+from attnorm.models.text_files import read_text, text_name
 
 # A mapping with one of these is a dict of model inputs; any other maps names to texts.
 MODEL_INPUTS = {
@@ -29,9 +31,11 @@ class Text:
 
 
 def texts_from(inputs: Any) -> list[Text]:
-    """A text, texts, a dict name -> text, token ids (tensor or list), several of them, or a dict of model inputs."""
+    """A text, a Path of one, token ids (tensor or list), several of these, a dict name -> one, or model inputs."""
     if isinstance(inputs, Mapping):
         return _from_mapping(inputs)
+    if isinstance(inputs, Path):
+        return [_text(text_name(inputs), inputs)]
     if isinstance(inputs, str | Text) or _are_ids(inputs):
         return [_text("text", inputs)]
     if not isinstance(inputs, Iterable) or isinstance(inputs, bytes):
@@ -39,7 +43,10 @@ def texts_from(inputs: Any) -> list[Text]:
     listed = list(inputs)
     if not listed:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
-    return [_text(f"text {number}", one) for number, one in enumerate(listed, start=1)]
+    return [
+        _text(text_name(one) if isinstance(one, Path) else f"text {number}", one)
+        for number, one in enumerate(listed, start=1)
+    ]
 
 
 def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
@@ -119,10 +126,13 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
 def _text(name: str, one: Any) -> Text:
     if isinstance(one, Text):
         return one
-    if isinstance(one, str):
-        if not one.strip():
+    if isinstance(one, str | Path):
+        content = read_text(one) if isinstance(one, Path) else one
+        if not content.strip():
             raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
-        return Text(name, one)
+        if isinstance(one, str):
+            _refuse_a_file_name(one)
+        return Text(name, content)
     if isinstance(one, Mapping):
         return Text(name, _from_mapping(one)[0].content)
     if _are_ids(one):
@@ -139,6 +149,19 @@ def _text(name: str, one: Any) -> Text:
     raise _unknown(one)
 
 
+def _refuse_a_file_name(text: str) -> None:
+    """Whoever gives the name of a file means what it holds: verdicts on a few tokens of a name mislead silently."""
+    try:
+        is_file = "\n" not in text and Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # too long for a name, a null byte, an unknown ~user
+        return
+    if is_file:
+        raise ValueError(
+            f"{text!r} is a file, and a str is measured as it stands; give pathlib.Path({text!r}) to measure what the "
+            "file holds"
+        )
+
+
 def _are_ids(inputs: Any) -> bool:
     if isinstance(inputs, Tensor) or type(inputs).__module__ == "numpy":
         return True
@@ -147,8 +170,8 @@ def _are_ids(inputs: Any) -> bool:
 
 def _unknown(inputs: Any) -> ValueError:
     return ValueError(
-        f"cannot run a model on {type(inputs).__name__}; give a text, a list of texts, a dict name -> text, token ids, "
-        "or a dict of model inputs such as {'input_ids': ...} or {'pixel_values': ...}"
+        f"cannot run a model on {type(inputs).__name__}; give a text, a Path, several of them, a dict name -> text, "
+        "token ids, or a dict of model inputs such as {'input_ids': ...} or {'pixel_values': ...}"
     )
 
 
