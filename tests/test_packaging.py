@@ -80,6 +80,12 @@ def test_every_public_name_exists() -> None:
         assert getattr(attnorm, name) is not None, name
 
 
+def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else() -> None:
+    code = "import attnorm; print(*(name for name in dir(attnorm) if not name.startswith('__')))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert sorted(run.stdout.split()) == sorted(attnorm.__all__)
+
+
 def test_importing_attnorm_loads_nothing_heavy() -> None:
     heavy = {"beartype", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
     code = "import torch, sys; before = set(sys.modules); import attnorm; print(*sorted(set(sys.modules) - before))"

@@ -92,3 +92,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'attnorm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public, loaded or not yet, and not what this file itself imports."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

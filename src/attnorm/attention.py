@@ -1,6 +1,7 @@
 """attention(q, k, v, normalizer=...): any normalizer or mechanism, with the cheapest exact engine for it."""
 
-from typing import Literal, get_args
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
@@ -11,7 +12,20 @@ from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
 
+if TYPE_CHECKING:
+    from typing import Never as Refused
+else:
+    Refused = Any  # the shape checks of the tests take no Never
+
 Engine = Literal["auto", "fused", "flex", "blocked"]
+
+# torch's scaled_dot_product_attention has other words, and its causal mask another place.
+SDPA_OPTIONS = {
+    "attn_mask": "mask=, boolean with True = may attend; an additive one is attn_mask > torch.finfo(dtype).min / 2",
+    "is_causal": "causal=True, aligned bottom-right: the last query sees every key, where torch aligns top-left",
+    "dropout_p": "nothing: leave it out, attention here has no dropout",
+    "enable_gqa": "nothing: leave it out, fewer key heads than query heads are shared by groups anyway",
+}
 
 
 def attention(
@@ -26,6 +40,7 @@ def attention(
     positions: Tensor | Positions | None = None,
     hidden_states: Tensor | None = None,
     engine: Engine = "auto",
+    **unknown: Refused,
 ) -> Tensor:
     """Attention output (B, H, Lq, Dv) for q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
@@ -36,6 +51,8 @@ def attention(
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
+    if unknown:
+        raise TypeError(_in_words_of_sdpa(unknown))
     chosen = resolve(normalizer)
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
@@ -46,6 +63,12 @@ def attention(
         return output
     inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
     return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _in_words_of_sdpa(unknown: Iterable[str]) -> str:
+    instead = "; ".join(f"for {name}= write {SDPA_OPTIONS[name]}" for name in unknown if name in SDPA_OPTIONS)
+    names = ", ".join(f"{name}=" for name in unknown)
+    return f"attention() does not take {names}; {instead or 'help(attnorm.attention) lists what it takes'}"
 
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:

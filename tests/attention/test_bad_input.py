@@ -19,6 +19,11 @@ Q = tensor(2, 4, 5, 8)
 CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "unknown normalizer": ({"normalizer": "sofmax"}, ValueError, ["'sofmax'", "did you mean 'softmax'"]),
     "not a normalizer": ({"normalizer": 3}, TypeError, ["got int", "expected a Normalizer"]),
+    "torch's mask": ({"attn_mask": None}, TypeError, ["attn_mask=", "mask=, boolean with True = may attend"]),
+    "torch's causal": ({"is_causal": True}, TypeError, ["causal=True", "bottom-right", "torch aligns top-left"]),
+    "torch's dropout": ({"dropout_p": 0.1, "causal": True}, TypeError, ["dropout_p=", "has no dropout"]),
+    "torch's groups": ({"enable_gqa": True}, TypeError, ["enable_gqa=", "shared by groups"]),
+    "an option of nobody": ({"masc": None}, TypeError, ["does not take masc=", "help(attnorm.attention)"]),
     "integers": (
         {"q": tensor(2, 4, 5, 8, dtype=torch.long)}, TypeError, ["torch.int64", "one floating dtype"],
     ),

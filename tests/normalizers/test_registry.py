@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -48,6 +49,11 @@ def test_the_binding_names_are_all_there() -> None:
     local"""
     assert set(available()) >= set(names.split())
     assert set(ROW_NAMES) | set(MECHANISMS) == set(registry.BUILT_IN)
+
+
+def test_type_checkers_know_every_built_in_by_its_kind() -> None:
+    assert set(get_args(registry.RowName)) == set(ROW_NAMES)
+    assert set(get_args(registry.MechanismName)) == set(MECHANISMS)
 
 
 @pytest.mark.parametrize("name", ROW_NAMES)

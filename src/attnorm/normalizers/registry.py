@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
 from attnorm.normalizers.options import Factory, check_options
@@ -102,6 +102,14 @@ BUILT_IN: dict[str, Entry] = {
     ]
 }
 
+# For type checkers, who cannot look into the table: which names give a row normalizer, which need q, k, v.
+RowName = Literal[
+    "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
+    "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
+    "kneemax", "local",
+]  # fmt: skip
+MechanismName = Literal["gaussian", "soft", "linear", "selective", "differential"]
+
 _registered: dict[str, Entry] = {}
 
 
@@ -145,6 +153,12 @@ def available() -> list[str]:
     return list(entries())
 
 
+@overload
+def get(name: RowName, **options: Any) -> Normalizer: ...
+@overload
+def get(name: MechanismName, **options: Any) -> Mechanism: ...
+@overload
+def get(name: str, **options: Any) -> Normalizer | Mechanism: ...
 def get(name: str, **options: Any) -> Normalizer | Mechanism:
     """The normalizer of that name, e.g. get("entmax", alpha=1.3) or get("ssmax", heads=12)."""
     known = entries()
