@@ -94,6 +94,21 @@ def test_importing_attnorm_loads_nothing_heavy() -> None:
     assert not heavy & set(run.stdout.split())
 
 
+def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distributions() -> None:
+    code = "import sys, attnorm.analysis.analyze; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "attnorm.theory.selection" in run.stdout.split()
+    assert not {"attnorm.theory.catalogue", "attnorm.theory.search", "scipy.stats"} & set(run.stdout.split())
+
+
+def test_the_names_of_the_theory_are_there_before_they_are_loaded() -> None:
+    for name in attnorm.theory.__all__:
+        assert getattr(attnorm.theory, name).__name__ == name
+        assert name in dir(attnorm.theory)
+    with pytest.raises(AttributeError, match=r"'attnorm.theory' has no attribute 'claim'"):
+        attnorm.theory.claim  # noqa: B018
+
+
 def test_the_source_imports_only_what_the_project_declares() -> None:
     declared = {Requirement(line).name for line in PROJECT["dependencies"]} | OPTIONAL | {"attnorm"}
     for path in (ROOT / "src").rglob("*.py"):

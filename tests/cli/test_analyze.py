@@ -2,7 +2,9 @@
 
 import errno
 import json
+import lzma
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -132,7 +134,9 @@ def test_without_arguments_the_bundled_model_and_the_default_text_are_taken(monk
         (["--threshold", "dispersed_entrop=0.9"], "unknown threshold 'dispersed_entrop'; did you mean"),
         (["--threshold", "dispersed_entropy=7"], "dispersed_entropy is a share, expected between 0 and 1, got 7.0"),
         (["--threads", "0"], "--threads"),
-        (["--dtype", "float12"], "unknown dtype 'float12'"),
+        (["--dtype", "float12"], "cannot run in dtype 'float12'; use 'float32', 'bfloat16', 'float16', 'float64' or"),
+        (["--dtype", "int8"], "cannot run in dtype 'int8'; use 'float32', 'bfloat16', 'float16', 'float64' or"),
+        (["--tokenizer", "./nowhere"], "cannot read a tokenizer from './nowhere': there is no folder './nowhere'"),
         (["--text", "no-such.txt"], "cannot read the text no-such.txt"),
     ],
 )
@@ -204,6 +208,51 @@ def test_the_version_and_an_example_are_told() -> None:
     told = runner.invoke(app, ["--version"])
     assert (told.exit_code, told.stdout) == (0, f"attnorm {version('attnorm')}\n")
     assert "Example: attnorm analyze" in flat(runner.invoke(app, ["analyze", "--help"]).output)
+
+
+@pytest.mark.parametrize("verb", ["analyze", "compare", "report", "doctor", "verify"])
+def test_no_word_of_the_help_is_cut_at_80_columns(verb: str) -> None:
+    assert "…" not in runner.invoke(app, [verb, "--help"], env={"COLUMNS": "80"}, terminal_width=80).output
+
+
+def test_a_packed_text_is_measured_as_what_is_in_it(model: Path, text: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "words.txt.xz"
+    packed.write_bytes(lzma.compress(text.read_bytes()))
+    assert run(model, text, "--out", str(tmp_path / "plain")).exit_code == 0
+    assert run(model, packed, "--out", str(tmp_path / "packed")).exit_code == 0
+    plain, unpacked = (Analysis.load(tmp_path / name).manifest["texts"][0] for name in ("plain", "packed"))
+    assert plain["sha256"] == unpacked["sha256"]
+
+
+def test_a_model_saved_without_its_tokenizer_takes_another(model: Path, text: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, bare / name)
+    refused = run(bare, text)
+    assert refused.exit_code == 2
+    assert "bare has no tokenizer" in flat(refused.stderr)
+    assert "--tokenizer on the command line" in flat(refused.stderr)
+    out = tmp_path / "run"
+    given = run(bare, text, "--tokenizer", str(model), "--out", str(out))
+    assert given.exit_code == 0, given.output
+    assert Analysis.load(out).manifest["model"]["tokenizer"] == str(model)
+    shutil.copytree(model, tmp_path / "other")
+    another = run(bare, text, "--tokenizer", str(tmp_path / "other"), "--out", str(out))
+    assert another.exit_code == 2, "the tables of one tokenizer are not those of another"
+
+
+def test_a_name_that_leads_nowhere_is_refused_before_transformers_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom attnorm.cli import app\n"
+        "try:\n    app(['analyze', 'bundeled'])\n"
+        "finally:\n    print('heavy:', *({'transformers', 'pyarrow', 'scipy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "did you mean 'bundled'?" in flat(done.stderr)
+    assert done.stdout.split() == ["heavy:"]
 
 
 def test_a_finished_run_is_not_measured_again(model: Path, text: Path, tmp_path: Path) -> None:

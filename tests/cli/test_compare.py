@@ -57,6 +57,46 @@ def test_models_are_measured_on_the_spot(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.glob("*.html"))
 
 
+def measured(tmp_path: Path) -> tuple[list[str], Path]:
+    """A run in a folder, measured in its own way, and another model to compare it with; the text."""
+    text = save_text(tmp_path / "words.txt")
+    models = [str(save_model(tmp_path / f"model-{seed}", seed=seed)) for seed in (0, 1)]
+    out = str(tmp_path / "run")
+    options = ["--lengths", "24,32", "--rows", "8", "--metrics", "core", "--out", out, "--no-html"]
+    assert runner.invoke(app, ["analyze", models[0], "--text", str(text), *options]).exit_code == 0
+    return [out, models[1]], text
+
+
+def test_a_model_is_measured_as_the_folder_before_it_was(tmp_path: Path) -> None:
+    sides, _ = measured(tmp_path)
+    result = runner.invoke(app, ["compare", *sides, "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["notes"] == []
+    assert told["matched"] == [sides[1]]
+    assert [side["longest"] for side in told["sides"]] == [32, 32]
+    told = json.loads(runner.invoke(app, ["compare", *sides, "--lengths", "16", "--rows", "all", "--json"]).stdout)
+    assert [side["longest"] for side in told["sides"]] == [32, 16]
+    assert "the measured rows differ" in " ".join(told["notes"])
+
+
+@pytest.mark.parametrize(("happens", "says"), [("removed", "is not here"), ("changed", "has changed")])
+def test_a_text_that_cannot_be_read_again_is_asked_for(happens: str, says: str, tmp_path: Path) -> None:
+    sides, text = measured(tmp_path)
+    other = save_text(tmp_path / "other.txt", seed=1)
+    if happens == "removed":
+        text.unlink()
+    else:
+        text.write_text(other.read_text())
+    refused = runner.invoke(app, ["compare", *sides])
+    assert refused.exit_code == 2
+    assert says in flat(refused.stderr)
+    assert "--text FILE" in flat(refused.stderr)
+    given = runner.invoke(app, ["compare", *sides, "--text", str(other)])
+    assert given.exit_code == 0, given.output
+    assert "the texts differ" in flat(given.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import PreTrainedModel, modeling_utils
 
-from attnorm.models import load as loading
+from attnorm.models import source
 from attnorm.models.inputs import run
 from attnorm.models.load import CannotLoad, load
 from tests.models.families import ids, tiny, tiny_tokenizer
@@ -110,7 +111,7 @@ def test_a_tokenizer_of_its_own(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(loading, "files", lambda package: tmp_path)
+    monkeypatch.setattr(source, "files", lambda package: tmp_path)
     with pytest.raises(CannotLoad, match="no bundled model"):
         load("bundled")
     shutil.copytree(folder, tmp_path / "bundled")
@@ -204,6 +205,32 @@ def test_code_of_a_repository_is_not_run_unless_asked(folder: Path) -> None:
 def test_without_a_network_a_hub_name_is_refused_at_once(name: str) -> None:
     with pytest.raises(CannotLoad, match=r"the hub cannot be reached.*bundled"):
         load(name)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_name_that_is_nearly_right_is_answered_with_what_is_at_hand(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--someone--mistle-7b").mkdir(parents=True)
+    for given, meant in {
+        "bundeled": "'bundled'",
+        "my-modle": "'my-model'",
+        "./my-modle": "'my-model'",
+        "someone/mistel-7b": "'someone/mistle-7b'",
+    }.items():
+        with pytest.raises(CannotLoad, match=rf"did you mean {meant}\?"):
+            load(given)
+    with pytest.raises(CannotLoad) as raised:
+        load("zebra")
+    assert "did you mean" not in str(raised.value)
+
+
+def test_a_dtype_that_no_model_runs_in_is_refused_before_anything_is_read() -> None:
+    for dtype in ("int8", "zebra", "Tensor", torch.int64):
+        with pytest.raises(CannotLoad, match=r"dtype '.*'; use 'float32', 'bfloat16', 'float16', 'float64' or 'auto'"):
+            load("no-such-model", dtype=dtype)
 
 
 def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:

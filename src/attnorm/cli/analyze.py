@@ -16,7 +16,9 @@ from attnorm.cli.measuring import (
     Seed,
     Texts,
     Threads,
+    Tokenizer,
     Trust,
+    check_model,
     failures,
     groups_of,
     measure,
@@ -41,7 +43,7 @@ def analyze(
     text: Texts = None,
     lengths: Lengths = None,
     normalizers: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="model is what it runs; others: what if, on the same logits.")
+        str, typer.Option(metavar="NAMES", help="model is what it runs; others: what if, on the same logits.")
     ] = "model",
     rows: Rows = "all",
     metrics: Metrics = "all",
@@ -49,6 +51,7 @@ def analyze(
     vectors: Annotated[str, typer.Option(metavar="values|inputs", help="Vectors x_i that distances are about.")] = (
         "values"
     ),
+    tokenizer: Tokenizer = None,
     dtype: Dtype = None,
     device: Device = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
@@ -73,8 +76,9 @@ def analyze(
 
     Example: attnorm analyze gpt2 --text book.txt --lengths 256,1024 --normalizers model,ssmax,entmax15 --out run
     """
-    use_threads(threads)
     with usage_errors():
+        check_model(model)
+        use_threads(threads)
         options = {
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
@@ -89,6 +93,7 @@ def analyze(
         out=out,
         resume=resume,
         vectors=vectors,
+        tokenizer=tokenizer,
         dtype=dtype,
         device=device,
         revision=revision,

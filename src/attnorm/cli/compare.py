@@ -1,21 +1,21 @@
 """attnorm compare: models, checkpoints or normalizers side by side."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnorm.cli.as_measured import settings_of_run, texts_of_run
 from attnorm.cli.measuring import (
     Device,
     Dtype,
     Judging,
     Lengths,
-    Metrics,
-    Rows,
-    Seed,
     Texts,
     Threads,
+    Tokenizer,
     Trust,
+    check_model,
     failures,
     groups_of,
     measure,
@@ -36,19 +36,23 @@ def compare(
     ],
     text: Texts = None,
     lengths: Lengths = None,
-    rows: Rows = "all",
-    metrics: Metrics = "all",
+    rows: Annotated[str | None, typer.Option(metavar="all|last|K", help="Query rows to measure.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="GROUPS", help="all, or of core, gradient, vectors, sensitivity, coverage.")
+    ] = None,
+    tokenizer: Tokenizer = None,
     dtype: Dtype = None,
     device: Device = None,
     trust_remote_code: Trust = False,
-    seed: Seed = 0,
+    seed: Annotated[int | None, typer.Option(help="Of sampled rows and permutations.")] = None,
     threads: Threads = None,
     threshold: Judging = None,
     as_json: Json = False,
 ) -> None:
     """Verdict counts, medians and the heads that changed most, against the first side.
 
-    One DIR alone is compared with itself: the normalizers it was measured with. Options are for models measured now,
+    One DIR alone is compared with itself: the normalizers it was measured with. Options are for models measured now;
+    what is not given is taken from the first DIR: its text, lengths, rows, metrics and seed.
     --threshold is for all sides: folders are judged by their own thresholds otherwise.
     Exit code 0: compared; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
     """
@@ -60,15 +64,27 @@ def compare(
         if len(set(sides)) < len(sides):
             twice = next(name for name in sides if sides.count(name) > 1)
             raise ValueError(f"{twice} is named twice")
-        options = {
+        Thresholds().changed(threshold or ())  # all of this before anything is measured for nothing
+        given = {
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
-            "rows": rows_of(rows),
-            "metrics": groups_of(metrics),
+            "rows": None if rows is None else rows_of(rows),
+            "metrics": None if metrics is None else groups_of(metrics),
+            "seed": seed,
         }
-        Thresholds().changed(threshold or ())  # before anything is measured for nothing
-    options |= {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, "seed": seed}
-    analyses = {name: _side(name, options) for name in sides}
+        models = [name for name in sides if _is_model(name)]
+        for name in models:
+            check_model(name)
+    runs = {name: _run(name) for name in sides if name not in models}
+    with usage_errors():
+        options = {name: value for name, value in given.items() if value is not None}
+        if models and runs:
+            first, run = next(iter(runs.items()))
+            options = settings_of_run(run.manifest) | options
+            if "inputs" not in options:
+                options["inputs"] = texts_of_run(run.manifest, first)
+    options |= {"tokenizer": tokenizer, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    analyses = {name: runs[name] if name in runs else measure(name, **options) for name in sides}
     with usage_errors():
         if threshold:
             analyses = {name: run.judged(run.thresholds.changed(threshold)) for name, run in analyses.items()}
@@ -83,12 +99,14 @@ def compare(
         show(comparison_tables(comparison))
 
 
-def _side(name: str, options: dict[str, Any]) -> "Analysis":
+def _is_model(name: str) -> bool:
+    folder = Path(name)
+    holds_a_model = not folder.is_dir() or (folder / "config.json").is_file()
+    return holds_a_model and not (folder / "manifest.json").is_file()
+
+
+def _run(name: str) -> "Analysis":
     from attnorm.analysis.result import Analysis
 
-    folder = Path(name)
-    is_model = not folder.is_dir() or (folder / "config.json").is_file()
-    if is_model and not (folder / "manifest.json").is_file():
-        return measure(name, **options)
     with failures():
-        return Analysis.load(folder)
+        return Analysis.load(name)

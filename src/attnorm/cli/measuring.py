@@ -27,9 +27,15 @@ Lengths = Annotated[
 ]
 Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
 Metrics = Annotated[
-    str, typer.Option(metavar="all|core|GROUPS", help="core, gradient, vectors, sensitivity, coverage; all.")
+    str, typer.Option(metavar="GROUPS", help="all, or of core, gradient, vectors, sensitivity, coverage.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16, auto; default: float32 on a CPU.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME|DIR", help="Hub name or folder of a tokenizer; default: the one beside the model."),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16, float16, float64, auto; default: float32 on a CPU.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Seed = Annotated[int, typer.Option(help="Of sampled rows and permutations.")]
@@ -41,7 +47,16 @@ Judging = Annotated[
         help="A threshold of the verdicts, e.g. dispersed_entropy=0.95; may be given several times.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads torch may use; its own choice by default.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Threads torch may use; its own choice by default.")
+]
+
+
+def check_model(name: str) -> None:
+    """Says no to a name that leads nowhere, before seconds are spent on loading libraries."""
+    from attnorm.models.source import find
+
+    find(name)
 
 
 def texts_of(files: list[Path] | None) -> dict[str, str] | None:

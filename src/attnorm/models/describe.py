@@ -40,6 +40,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
         "position_kind": position_kind(model),
         "kernel": model.config._attn_implementation,
         "fingerprint": fingerprint(model),
+        **({} if loaded.tokenizer_given is None else {"tokenizer": loaded.tokenizer_given}),
     }
 
 

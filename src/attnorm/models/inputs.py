@@ -179,7 +179,8 @@ def _tokenized(text: Text, loaded: LoadedModel, length: int | None) -> dict[str,
     if loaded.tokenizer is None:
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
-            "give one (tokenizer=...), or give token ids or a dict of model inputs instead of text"
+            "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
+            "in Python token ids or a dict of model inputs do without"
         )
     content = str(text.content)
     if not content.strip():

@@ -5,7 +5,6 @@ Weights are read from safetensors only, and code out of a repository is run only
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,16 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import logging
 
 from attnorm.models.describe import describe
-from attnorm.models.hub import commit_of, hub_answers
+from attnorm.models.hub import commit_of
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context
 from attnorm.models.saving import restore_normalizers
+from attnorm.models.source import BUNDLED, CannotLoad, did_you_mean, find, unreachable
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "describe", "load", "longest_context"]
 
-BUNDLED = "bundled"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
-
-
-class CannotLoad(ValueError):  # noqa: N818 - as UnsupportedModel
-    """Raised where a model or its tokenizer cannot be read."""
 
 
 def load(
@@ -48,21 +44,21 @@ def load(
     """
     if isinstance(model, nn.Module):
         return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
-    source, name = _source(model)
     _check_device(device)
-    local_only = isinstance(source, Path) or not hub_answers()
+    precision = _precision(dtype)
+    source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explained(name, source, local_only), _quietly():
         config = AutoConfig.from_pretrained(source, **options)
     if isinstance(source, Path):
         _check_weights(source, name)
     with _explained(name, source, local_only), _quietly():
-        found = _read(source, config, dtype, device, options)
+        found = _read(source, config, precision, device, options)
         restore_normalizers(found, source, revision=revision, local_files_only=local_only)
         read, problem = _tokenizer(tokenizer, source, options)
     found.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
-    return LoadedModel(found, read, name, commit, problem)
+    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer))
 
 
 def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> LoadedModel:
@@ -80,33 +76,8 @@ def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> Load
     read, problem = _tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
     known_as = str(getattr(plain.config, "_name_or_path", "") or "").rstrip("/")
     name = Path(known_as).name if Path(known_as).is_dir() else known_as
-    return LoadedModel(plain, read, name or type(plain).__name__, getattr(plain.config, "_commit_hash", None), problem)
-
-
-def _source(model: str | Path) -> tuple[str | Path, str]:
-    """Where to read from, and what to call it."""
-    if model == BUNDLED:
-        folder = Path(str(files("attnorm.models") / BUNDLED))
-        if not (folder / "config.json").is_file():
-            raise CannotLoad(
-                "this installation of attnorm has no bundled model (attnorm/models/bundled is empty); "
-                "install the released package, or name a model: attnorm analyze FOLDER or HUB/NAME"
-            )
-        return folder, BUNDLED
-    path = Path(model).expanduser()
-    named = bool(str(model).strip())  # an empty name would be the folder that we are in
-    if named and path.is_dir():
-        return path, path.resolve().name
-    if path.is_file():
-        raise CannotLoad(f"{path} is a file; give the folder that holds config.json and model.safetensors")
-    if (
-        isinstance(model, Path)
-        or model.startswith(("/", "./", "../", "~"))
-        or model.count("/") > 1
-        or not model.strip()
-    ):
-        raise CannotLoad(f"there is no folder {str(model)!r}; give a folder, a hub name like 'gpt2', or '{BUNDLED}'")
-    return str(model), str(model)
+    commit = getattr(plain.config, "_commit_hash", None)
+    return LoadedModel(plain, read, name or type(plain).__name__, commit, problem, _as_named(tokenizer))
 
 
 def _check_device(device: str | None) -> None:
@@ -118,6 +89,14 @@ def _check_device(device: str | None) -> None:
             f"cannot use the device {device!r} here ({_first_line(error)}); use 'cpu', a GPU that torch sees such as "
             "'cuda' or 'mps', or 'auto'"
         ) from error
+
+
+def _precision(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
+    """Of torch's many types those that a model can run in."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if dtype in (None, "auto") or (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in DTYPES):
+        return found
+    raise CannotLoad(f"a model cannot run in dtype {str(dtype)!r}; use {', '.join(map(repr, DTYPES))} or 'auto'")
 
 
 def _check_weights(folder: Path, name: str) -> None:
@@ -133,14 +112,11 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def _read(
-    source: str | Path, config: Any, dtype: str | torch.dtype | None, device: str | None, options: dict[str, Any]
+    source: str | Path, config: Any, precision: Any, device: str | None, options: dict[str, Any]
 ) -> PreTrainedModel:
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    precision: Any = dtype if dtype is not None else torch.float32 if place == "cpu" else "auto"
-    if isinstance(precision, str) and precision != "auto":
-        precision = getattr(torch, precision, None)
-        if not isinstance(precision, torch.dtype):
-            raise CannotLoad(f"unknown dtype {dtype!r}; use 'float32', 'bfloat16', 'float16', 'float64' or 'auto'")
+    if precision is None:
+        precision = torch.float32 if place == "cpu" else "auto"
     model, about = _class_of(config, options["trust_remote_code"]).from_pretrained(
         source,
         config=config,
@@ -179,8 +155,10 @@ def _tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -
     if given is not None and not isinstance(given, str | Path):
         return given, ""
     if given is not None:
+        trusted = options.get("trust_remote_code", False)
         try:
-            return AutoTokenizer.from_pretrained(given, trust_remote_code=options.get("trust_remote_code", False)), ""
+            place, _, local_only = find(given)
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=trusted, local_files_only=local_only), ""
         except (OSError, ValueError, ImportError) as error:
             raise CannotLoad(f"cannot read a tokenizer from {str(given)!r}: {_first_line(error)}") from error
     try:
@@ -190,6 +168,10 @@ def _tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -
         return (found, "") if len(ordinary) > 1 else (None, "its files are missing")
     except Exception as error:  # a model without text needs none, and transformers has many ways to say so
         return None, _first_line(error)
+
+
+def _as_named(tokenizer: Any) -> str | None:
+    return str(tokenizer) if isinstance(tokenizer, str | Path) else None
 
 
 @contextmanager
@@ -223,12 +205,10 @@ def _reason(error: Exception, source: str | Path, local_only: bool) -> str:
             "look for a converted revision, or load it yourself and save_pretrained() it to a folder"
         )
     if local_only:
-        return (
-            "no folder of this name, not in the Hugging Face cache, and the hub cannot be reached; "
-            f"give a folder, connect, or use '{BUNDLED}', the small model that comes with attnorm"
-        )
+        return unreachable(source)
     if any(sign in text for sign in ("is not a local folder", "Repository Not Found", "not a valid model identifier")):
-        return "neither a folder here nor a model on the Hugging Face hub; check the name, or log in if it is private"
+        hint = did_you_mean(source) or "check the name, or log in if it is private"
+        return f"neither a folder here nor a model on the Hugging Face hub; {hint.strip()}"
     return _first_line(error)
 
 

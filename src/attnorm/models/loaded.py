@@ -12,3 +12,4 @@ class LoadedModel:
     name: str  # on the hub, of its folder, or of its class
     revision: str | None = None  # commit hash where known
     tokenizer_problem: str = ""  # why there is none
+    tokenizer_given: str | None = None  # where it was read from, if not from beside the model

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from attnorm.theory.dispersion import Bounds, least_squares_line
@@ -141,9 +140,11 @@ def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> 
         raise ValueError(f"a power law needs positive lengths and values, got {lengths.tolist()}, {values.tolist()}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
+    from scipy.stats import t  # nearly a second to load, and a measurement needs no confidence interval
+
     line = least_squares_line(lengths.double().log(), values.double().log())
     exponent = float(line.slope)
-    margin = float(line.slope_standard_error) * float(stats.t.ppf((1 + confidence) / 2, len(lengths) - 2))
+    margin = float(line.slope_standard_error) * float(t.ppf((1 + confidence) / 2, len(lengths) - 2))
     return PowerLaw(math.exp(float(line.intercept)), exponent, (exponent - margin, exponent + margin), confidence)
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import integrate, interpolate, special
+from scipy import special
 
 Array = NDArray[np.float64]
 
@@ -120,6 +120,8 @@ def two_vector_cdf(r: ArrayLike, b: ArrayLike, q: ArrayLike, d: int) -> Array:
 
 def _angle_integral(r: Array, b: Array, d: int, tolerance: float) -> tuple[Array, Array]:
     """Three vectors: the mean over the angle between the two smaller ones of the closed form for two."""
+    from scipy.integrate import quad  # with half of SciPy behind it
+
     density = math.exp(math.lgamma(d / 2) - math.lgamma((d - 1) / 2)) / math.sqrt(math.pi)
     value, error = np.empty_like(r), np.empty_like(r)
     for i, radius in enumerate(r):
@@ -131,7 +133,7 @@ def _angle_integral(r: Array, b: Array, d: int, tolerance: float) -> tuple[Array
         cosines = [(q * q - b[1] ** 2 - b[2] ** 2) / (2 * b[1] * b[2]) for q in (radius - b[0], radius + b[0])]
         ends = [0.0, *sorted(math.acos(c) for c in cosines if -1 < c < 1), math.pi]
         parts = [
-            integrate.quad(integrand, low, high, epsabs=tolerance / 20, epsrel=1e-13, limit=400)
+            quad(integrand, low, high, epsabs=tolerance / 20, epsrel=1e-13, limit=400)
             for low, high in itertools.pairwise(ends)
         ]
         value[i] = sum(part[0] for part in parts)
@@ -217,7 +219,9 @@ def _recursion_on_grid(r: Array, b: Array, d: int, points: int, angles: int) -> 
 
 
 def _spline(grid: Array, values: Array) -> Callable[[Array], Array]:
-    spline = interpolate.make_interp_spline(grid, values, k=5)
+    from scipy.interpolate import make_interp_spline
+
+    spline = make_interp_spline(grid, values, k=5)
     return lambda q: np.asarray(spline(np.clip(q, grid[0], grid[-1])), dtype=np.float64)
 
 
