@@ -1,8 +1,12 @@
 """Alerts: each at its threshold, once per layer and occasion, in words, in the log keys and in monitor.alerts."""
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from attnorm.monitor.alerts import MEANING, AlertThresholds, AttentionAlert, sta
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tokens
 
+ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
     "entropy": [2.0, 1.5],
     "entropy_ratio": [0.4, 0.3],
@@ -125,3 +130,38 @@ def test_weights_that_are_not_finite_are_told_of_and_not_averaged() -> None:
     assert all(math.isfinite(value) for value in numbers.values())
     assert "attn/layer_00/entropy_mean" in numbers
     assert "attn/layer_01/entropy_mean" not in numbers
+
+
+LOOP = """
+import torch
+from attnorm import AttentionMonitor
+from tests.models.tiny import llama, tokens
+
+model = llama()
+for layer in model.model.layers:
+    layer.self_attn.q_proj.weight.data.mul_(1e-4)
+with AttentionMonitor(every=1).step(model):
+    model(input_ids=tokens(1, 40))
+"""
+
+
+def test_a_warning_points_to_the_training_loop(tmp_path: Path) -> None:
+    """In a process of its own: the checks of the test run stand between a function and its caller."""
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = next(number for number, text in enumerate(LOOP.splitlines(), start=1) if text.startswith("with "))
+    assert f"{script}:{line}: AttentionAlert: step 1: layer_00 is smeared" in done.stderr
+
+
+def test_a_monitor_says_how_it_is_set_and_what_it_has_seen() -> None:
+    model, ids = llama(), tokens(1, 40)
+    monitor = AttentionMonitor(every=1, rows=8)
+    assert repr(monitor).startswith("AttentionMonitor(every=1, rows=8, top_n=20, thresholds=AlertThresholds(")
+    assert repr(monitor).endswith("): 0 measurements, 0 alerts")
+    queries_times(1e-4)(model)
+    with pytest.warns(AttentionAlert), monitor.step(model):
+        model(input_ids=ids)
+    assert repr(monitor).endswith("): 1 measurements, 2 alerts")

@@ -116,12 +116,12 @@ def test_a_part_taken_from_a_normalizer_keeps_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"map": "ssmax"}, "'ssmax' is more than a map"),
-        ({"map": "topk"}, "'topk' is more than a map"),
-        ({"map": "softmax1"}, "'softmax1' is more than a map"),
-        ({"scale": "sparsemax"}, "'sparsemax' is more than a scale rule"),
+        ({"map": "ssmax"}, r"'ssmax' is more than a map; write compose\(scale='ssmax'\)"),
+        ({"map": "topk"}, r"'topk' is more than a map; write compose\(select='topk'\)"),
+        ({"map": "softmax1"}, r"'softmax1' is more than a map; write compose\(sink='softmax1'\)"),
+        ({"scale": "sparsemax"}, r"'sparsemax' is more than a scale rule; write compose\(map='sparsemax'\)"),
         ({"scale": "topk"}, "'topk' is more than a scale rule"),
-        ({"scale": "asentmax"}, "'asentmax' is more than a scale rule"),
+        ({"scale": "asentmax"}, "'asentmax' is more than a scale rule; pass the scale rule object itself"),
         ({"select": "ssmax"}, "'ssmax' is more than a selection"),
         ({"select": "softmax"}, "'softmax' selects no keys"),
         ({"sink": "softmax"}, "'softmax' has no sink"),

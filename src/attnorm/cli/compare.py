@@ -1,7 +1,7 @@
 """attnorm compare: models, checkpoints or normalizers side by side."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,7 +65,7 @@ def compare(
             twice = next(name for name in sides if sides.count(name) > 1)
             raise ValueError(f"{twice} is named twice")
         Thresholds().changed(threshold or ())  # all of this before anything is measured for nothing
-        given = {
+        given: dict[str, Any] = {
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
             "rows": None if rows is None else rows_of(rows),

@@ -5,6 +5,7 @@ steps, and neither outputs nor gradients change.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -64,6 +65,10 @@ class AttentionMonitor(TrainerCallback):
         self._pending: dict[str, float] = {}
         self._pending_step = 0
 
+    def __repr__(self) -> str:
+        told = f"every={self.every}, rows={self.rows}, top_n={self.top_n}, thresholds={self.thresholds}"
+        return f"AttentionMonitor({told}): {self._measurements} measurements, {len(self.alerts)} alerts"
+
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[dict[str, float]]:
         """One step of a loop of one's own: around the forward, or forward and backward; the other steps cost nothing.
@@ -110,7 +115,7 @@ class AttentionMonitor(TrainerCallback):
         layers = watched.layers()
         if not layers:
             why = "no layer that runs softmax or a normalizer was called" if watched.done else "no forward took place"
-            warnings.warn(f"attention was not measured at step {step}: {why} with gradients on", stacklevel=3)
+            _warn(f"attention was not measured at step {step}: {why} with gradients on", UserWarning)
             return {}
         self.numbers = _keys(layers) | self._judged(layers, step)
         return dict(self.numbers)
@@ -136,7 +141,7 @@ class AttentionMonitor(TrainerCallback):
                 self._last_in_state[state.kind, layer] = self._measurements
         for alert, *others in new.values():
             more = f"; the same for {', '.join(other.layer for other in others)}" if others else ""
-            warnings.warn(f"step {step}: {alert}{more}", AttentionAlert, stacklevel=1)
+            _warn(f"step {step}: {alert}{more}", AttentionAlert)
             self.alerts += [alert, *others]
         return {f"{PREFIX}alert/{kind}": float(count) for kind, count in counts.items()}
 
@@ -219,6 +224,14 @@ class AttentionMonitor(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()
+
+
+def _warn(words: str, category: type[UserWarning]) -> None:
+    """Points to the training loop: past this package and the context managers in between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("attnorm", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(words, category, stacklevel=level)
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState, loader: Any) -> bool:

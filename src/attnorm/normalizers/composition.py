@@ -95,5 +95,22 @@ def _sink_of(part: Part) -> Sink:
 def _only(normalizer: Normalizer, wanted: str, *others: object) -> None:
     """A part is taken from a normalizer only if nothing else of it would be lost."""
     lost = [other for other in others if (len(other) > 0 if hasattr(other, "__len__") else bool(other))]
-    if lost:
-        raise ValueError(f"{normalizer.name!r} is more than a {wanted}; pass the {wanted} object itself")
+    if not lost:
+        return
+    options = _options_of(normalizer)
+    if len(options) == 1:
+        raise ValueError(
+            f"{normalizer.name!r} is more than a {wanted}; write compose({options[0]}={normalizer.name!r})"
+        )
+    raise ValueError(f"{normalizer.name!r} is more than a {wanted}; pass the {wanted} object itself")
+
+
+def _options_of(normalizer: Normalizer) -> list[str]:
+    """The options of compose() that would take what a normalizer adds to softmax."""
+    parts = {
+        "map": not isinstance(normalizer.map, Softmax),
+        "scale": len(normalizer.scale) > 0,
+        "select": len(normalizer.select) > 0,
+        "sink": normalizer.sink is not None,
+    }
+    return [name for name, present in parts.items() if present]
