@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import attnorm
@@ -43,7 +45,16 @@ def test_doctor_finds_this_machine_well() -> None:
     assert result.exit_code == 0, result.stdout
     health = json.loads(result.stdout)
     assert health["well"]
-    assert len(health["checks"]) >= 5
+    promises = " ".join(check["promise"] for check in health["checks"])
+    assert len(health["checks"]) >= 7
+    assert "analyze measures" in promises
+    assert "patch exchanges" in promises
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {Requirement(line).name for line in project["dependencies"]}
+    optional = {one["name"] for one in health["optional"]}
+    assert not optional & required, "what is required is not optional"
+    for_users = ("train", "lightning", "frames", "bench")
+    assert optional >= {Requirement(line).name for one in for_users for line in project["optional-dependencies"][one]}
     assert health["versions"]["attnorm"] == attnorm.__version__
     assert "cpu" in health["devices"]
 

@@ -13,15 +13,16 @@ from attnorm.attention import attention
 from attnorm.bench.attention import dense
 from attnorm.bench.machine import this_machine
 from attnorm.normalizers.check import check_normalizer
-from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
 from attnorm.report.health import Check, Health, Optional
 
 OPTIONAL_PACKAGES = {
     "triton": "torch.compile and FlexAttention on CUDA",
+    "accelerate": "`attnorm train`, and the Hugging Face Trainer",
+    "pandas": "Analysis.to_pandas",
+    "polars": "Analysis.to_polars",
+    "lightning": "AttentionMonitor.lightning",
     "entmax": "the rival in `attnorm bench normalizers`",
-    "transformers": "Hugging Face models",
-    "accelerate": "`attnorm train`",
 }
 CLOSE = 1e-5  # float32 attention of unit normal inputs
 
@@ -34,6 +35,7 @@ def examine() -> Health:
             "attnorm": _version("attnorm") or "not installed",
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "transformers": _version("transformers") or "not installed",
         },
         devices=_devices(),
         optional=(
@@ -82,7 +84,6 @@ def _matches_sdpa() -> tuple[bool, str]:
 
 def _blocks_match_the_dense_form() -> tuple[bool, str]:
     normalizer = get("entmax15")
-    assert isinstance(normalizer, Normalizer)
     q, k, v = _inputs(2048)
     with torch.no_grad():
         return _close(attention(q, k, v, normalizer, causal=True), dense(q, k, v, normalizer, causal=True))
@@ -95,6 +96,33 @@ def _hidden_keys_get_nothing() -> tuple[bool, str]:
     (gradient,) = torch.autograd.grad((weights * torch.tensor([3.0, 2.0, 1.0])).sum(), logits)
     clean = weights[0, 1].item() == 0 == gradient[0, 1].item() and bool(torch.isfinite(gradient).all())
     return clean, "weight 0, gradient 0" if clean else f"weights {weights.tolist()}, gradient {gradient.tolist()}"
+
+
+def _analyze_measures() -> tuple[bool, str]:
+    from attnorm.analysis.analyze import analyze
+    from attnorm.models.load import BUNDLED
+
+    analysis = analyze(BUNDLED, lengths=64, rows=8, metrics="core")
+    heads = analysis.heads.num_rows
+    broken = analysis.verdict.counts["broken"]
+    return heads > 0 and not broken, f"{heads} heads, {broken} with numbers that are not finite"
+
+
+def _patch_can_be_taken_back() -> tuple[bool, str]:
+    from attnorm.models.load import BUNDLED, load
+    from attnorm.models.patch import patch, unpatch
+
+    model = load(BUNDLED).model
+    tokens = torch.arange(32, device=model.device)[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        patch(model, "entmax15")
+        patched = model(tokens).logits
+        unpatch(model)
+        after = model(tokens).logits
+    changed = bool(torch.isfinite(patched).all()) and not torch.equal(patched, before)
+    restored = torch.equal(after, before)
+    return changed and restored, f"{'other' if changed else 'WRONG'} logits, then the {'same' if restored else 'WRONG'}"
 
 
 def _inputs(length: int) -> list[Tensor]:
@@ -113,4 +141,6 @@ PROMISES: dict[str, Callable[[], tuple[bool, str]]] = {
     "attention with softmax equals torch SDPA": _matches_sdpa,
     "attention in blocks equals the dense form": _blocks_match_the_dense_form,
     "a NaN at a hidden key does not leak": _hidden_keys_get_nothing,
+    "analyze measures the bundled model": _analyze_measures,
+    "patch exchanges softmax and unpatch restores it": _patch_can_be_taken_back,
 }
