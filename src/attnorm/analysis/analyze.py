@@ -49,14 +49,22 @@ def analyze(
     """Measure every attention head of a model; the model's own output stays as it is, and no L x L array is made.
 
     model: a hub name, a folder, a loaded transformers model, or None for the small one that comes with attnorm.
-    inputs: a text, texts, a dict name -> text, token ids, or a dict of model inputs; None for a text of Python's own.
+    inputs: a text, a pathlib.Path of one (plain or .xz), several of them, a dict name -> text, token ids, or a dict of
+    model inputs. None: a passage of its own for the bundled model, Python's help topics for any other.
+    tokenizer: an object, a hub name or a folder; None for the one beside the model.
     lengths: tokens from the start of each text; None for as many as the text has and the model was made for.
+    top_n: the sizes N of the sets of heaviest keys that mass, distances and separability are told for.
     rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
-    numbers (distances, separability, sensitivity, coverage); None for 64, or a sixteenth of a number of rows.
+    numbers (distances, separability, sensitivity, coverage); None for a number that goes with `rows`.
     vectors: what they compare, "values" or layer "inputs".
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
     metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
-    out: a folder for the result; an interrupted run that is started again with it goes on where it stopped.
+    temperatures: what logits are divided by where sensitivity is measured. seed: of sampled rows and permutations.
+    dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; None for float32 on a CPU and
+    the checkpoint's own elsewhere. device: "cpu", "cuda", "cuda:1" or "auto", over all GPUs; None for a GPU if there
+    is one. revision: commit, branch or tag on the hub. trust_remote_code: run code that comes with the model.
+    out: a folder for the result; an interrupted run that is started again with it goes on where it stopped, unless
+    resume=False. progress: called with a Progress after every layer. thresholds: of the verdicts.
 
     >>> attnorm.analyze("gpt2", text, lengths=(256, 1024), normalizers=("model", "entmax15"), out="runs/gpt2")
     """
