@@ -15,10 +15,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from attnorm.analysis.tables import QUANTILES, SCHEMAS
+from attnorm.analysis.manifest import SCHEMA
+from attnorm.analysis.tables import MEDIANS, QUANTILES, SCHEMAS
 from attnorm.analysis.thresholds import Thresholds
 from attnorm.attention import normalize
 from attnorm.metrics.catalogue import PER_ROW
+from attnorm.normalizers.ssmax import neutral_s
 from attnorm.theory.dispersion import effective_gap_slope, entropy_floor, horizon, sharp_weight_bounds
 
 ROWS = 8  # per bin
@@ -134,10 +136,14 @@ def bins(longest: int) -> list[tuple[int, int]]:
     return [(low + 1, high) for high, low in zip(edges, [*edges[1:], 7], strict=True)]
 
 
-def row_values(logits: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Every per-row metric of the catalogue, from its definition."""
+def row_values(logits: Tensor, weights: Tensor, gain: float) -> dict[str, Tensor]:
+    """Every per-row metric of the catalogue, from its definition.
+
+    gain: what a rescaled softmax multiplies the logits by; NaN for a map that has no such limits.
+    """
     n = logits.shape[-1]
     spread = logits.amax(-1) - logits.amin(-1)
+    reach = spread * gain
     content = weights[:, 1:] / weights[:, 1:].sum(-1, keepdim=True)
     content_logits = logits[:, 1:]
     values = {
@@ -145,9 +151,10 @@ def row_values(logits: Tensor, weights: Tensor) -> dict[str, Tensor]:
         "row_sum": weights.sum(-1),
         "logit_spread": spread,
         "max_logit": logits.amax(-1),
-        "weight_ceiling": sharp_weight_bounds(spread, n).upper,
-        "entropy_floor": entropy_floor(spread, n),
-        "horizon": horizon(spread),
+        "weight_ceiling": sharp_weight_bounds(reach, n).upper,
+        "entropy_floor": entropy_floor(reach, n),
+        "horizon": horizon(reach),
+        "horizon_without_sink": horizon((content_logits.amax(-1) - content_logits.amin(-1)) * gain),
         "sink_mass": weights[:, 0],
         **{f"{name}_without_sink": value for name, value in _of_weights(content).items() if name != "entropy_nats"},
         "logit_spread_without_sink": content_logits.amax(-1) - content_logits.amin(-1),
@@ -178,6 +185,10 @@ def _norms(weights: Tensor) -> Tensor:
     p = torch.where(known[:, None], p, 0.0)
     norms: Tensor = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None, :])[:, -1]
     return torch.where(known, norms, math.nan)
+
+
+def _gain(normalizer: str, n: int) -> float:
+    return {"model": 1.0, "softmax": 1.0, "ssmax": neutral_s(1024) * math.log(n)}.get(normalizer, math.nan)
 
 
 def _weights(logits: Tensor, normalizer: str) -> Tensor:
@@ -237,7 +248,8 @@ def _add_heads(
 ) -> None:
     length, normalizer = key["length"], key["normalizer"]
     curves = {
-        high: _summaries(row_values(logits, _weights(logits, normalizer)), len(heads)) for high, logits in drawn.items()
+        high: _summaries(row_values(logits, _weights(logits, normalizer), _gain(normalizer, high)), len(heads))
+        for high, logits in drawn.items()
     }
     weights = _weights(drawn[length], normalizer).view(len(heads), ROWS, length)
     norms = {T: _norms(_weights(drawn[length] / T, normalizer)).view(len(heads), ROWS) / T for T in TEMPERATURES}
@@ -269,7 +281,8 @@ def _summaries(values: dict[str, Tensor], heads: int) -> list[dict[str, float]]:
     numbers = torch.cat([stacked.mean(-1)[None], stacked.quantile(shares, dim=-1)])  # (1 + quantiles, values, heads)
     suffixes = ("", *(f"_q{q:02d}" for q in QUANTILES))
     names = [f"{name}{suffix}" for suffix in suffixes for name in values]
-    return [dict(zip(names, numbers[:, :, head].flatten().tolist(), strict=True)) for head in range(heads)]
+    found = [dict(zip(names, numbers[:, :, head].flatten().tolist(), strict=True)) for head in range(heads)]
+    return [one | {name: one[f"{name}_q50"] for name in MEDIANS} for one in found]
 
 
 def _top_n_row(key: dict[str, Any], archetype: Archetype, weights: Tensor, N: int) -> dict[str, Any]:
@@ -354,7 +367,7 @@ def synthetic_manifest(
     """What a run writes beside its tables (analysis/manifest.py)."""
     tokens = [{"text": text, "length": length} for text in texts for length in lengths]
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "finished": True,
         "created": "2025-01-01T00:00:00+00:00",
         "versions": {"python": "3.12.3", "platform": "Linux", "attnorm": "0.1.0", "torch": "2.13.0"},

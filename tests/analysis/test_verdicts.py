@@ -34,7 +34,7 @@ def head(**numbers: Any) -> dict[str, Any]:
     row = {
         "normalizer": "model", "n_high": 1024, "broken_rows": 0, "entropy_ratio": 0.2, "entropy_nats": 1.4,
         "entropy_floor": 0.1, "max_weight": 0.8, "sink_mass": 0.01, "entropy_ratio_without_sink": 0.2,
-        "logit_spread_without_sink": 9.0, "gap_slope": 0.95, "gap_slope_without_sink": 0.95, "gap_slope_error": 0.02,
+        "horizon_without_sink": 8e3, "gap_slope": 0.95, "gap_slope_without_sink": 0.95, "gap_slope_error": 0.02,
         "horizon": 1e6, "jacobian_norm": 0.2, "jacobian_norm_q75": 0.25, "effective_keys_without_sink": 3.0,
         "effective_keys": 25.0,
     }  # fmt: skip
@@ -61,7 +61,9 @@ def test_every_verdict_is_found_on_heads_made_for_it() -> None:
         (row["layer"], row["head"]): row["verdict"] for row in tables["heads"].to_pylist() if row["length"] == 1024
     }
     assert found == EXPECTED
-    assert set(found.values()) == set(VERDICTS)
+    assert set(found.values()) == set(VERDICTS) - {"dispersed"}, (
+        "softmax has a ceiling, so that force is told from choice"
+    )
 
 
 def test_evidence_is_one_sentence_with_numbers() -> None:
@@ -91,20 +93,20 @@ def test_the_floor_is_compared_with_the_entropy_of_the_same_row() -> None:
     assert "only 0% of the way" in told(**at_floor).evidence
     spread = 2.0
     content = float(entropy_floor(spread, 874)) / math.log(874)
-    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "logit_spread_without_sink": spread}
+    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "horizon_without_sink": 1 + math.exp(spread)}
     assert "only 0% of the way" in told(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
 
 
 def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
     spread = 2.0
     floor = float(entropy_floor(spread, 1023)) / math.log(1023)
-    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "logit_spread_without_sink": spread}
+    beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "horizon_without_sink": 1 + math.exp(spread)}
     assert verdict(**beside, entropy_ratio_without_sink=floor + 0.001) == "healthy"
     assert verdict(**beside, entropy_ratio_without_sink=0.5 * (1 + floor)) == "dispersed-forced"
 
 
 def test_a_horizon_beyond_all_numbers_forces_nothing() -> None:
-    assert verdict(**SMEARED, horizon=math.inf, logit_spread=1200.0) == "dispersed-by-choice"
+    assert verdict(**SMEARED, horizon=math.inf) == "dispersed-by-choice"
 
 
 def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
@@ -115,9 +117,9 @@ def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
 
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
     looks_sharp = {"sink_mass": 0.4, "max_weight": 0.4, "entropy_ratio": 0.6, "gap_slope": 1.0}
-    beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "logit_spread_without_sink": 2.0}
+    beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "horizon_without_sink": 8.4}
     assert verdict(**looks_sharp, **beside) == "dispersed-forced"
-    assert verdict(**looks_sharp, **{**beside, "logit_spread_without_sink": 12.0}) == "dispersed-by-choice"
+    assert verdict(**looks_sharp, **{**beside, "horizon_without_sink": 1e5}) == "dispersed-by-choice"
     assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
 
 
@@ -169,9 +171,27 @@ def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
     assert "sensitive" not in judge(*arguments, sensitivity=steep)["verdict"].to_pylist()
 
 
-def test_only_softmax_is_forced_by_its_spread() -> None:
-    assert verdict(**SMEARED, horizon=8.0, runs="entmax15") == "dispersed-by-choice"
-    assert verdict(**SMEARED, horizon=8.0, runs=None) == "dispersed-by-choice"
+def test_where_no_ceiling_is_known_neither_force_nor_choice_is_claimed() -> None:
+    for runs in ("entmax15", None):
+        found = told(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
+        assert found.verdict == "dispersed"
+        assert "not known for" in found.evidence
+        assert "although" not in found.evidence
+
+
+def test_a_rescaled_softmax_is_judged_by_its_own_horizon() -> None:
+    assert verdict(**SMEARED, horizon=8.0, runs="ssmax") == "dispersed-forced"
+    assert verdict(**SMEARED, horizon=8e6, runs="ssmax") == "dispersed-by-choice"
+
+
+def test_the_same_flat_logits_are_forced_under_softmax_and_under_ssmax() -> None:
+    """Spread 2 among 512 keys: ssmax multiplies it by 1.05 there, which changes next to nothing."""
+    tables = judged(synthetic_tables(cast=[["flat"] * 4], lengths=(512,)))
+    found: dict[str, set[str]] = {}
+    for row in tables["heads"].to_pylist():
+        found.setdefault(row["normalizer"], set()).add(row["verdict"])
+    assert found["model"] == found["ssmax"] == {"dispersed-forced"}
+    assert not found["entmax15"] & {"dispersed-forced", "dispersed-by-choice"}
 
 
 def test_saturated_means_no_better_than_permuted_values() -> None:
@@ -303,7 +323,7 @@ def test_judging_twice_changes_nothing() -> None:
 def test_the_headline_counts_the_heads() -> None:
     model = verdict_of(synthetic_tables(normalizers=("model",)))
     assert model.headline.startswith("1 of 24 heads is broken; 12 of 24 heads still select among 1,024 keys")
-    for part in ("3 dispersed by choice", "3 dispersed by force", "3 sink-dominated", "binds for 6"):
+    for part in ("3 dispersed-by-choice", "3 dispersed-forced", "3 sink-dominated", "binds for 6"):
         assert part in model.headline
     assert sum(model.counts.values()) == 24
     assert "In part: 6 of 23 heads" in model.sentences[0]
@@ -320,11 +340,11 @@ def windowed(tables: dict[str, pa.Table], layer: int, n: int) -> dict[str, pa.Ta
 def test_heads_behind_a_window_are_told_apart_from_those_that_see_every_key() -> None:
     tables = synthetic_tables(cast=[["selects", "selects", "flat"], ["flat", "flat", "selects"]], **SMALL)
     model = verdict_of(windowed(tables, layer=1, n=64))
-    assert model.headline.startswith("2 of 3 heads without a window still select among 512 keys; 1 dispersed by force")
+    assert model.headline.startswith("2 of 3 heads without a window still select among 512 keys; 1 dispersed-forced")
     assert model.ceiling is not None
     assert (model.ceiling.heads, model.ceiling.beyond) == (3, 1)
     assert any(
-        sentence.startswith("3 heads see at most 64 keys (1 healthy, 2 dispersed by force)")
+        sentence.startswith("3 heads see at most 64 keys (1 healthy, 2 dispersed-forced)")
         for sentence in model.sentences
     )
     assert sum(model.counts.values()) == 6
@@ -388,18 +408,52 @@ def test_a_spread_that_grows_never_binds_earlier_than_one_that_stays() -> None:
     assert binding_length(late, "logit_spread", horizon=1 + math.exp(6)) >= 1 + math.exp(6)
 
 
-def test_the_ceiling_of_softmax_binds_no_model_that_runs_something_else() -> None:
-    tables = judged(synthetic_tables(cast=[["flat"] * 4], **SMALL))
+def running(name: str | None, cast: list[list[str]], measured: str) -> ModelVerdict:
+    """A model patched with a normalizer: its rows go by "model"."""
+    tables = synthetic_tables(cast=cast, lengths=(512,), normalizers=(measured,))
+    rows = [row | {"normalizer": "model"} for row in tables["heads"].to_pylist()]
+    heads = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
+    arguments = heads, tables["by_length"], tables["top_n"]
     about = synthetic_manifest()
-    softmax = model_verdict(tables, about)
-    patched = model_verdict(tables, {**about, "model": {**about["model"], "runs": "entmax15"}})
-    mixed = model_verdict(tables, {**about, "model": {**about["model"], "runs": None}})
+    manifest = {**about, "model": {**about["model"], "runs": name}}
+    return model_verdict({**tables, "heads": judge(*arguments, model_runs=name)}, manifest)
+
+
+def test_a_ceiling_is_told_of_the_normalizer_that_has_it() -> None:
+    softmax, ssmax = (running(name, [["flat"] * 4], name) for name in ("softmax", "ssmax"))
     assert "softmax's ceiling binds for all" in softmax.headline
-    for other, whom in ((patched, "entmax15"), (mixed, "not every layer")):
-        assert "binds" not in other.headline
-        assert whom in other.sentences[0]
-        assert "4 of 4 heads would be beyond" in other.sentences[0]
-        assert "Is the ceiling binding" not in " ".join(other.sentences)
+    assert "ssmax's ceiling binds for all" in ssmax.headline
+    assert "Is the ceiling binding at 512 keys? Yes: 4 of 4" in ssmax.sentences[0]
+    assert "as it is now it binds" in " ".join(softmax.sentences)
+    assert "as it is now it binds" not in " ".join(ssmax.sentences), "its factor grows with n, so no length is foretold"
+
+
+@pytest.mark.parametrize("runs", ["entmax15", None])
+def test_no_ceiling_is_told_where_none_is_known(runs: str | None) -> None:
+    model = running(runs, [["flat"] * 4], "entmax15")
+    assert "ceiling" not in model.headline
+    assert model.ceiling is None
+    assert model.sentences[0].startswith("Whether a ceiling binds is not known")
+
+
+@pytest.mark.parametrize(
+    ("runs", "title"), [("ssmax", "A sparse normalizer"), ("sparsemax", "A length-aware normalizer")]
+)
+def test_advice_does_not_offer_what_the_model_has(runs: str, title: str) -> None:
+    model = running(runs, [["flat"] * 4], "ssmax" if runs == "ssmax" else "relu")
+    (advice,) = (one for one in model.advice if "normalizer" in one.title)
+    assert advice.title == title
+    assert advice.command is not None
+    assert runs not in advice.command
+    assert "would allow" not in advice.text, "forced, or not known"
+
+
+def test_advice_tells_by_how_much_a_rescaled_softmax_falls_short() -> None:
+    """Uniform logits of spread 2 among 256 keys: half of the weight takes log(255) / 2 = 2.8 times as much."""
+    model = verdict_of(synthetic_tables(cast=[["flat"] * 4], lengths=(256,), normalizers=("model", "ssmax")))
+    (advice,) = (one for one in model.advice if "normalizer" in one.title)
+    assert "ssmax multiplies their logits by 0.93 here, less than 1, so that it flattens them" in advice.text
+    assert "it would take 2.8 (an s of 0.5)" in advice.text
 
 
 def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:

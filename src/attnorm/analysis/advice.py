@@ -1,36 +1,44 @@
-"""What to try, each with the numbers that speak for it.
+"""What to try and what not to expect, each with the numbers that speak for it.
 
 Where other normalizers were measured on the same logits, advice says what they would do; where not, it gives the
 command that measures them. A what-if is about the logits as they are: a model that trains with another normalizer
 learns other logits.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.thresholds import DISPERSED, VERDICTS
+from attnorm.analysis.rules import judged_keys
+from attnorm.analysis.thresholds import DISPERSED, VERDICTS, Thresholds, thresholds_of
 from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
+from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import get
 
-TO_MEASURE = "model,ssmax,entmax15"  # one length-aware, one sparse
+TO_MEASURE = ("ssmax", "entmax15")  # one length-aware, one sparse
 MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
 
 _BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in DISPERSED)
 
 
-def advise(chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any]) -> list[Advice]:
-    """`chosen`: the judged heads as the model runs, one row each. `tables`: rows of all heads and normalizers."""
-    others = _other_normalizers(tables["heads"], chosen)
+def advise(
+    chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
+) -> list[Advice]:
+    """`chosen`: the judged heads as the model runs, one row each. `tables`: rows of all heads and normalizers.
+
+    runs: the normalizer that `chosen` is about, None where it is not known or layers differ.
+    """
+    others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
     given = (
         _broken(chosen),
-        _normalizer(chosen, others, manifest),
+        _normalizer(chosen, others, manifest, runs),
         _top_k(chosen, tables["top_n"], manifest),
         _more_heads(chosen, tables["coverage"], manifest),
         _temperature(chosen, tables["sensitivity"], manifest),
-        _sinks(chosen, others),
+        _sinks(chosen, others, runs),
         _frozen(chosen),
     )
     return [one for one in given if one is not None] or [_nothing(chosen)]
@@ -48,21 +56,12 @@ def _broken(chosen: Rows) -> Advice | None:
     )
 
 
-def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any]) -> Advice | None:
+def _normalizer(
+    chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
+) -> Advice | None:
     dispersed = with_verdict(chosen, DISPERSED)
     if not dispersed:
         return None
-    forced = len(with_verdict(dispersed, ("dispersed-forced",)))
-    if forced:
-        text = (
-            f"{forced} of {_count(len(dispersed), 'dispersed head')} are beyond their horizon, where softmax gives no "
-            "key half of the weight: logits must be scaled up with the length, or small weights cut off."
-        )
-    else:
-        text = (
-            f"The logits of {_count(len(dispersed), 'dispersed head')} would allow sharper weights: a length-aware or "
-            "sparse normalizer takes what is there."
-        )
     sharper = {name: pairs(dispersed, rows) for name, rows in others.items() if _sharpens(name)}
     what_if: list[WhatIf] = []
     for name, both in sharper.items():
@@ -74,12 +73,67 @@ def _normalizer(chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str,
         what_if.append(_counts(name, "frozen, of all heads", before, after, len(all_heads)))
         what_if += medians(name, "entropy / log n", "entropy_ratio", both)
         what_if += medians(name, "Jacobian norm", "jacobian_norm", both)
+    measured = ["model", *(name for name in TO_MEASURE if name != runs)]
     return Advice(
-        title="A length-aware or sparse normalizer",
-        text=text,
+        title=_title(runs),
+        text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds_of(manifest.get("thresholds", {})))]),
         heads=len(dispersed),
         what_if=tuple(what_if),
-        command=None if what_if else command(manifest, normalizers=TO_MEASURE),
+        command=None if what_if else command(manifest, normalizers=",".join(measured)),
+    )
+
+
+def _title(runs: str | None) -> str:
+    """Not what the model has already."""
+    properties = _properties(runs)
+    aware, sparse = bool(properties and properties.length), bool(properties and properties.exact_zeros)
+    kinds = {(True, False): "A sparse", (False, True): "A length-aware", (True, True): "Another length-aware or sparse"}
+    return f"{kinds.get((aware, sparse), 'A length-aware or sparse')} normalizer"
+
+
+def _why(dispersed: Rows, runs: str | None) -> str:
+    """What is known of the dispersed heads, and no more."""
+    count = {name: len(with_verdict(dispersed, (name,))) for name in DISPERSED}
+    heads, who = _count(len(dispersed), "dispersed head"), runs or "what the model runs"
+    if forced := count["dispersed-forced"]:
+        properties = _properties(runs)
+        further = "further up" if properties and properties.length else "up with the length"
+        return (
+            f"{forced} of {heads} are beyond their horizon, where {who} gives no key half of the weight: logits must "
+            f"be scaled {further}, or small weights cut off."
+        )
+    if chosen := count["dispersed-by-choice"]:
+        whose = heads if chosen == len(dispersed) else f"{chosen} of {heads}"
+        return f"The logits of {whose} would allow sharper weights; a sharper normalizer takes what is there."
+    return f"How sharp {who} could be on the logits of {heads} is not known; another normalizer on them shows more."
+
+
+def _factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
+    told = (_factor(name, both, thresholds) for name, both in sharper.items())
+    return [sentence for sentence in told if sentence is not None]
+
+
+def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
+    """Where one rescaled softmax stands against another: by what it multiplies the logits, and what it would take."""
+    known = [
+        (math.log(a - 1), math.log(b - 1), before["n_high"])
+        for before, after in both
+        if before["verdict"] == "dispersed-forced"
+        and (a := number(before, f"horizon{judged_keys(before, thresholds)}")) is not None
+        and (b := number(after, f"horizon{judged_keys(before, thresholds)}")) is not None
+        and a > 2
+    ]
+    if not known:
+        return None
+    factor, needed = median(b / a for a, b, _ in known), median(math.log(n - 1) / a for a, _, n in known)
+    if factor >= needed:
+        return None
+    longest = max(n for *_, n in known)
+    s = f" (an s of {needed / math.log(longest):.2g})" if name == "ssmax" else ""
+    flattens = ", less than 1, so that it flattens them" if factor < 0.995 else ""
+    return (
+        f"As it starts, {name} multiplies their logits by {factor:.2g} here{flattens}; for half of those beyond their "
+        f"horizon to reach half of the weight it would take {needed:.2g}{s}, which training has to find."
     )
 
 
@@ -131,7 +185,7 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
     concerned = with_verdict(chosen, ("saturated", "dispersed-forced"))
     if not concerned:
         return None
-    title = "More heads rather than broader ones"
+    title = "Broader heads are no way out: more heads reach further"
     layers = {_layer_of(row) for row in concerned}
     names = ("per_head", "union", "independent")
     at = [row for row in coverage if _layer_of(row) in layers and all(number(row, name) is not None for name in names)]
@@ -142,6 +196,7 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
             "not measured.",
             heads=len(concerned),
             command=command(manifest, metrics="all"),
+            caution=True,
         )
     N = min((row["top_n"] for row in at), key=lambda size: abs(size - 20))
     one, together, independent = (median(row[name] for row in at if row["top_n"] == N) for name in names)
@@ -164,6 +219,7 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
                 heads=len(concerned),
             ),
         ),
+        caution=True,
     )
 
 
@@ -171,7 +227,8 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
     concerned = with_verdict(chosen, (*DISPERSED, "sensitive", "saturated"))
     if not concerned:
         return None
-    title = "No lower temperature"
+    title = "A lower temperature is no way out"
+    bounded = any(number(row, "horizon") is not None for row in concerned)
     measured = [row for row in _of_heads(sensitivity, concerned) if number(row, "jacobian_norm") is not None]
     lower = max((row["temperature"] for row in measured if row["temperature"] < 1), default=None)
     now = [row for row in measured if row["temperature"] == 1]
@@ -180,31 +237,42 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
     if not what_if:
         return Advice(
             title=title,
-            text="It sharpens every row alike, raises the worst case of the Jacobian norm as 1/T, and moves the "
-            "horizon out without making it infinite.",
+            text="It sharpens every row alike, and raises the worst case of the Jacobian norm as 1/T"
+            + ("; the horizon moves out without becoming infinite." if bounded else "."),
             heads=len(concerned),
             command=command(manifest, metrics="all"),
+            caution=True,
         )
     what_if += medians(what_if[0].change, "its bound", "bound", pairs(now, then))
     text = (
         f"Dividing the logits by {lower:g} takes the Jacobian norm of {_count(len(concerned), 'head')} from "
-        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T, and the horizon moves "
-        "out but stays finite."
+        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T"
+        + (", and the horizon moves out but stays finite." if bounded else ".")
     )
-    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
+    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if), caution=True)
 
 
-def _sinks(chosen: Rows, others: Mapping[str, Rows]) -> Advice | None:
+def _sinks(chosen: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
     parked = with_verdict(chosen, ("sink-dominated",))
     if len(parked) < MANY_PARKED * len(chosen) or not parked:
         return None
     what_if: list[WhatIf] = []
     for name, rows in others.items():
         what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
+    properties = _properties(runs)
+    rest = f"{len(parked)} of {len(chosen)} heads rest on the first key"
+    if properties is None or properties.row_sum != "one":
+        whether = "" if properties is None else f", although rows of {runs} need not sum to 1"
+        return Advice(
+            title="Keep the first token",
+            text=f"{rest}{whether}; keep the first token in any cache that is cut.",
+            heads=len(parked),
+            what_if=tuple(what_if),
+        )
     return Advice(
         title="A way to attend to nothing",
-        text=f"{len(parked)} of {len(chosen)} heads rest on the first key, as softmax rows must sum to 1. A learned "
-        "sink, softpick or sigmoid weights let a head rest without it; keep the first token in any cache that is cut.",
+        text=f"{rest}, as {runs} rows must sum to 1. A learned sink, softpick or sigmoid weights let a head rest "
+        "without it; keep the first token in any cache that is cut.",
         heads=len(parked),
         what_if=tuple(what_if),
     )
@@ -230,11 +298,16 @@ def _nothing(chosen: Rows) -> Advice:
 
 def _sharpens(name: str) -> bool:
     """Length-aware or with exact zeros, as the normalizer declares; one that is not registered is taken to be."""
+    properties = _properties(name)
+    return properties is None or bool(properties.length) or properties.exact_zeros
+
+
+def _properties(name: str | None) -> Properties | None:
+    """None for a normalizer that is not registered, or that its name alone does not make."""
     try:
-        properties = get(name).properties
+        return None if name is None else get(name).properties
     except (ValueError, TypeError):
-        return True
-    return bool(properties.length) or properties.exact_zeros
+        return None
 
 
 def _other_normalizers(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:

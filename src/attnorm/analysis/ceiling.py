@@ -47,7 +47,10 @@ class Rate:
 
 
 def ceiling(heads: Sequence[Row], by_length: Iterable[Row], thresholds: Thresholds) -> Ceiling | None:
-    """None where no head has a horizon. Beside a sink that matters, the spread is that of the other keys."""
+    """None where no head has a horizon. Beside a sink that matters, the spread is that of the other keys.
+
+    by_length: the curves to extrapolate; none where a factor changes with n, so that the spread alone says nothing.
+    """
     curves: dict[tuple[Any, ...], list[Row]] = {}
     for row in by_length:
         curves.setdefault(_head(row), []).append(row)

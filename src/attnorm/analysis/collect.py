@@ -14,7 +14,7 @@ from attnorm.analysis.columns import Columns, table_of
 from attnorm.analysis.sampled import sampled_columns
 from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import Settings
-from attnorm.analysis.tables import QUANTILES, SCHEMAS
+from attnorm.analysis.tables import MEDIANS, QUANTILES, SCHEMAS
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import RowStatistics, measure_rows
@@ -142,10 +142,15 @@ def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Su
     return found
 
 
+def _typical(name: str, summary: Summary) -> np.ndarray:
+    """The mean over the rows, of a horizon the median: it is exponential in the spread, one wide row lifts a mean."""
+    return summary.quantiles[:, :, _QUARTILES["q50"]] if name in MEDIANS else summary.mean
+
+
 def _of_longest(summaries: Mapping[str, Summary]) -> Columns:
     columns: Columns = {}
     for name, summary in summaries.items():
-        columns[name] = summary.mean[:, 0]
+        columns[name] = _typical(name, summary)[:, 0]
         columns |= {f"{name}_q{q:02d}": summary.quantiles[:, 0, place] for place, q in enumerate(QUANTILES)}
     return columns
 
@@ -162,7 +167,7 @@ def _by_length(summaries: Mapping[str, Summary], n: Summary, bins: list[tuple[in
         "n": n.mean.ravel(),
     }
     for name, summary in summaries.items():
-        columns[name] = summary.mean.ravel()
+        columns[name] = _typical(name, summary).ravel()
         columns |= {f"{name}_{q}": summary.quantiles[:, :, place].ravel() for q, place in _QUARTILES.items()}
     order = np.lexsort((columns["n_low"], columns["head"]))
     order = order[columns["rows"][order] > 0]

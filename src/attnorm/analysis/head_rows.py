@@ -13,7 +13,8 @@ Row = Mapping[str, Any]
 NUMBERS = (
     "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "row_sum", "sink_mass",
     "logit_spread", "horizon", "jacobian_norm", "entropy_ratio_without_sink", "effective_keys_without_sink",
-    "max_weight_without_sink", "logit_spread_without_sink", "gap_slope", "gap_slope_without_sink", "gap_slope_error",
+    "max_weight_without_sink", "logit_spread_without_sink", "horizon_without_sink", "gap_slope",
+    "gap_slope_without_sink", "gap_slope_error",
 )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
 
 
 def number(row: Row, name: str) -> float | None:
-    """The median row's value, the mean where no median is kept; None where it is missing or not finite."""
+    """The median row's value, the column itself where no median is kept; None where it is missing or not finite."""
     for column in (f"{name}_q50", name):
         value = row.get(column)
         if value is not None and math.isfinite(value):

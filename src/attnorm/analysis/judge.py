@@ -37,8 +37,8 @@ def judge(
     """`heads` with the columns verdict, flags and evidence.
 
     sensitivity: where measured, it has the worst case of the Jacobian norm for the normalizers' own parameters.
-    model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax, and only
-    softmax is bound by the ceiling of its spread. None where it is not known.
+    model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax. None where it
+    is not known. Whether a ceiling bounds a row is told by the row itself: it has a horizon or has none.
     """
     slopes = _slopes_over_lengths(by_length)
     sets, bounds = _rows_by_head(top_n), _bounds(sensitivity)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCHEMA = 1
+SCHEMA = 2
 
 _PACKAGES = ("attnorm", "torch", "transformers", "numpy", "pyarrow")
 _WORDS = {"name": "model", "fingerprint": "weights"}

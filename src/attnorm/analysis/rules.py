@@ -12,13 +12,14 @@ import torch
 from torch.autograd.functional import jacobian
 
 from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.thresholds import SELECTING, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
 from attnorm.theory.dispersion import entropy_floor
 
 OPEN = "open"
+BEYOND_NUMBERS = 1e300  # keys
 NOISE = 64  # keys of a row in which nothing stands out
 SURE = 0.1  # of separability: where permuted values alone vary more, a head told apart little better may go unnoticed
 
@@ -105,11 +106,10 @@ def dispersed(case: Case) -> Findings:
         yield OPEN, "the rate (one length only, so that entropy alone decides)"
     horizon = judged_horizon(case.row, thresholds)
     if horizon is None:
-        yield OPEN, "forced or by choice (no spread)"
-        yield "dispersed-by-choice", words
-    elif case.runs != "softmax":
-        whom = case.runs or "what the model runs"
-        yield "dispersed-by-choice", f"{words}; the ceiling of softmax does not hold for {whom}"
+        yield (
+            "dispersed",
+            f"{words}; whether its logits would allow more is not known for {case.runs or 'what it runs'}",
+        )
     elif case.n > horizon:
         yield (
             "dispersed-forced",
@@ -147,7 +147,23 @@ RULES = (sink_dominated, frozen, sensitive, dispersed, saturated)
 def selects(case: Case) -> str:
     """The words for a head to which no rule applies."""
     largest = case.number(f"max_weight{judged_keys(case.row, case.thresholds)}")
-    return _selectivity(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
+    words = _selectivity(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
+    return f"{words}: broad, but it keeps up with the length" if broad(case.row, case.thresholds) else words
+
+
+def broad(row: Row, thresholds: Thresholds) -> bool:
+    """Smeared by its entropy and not sharp by its floor: if it is not dispersed, then only because it keeps up."""
+    case = Case(row=row, top_n=(), thresholds=thresholds, runs=None)
+    suffix = judged_keys(row, thresholds)
+    ratio = case.number(f"entropy_ratio{suffix}")
+    if ratio is None or ratio < thresholds.dispersed_entropy:
+        return False
+    above_floor = _above_floor(case, suffix, ratio)
+    return above_floor is None or above_floor > thresholds.near_floor
+
+
+def is_selecting(row: Row, thresholds: Thresholds) -> bool:
+    return row["verdict"] in SELECTING and not broad(row, thresholds)
 
 
 def judged_keys(row: Row, thresholds: Thresholds) -> str:
@@ -162,11 +178,16 @@ def judged_keys(row: Row, thresholds: Thresholds) -> str:
 
 
 def judged_horizon(row: Row, thresholds: Thresholds) -> float | None:
-    """1 + e^spread of the keys that count, finite also where it is beyond all numbers."""
-    suffix = judged_keys(row, thresholds)
-    known = None if suffix else number(row, "horizon")
-    spread = number(row, f"logit_spread{suffix}")
-    return known if spread is None else 1 + math.exp(min(spread, 700.0))
+    """That of the median row among the keys that count, finite also where it is beyond all numbers.
+
+    None where the normalizer has none: it is that of softmax and of softmax with rescaled logits, and bounds no other.
+    """
+    name = f"horizon{judged_keys(row, thresholds)}"
+    for column in (f"{name}_q50", name):
+        value = row.get(column)
+        if value is not None and not math.isnan(value):
+            return min(float(value), BEYOND_NUMBERS)
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -226,9 +247,9 @@ def _above_floor(case: Case, suffix: str, ratio: float) -> float | None:
     n = _median_n(case) - (1 if suffix else 0)
     entropy = None if suffix else case.number("entropy_nats")
     floor = None if suffix else case.number("entropy_floor")
-    spread = case.number(f"logit_spread{suffix}")
-    if suffix and spread is not None:
-        floor = float(entropy_floor(spread, n))
+    horizon = judged_horizon(case.row, case.thresholds)
+    if suffix and horizon is not None:
+        floor = float(entropy_floor(math.log(max(horizon - 1, 1.0)), n))
     if floor is None:
         return None
     entropy = ratio * math.log(n) if entropy is None else entropy

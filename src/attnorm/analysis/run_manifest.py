@@ -40,7 +40,7 @@ def new_manifest(
         ],
         "settings": plain,
         "versions": versions(),
-        "notes": [*planned.notes, *_sampling_notes(settings)],
+        "notes": [*planned.notes, *_sampling_notes(settings, max(lengths, default=None))],
     }
 
 
@@ -52,9 +52,12 @@ def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
     return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}
 
 
-def _sampling_notes(settings: Settings) -> list[str]:
+def _sampling_notes(settings: Settings, longest: int | None) -> list[str]:
+    """longest: tokens of the longest part; None where the inputs say that themselves."""
     if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
         return []
+    if longest is not None and longest <= min(NULL_ROWS, settings.vector_rows):
+        return []  # no row is left out
     sampled = f"come from at most {settings.vector_rows} of the longest rows of each sequence"
     few = f"{sampled} (separability and its null: {min(NULL_ROWS, settings.vector_rows)})"
     return [f"distances, separability, sensitivity and coverage {few}; all other numbers from every measured row"]

@@ -8,20 +8,27 @@ from typing import Any
 from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
 from attnorm.analysis.head_rows import Row, keys
 from attnorm.analysis.representative import place, representative
+from attnorm.analysis.rules import is_selecting
 from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
 
+FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
 
-_WORDS = {"dispersed-by-choice": "dispersed by choice", "dispersed-forced": "dispersed by force", None: "not judged"}
 
-
-def headline(seeing_all: Sequence[Row], windowed: Sequence[Row], limit: Ceiling | None) -> str:
+def headline(
+    seeing_all: Sequence[Row],
+    windowed: Sequence[Row],
+    limit: Ceiling | None,
+    runs: str | None,
+    thresholds: Thresholds,
+) -> str:
     """About the heads that see every key; a broken one of any kind comes first."""
     if not seeing_all:
         return "No head was measured."
     counts = Counter(row["verdict"] for row in seeing_all)
     total, longest = len(seeing_all), max(row["n_high"] or 0 for row in seeing_all)
-    select = sum(counts[name] for name in SELECTING)
+    select = sum(is_selecting(row, thresholds) for row in seeing_all)
+    keeping_up = sum(counts[name] for name in SELECTING) - select
     inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
     view = " without a window" if windowed else ""
     parts = [
@@ -31,13 +38,15 @@ def headline(seeing_all: Sequence[Row], windowed: Sequence[Row], limit: Ceiling 
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
-    others = ("dispersed-by-choice", "dispersed-forced", "sink-dominated", "saturated", None)
-    rest = [_counted(counts, name) for name in others if counts[name]]
+    others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", "saturated", None)
+    rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
+    rest += [_counted(counts, name) for name in others if counts[name]]
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
         whom = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
-        parts.append(f"softmax's ceiling binds for {whom}")
+        whose = "the" if runs is None else f"{runs}'s"
+        parts.append(f"{whose} ceiling binds for {whom}")
     return "; ".join(parts) + "."
 
 
@@ -52,7 +61,7 @@ def window_sentences(windowed: Sequence[Row]) -> list[str]:
     return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
 
 
-def length_sentences(heads: Iterable[Row], counted: Sequence[Row]) -> list[str]:
+def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
     """How the counted heads fare at each length, where a text was measured at several."""
     normalizers = {row["normalizer"] for row in counted}
     wanted = {place(row) for row in counted}
@@ -63,7 +72,8 @@ def length_sentences(heads: Iterable[Row], counted: Sequence[Row]) -> list[str]:
     parts: list[str] = []
     for length in lengths:
         rows, _ = representative([row for row in measured if row["length"] == length])
-        select, dispersed = (sum(row["verdict"] in names for row in rows) for names in (SELECTING, DISPERSED))
+        select = sum(is_selecting(row, thresholds) for row in rows)
+        dispersed = sum(row["verdict"] in DISPERSED for row in rows)
         units = (" tokens", " heads") if not parts else ("", "")
         parts.append(
             f"at {length:,}{units[0]}: {select} of {len(rows)}{units[1]} select, {dispersed} "
@@ -79,45 +89,46 @@ def _keys_seen(row: Row) -> int:
 
 
 def _counted(counts: Mapping[str | None, int], name: str | None) -> str:
-    return f"{counts[name]} {_WORDS.get(name, name)}"
+    return f"{counts[name]} {name or 'not judged'}"
 
 
 def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
     if limit is None:
-        return ["Whether the ceiling binds was not measured: no head has a horizon."]
-    if runs != "softmax":
-        what = "which not every layer runs" if runs is None else f"and this is {runs}"
-        would = (
-            f"The ceiling is that of softmax, {what}. With softmax on these logits {limit.beyond} of {limit.heads} "
-            f"heads would be beyond their horizon at {limit.length:,} keys, the length after which it can give no key "
-            "half of the weight."
-        )
-        return [would]
+        who = "what runs here" if runs is None else f"{runs} on these logits"
+        return [f"Whether a ceiling binds is not known: no head has a horizon, which {who} would have to obey."]
     now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
     sentence = (
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
-        f"their horizon, the length after which softmax can give no key half of the weight."
+        f"their horizon, the length after which {runs or 'a head that has one'} can give no key half of the weight."
     )
+    if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
+        return [sentence]
     when = f"With the spread of the logits as it is now it binds {_for_heads(limit.horizons)}"
-    if _for_heads(limit.binding) != _for_heads(limit.horizons):
-        when += f"; if it keeps growing with n as it does inside the text, {_for_heads(limit.binding)}"
+    if later := _for_heads(limit.binding, limit.horizons):
+        when += f"; if it keeps growing with n as it does inside the text, {later}"
     when += "."
     trained = manifest.get("model", {}).get("max_positions")
     made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
     return [sentence, when + made_for]
 
 
-def _for_heads(lengths: Sequence[float]) -> str:
-    """From which length on for 10, 50 and 90 % of the heads; those that no length in use reaches together."""
+def _for_heads(lengths: Sequence[float], told: Sequence[float] = ()) -> str:
+    """From which length on for 10, 50 and 90 % of the heads, but for what was told already."""
+    clauses, before = _clauses(lengths), _clauses(told)
+    return ", ".join(clause for clause in clauses if clause not in before)
+
+
+def _clauses(lengths: Sequence[float]) -> list[str]:
+    """Those that no length in use reaches together."""
     reached = [
         f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {keys(length)} keys"
-        for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=True)
+        for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=bool(lengths))
         if length < FARTHEST
     ]
     if not reached:
-        return "for less than a tenth of the heads at any length in use"
+        return ["for less than a tenth of the heads at any length in use"] if lengths else []
     beyond = {1: ["for half at no length in use"], 2: ["for nine tenths at no length in use"]}.get(len(reached), [])
-    return ", ".join([*reached, *beyond])
+    return [*reached, *beyond]
 
 
 def rate_sentences(slopes: Rate | None) -> list[str]:
@@ -149,6 +160,12 @@ def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> 
 
 def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
     sentences = []
+    longest = max((row["n_high"] or 0 for row in heads), default=0)
+    if 0 < longest < FEW_KEYS:
+        sentences.append(
+            f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to say well whether a head selects; "
+            "some hundred are needed, and verdicts and advice here are no more than a first look."
+        )
     if changing:
         sentences.append(f"{changing} heads get another verdict on another text; each is counted by its commonest.")
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]

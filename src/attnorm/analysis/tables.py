@@ -5,6 +5,7 @@ import pyarrow as pa
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 
 QUANTILES = (5, 25, 50, 75, 95)
+MEDIANS = ("horizon", "horizon_without_sink")  # told by their median under their own name; all others by their mean
 
 # Verdicts are derived from the other columns when the tables of all parts are put together (analysis/verdicts.py).
 VERDICT_COLUMNS = [("verdict", pa.string()), ("flags", pa.list_(pa.string())), ("evidence", pa.string())]
@@ -24,7 +25,7 @@ def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
 
 
 def with_quantiles(metric: str) -> list[str]:
-    """The mean under the metric's own name, and its quantiles over the rows: entropy_nats, entropy_nats_q05, ..."""
+    """The mean (of MEDIANS the median) under the metric's own name, and its quantiles: entropy_nats_q05, ..."""
     return [metric, *(f"{metric}_q{q:02d}" for q in QUANTILES)]
 
 

@@ -16,12 +16,13 @@ MEANING: dict[str, str] = {
     "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
     "at this length",
     "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
+    "dispersed": "smeared over the context; how sharp its logits would allow this normalizer to be is not known",
     "saturated": "concentrates its weight, but on keys told apart no better than with permuted values",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
-    "healthy": "selects, and none of the other verdicts applies",
+    "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
 }
 VERDICTS: tuple[str, ...] = tuple(MEANING)
-DISPERSED = ("dispersed-forced", "dispersed-by-choice")
+DISPERSED = ("dispersed-forced", "dispersed-by-choice", "dispersed")
 SELECTING = ("healthy", "sensitive", "frozen")  # saturated heads concentrate their weight too, but on a blur
 
 

@@ -67,20 +67,21 @@ def model_verdict(
         for row in tables["by_length"].select(_CURVE).to_pylist()
         if tuple(row[name] for name, _ in HEAD_KEY) in chosen
     ]
-    limit, slopes, runs = ceiling(seeing_all, curves, thresholds), rate(heads), _runs(heads, manifest)
+    runs, slopes = _runs(heads, manifest), rate(heads)
+    limit = ceiling(seeing_all, curves if runs == "softmax" else (), thresholds)
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
     return ModelVerdict(
-        headline=headline(seeing_all, windowed, limit if runs == "softmax" else None),
+        headline=headline(seeing_all, windowed, limit, runs, thresholds),
         counts={name: counts.get(name, 0) for name in VERDICTS},
         sentences=[
             *ceiling_sentences(limit, manifest, runs),
             *window_sentences(windowed),
             *rate_sentences(slopes),
-            *length_sentences(all_heads, seeing_all),
+            *length_sentences(all_heads, seeing_all, thresholds),
             *caveats(heads, changing, manifest),
             *threshold_sentences(thresholds, manifest),
         ],
-        advice=advise(heads, {"heads": all_heads, **rows}, manifest),
+        advice=advise(heads, {"heads": all_heads, **rows}, manifest, runs),
         ceiling=limit,
         rate=slopes,
     )

@@ -31,6 +31,7 @@ class Advice:
     heads: int  # concerned
     what_if: tuple[WhatIf, ...] = ()
     command: str | None = None  # measures what is missing
+    caution: bool = False  # what not to expect, rather than something to try
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

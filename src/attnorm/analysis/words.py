@@ -15,7 +15,9 @@ def summary(analysis: Analysis) -> str:
     verdict = analysis.verdict
     lines = [verdict.headline, "", *_about(analysis), "", _counts(analysis)]
     lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
-    lines += ["", "What to try:", *(f"- {advice.text}" for advice in verdict.advice)] if verdict.advice else []
+    for title, cautions in (("What to try:", False), ("What not to expect:", True)):
+        given = [f"- {advice.text}" for advice in verdict.advice if advice.caution == cautions]
+        lines += ["", title, *given] if given else []
     lines += ["", *(f"Note: {note}" for note in analysis.manifest["notes"])] if analysis.manifest["notes"] else []
     return "\n".join(lines)
 

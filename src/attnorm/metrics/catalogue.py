@@ -62,17 +62,19 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="weight_ceiling", label="Weight ceiling", unit="", group="limits", bounded=(0, 1),
-        meaning="The largest weight that the row's spread allows among its n keys under softmax: 1/(1+(n-1)e^-d).",
+        meaning="The largest weight that the row's spread d, times the factor of a rescaled softmax, allows among its "
+        "n keys: 1/(1+(n-1)e^-d); only known for softmax and its rescalings.",
         reading="Well above the largest weight, the head could be sharper and is not: dispersion by choice.",
     ),
     Metric(
         name="entropy_floor", label="Entropy floor", unit="nats", group="limits",
-        meaning="The smallest entropy that the row's spread allows among its n keys under softmax.",
+        meaning="The smallest entropy that the row's spread allows among its n keys, for softmax and its rescalings.",
         reading="A head near its floor is as sharp as its logits permit - the opposite of dispersed.",
     ),
     Metric(
         name="horizon", label="Horizon", unit="keys", group="limits", logarithmic=True,
-        meaning="1 + e^spread: beyond this many keys softmax can give no key more than half of the weight.",
+        meaning="1 + e^spread, the spread times the factor of a rescaled softmax: beyond this many keys no key can "
+        "have more than half of the weight; the median row, as one wide row lifts any mean.",
         reading="A horizon shorter than your context means that the ceiling binds: dispersion is forced.",
     ),
     Metric(
@@ -105,6 +107,11 @@ METRICS: tuple[Metric, ...] = (
         name="logit_spread_without_sink", label="Logit spread, no sink", unit="nats", group="sink",
         meaning="Logit spread among the keys other than the first.",
         reading="The sink often holds an extreme logit; this is the spread that content has to work with.",
+    ),
+    Metric(
+        name="horizon_without_sink", label="Horizon, no sink", unit="keys", group="sink", logarithmic=True,
+        meaning="The horizon of the keys other than the first; the median row.",
+        reading="As the horizon, for the keys that carry content: where a sink matters, verdicts rest on this one.",
     ),
     Metric(
         name="jacobian_norm", label="Jacobian norm", unit="", group="gradient",

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import RowsBlock
-from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.softmax import Softmax
 
 
 def dense_visible(call: AttentionCall) -> Tensor:
@@ -38,11 +39,7 @@ def dense_weights(call: AttentionCall, normalizer: Normalizer | None = None) -> 
     """(B, H, Q, K) in float64; None: softmax with the model's own sinks."""
     logits, visible = dense_logits(call), dense_visible(call)
     if normalizer is not None:
-        queries, keys = logits.shape[-2:]
-        states = call.inputs_BKC if queries == keys else None
-        order = torch.arange(keys - queries, keys, device=logits.device)
-        block = RowsBlock(torch.where(visible, logits, 0.0), visible, None, states, queries=order)
-        return normalizer.weights(block)
+        return normalizer.weights(_dense_block(call))
     logits = torch.where(visible, logits, -torch.inf)
     if call.sinks_H is not None:
         sinks = call.sinks_H.double()[:, None, None].expand(*logits.shape[:-1], 1)
@@ -50,12 +47,30 @@ def dense_weights(call: AttentionCall, normalizer: Normalizer | None = None) -> 
     return torch.where(visible.any(-1, keepdim=True), torch.softmax(logits, -1), 0.0)
 
 
+def dense_exponents(call: AttentionCall, normalizer: Normalizer | None = None) -> Tensor | None:
+    """(B, H, Q, K) in float64: what softmax takes the exponential of; None for a map that is no softmax."""
+    if normalizer is None:
+        return dense_logits(call)
+    scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    if type(normalizer.map) is not Softmax or normalizer.selections or not scales:
+        return None
+    return normalizer.prepare(_dense_block(call)).logits.detach()
+
+
+def _dense_block(call: AttentionCall) -> RowsBlock:
+    logits, visible = dense_logits(call), dense_visible(call)
+    queries, keys = logits.shape[-2:]
+    states = call.inputs_BKC if queries == keys else None
+    order = torch.arange(keys - queries, keys, device=logits.device)
+    return RowsBlock(torch.where(visible, logits, 0.0), visible, None, states, queries=order)
+
+
 def dense_statistics(
     call: AttentionCall, normalizer: Normalizer | None, rows: Tensor, top_n: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """(B, H, R) in float64 by name: those of `row_statistics`, NaN where a row has no such number, and "n"."""
     logits, visible = dense_logits(call), dense_visible(call)
-    weights = dense_weights(call, normalizer).detach()
+    weights, exponents = dense_weights(call, normalizer).detach(), dense_exponents(call, normalizer)
     sink = call.sinks_H if normalizer is None else normalizer.sink
     shape = (*logits.shape[:2], len(rows))
     results = {"n": visible[..., rows.to(visible.device), :].sum(-1).double()}
@@ -64,6 +79,8 @@ def dense_statistics(
             for place, row in enumerate(rows.tolist()):
                 at = (item, head, row)
                 numbers = row_statistics(logits[at], weights[at], visible[at], top_n, rest_is_sink=sink is not None)
+                if numbers and exponents is not None:
+                    numbers |= row_limits(exponents[at][visible[at]])
                 for name, value in numbers.items():
                     results.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
                     results[name][item, head, place] = value
@@ -73,7 +90,7 @@ def dense_statistics(
 def row_statistics(
     logits: Tensor, weights: Tensor, visible: Tensor, top_n: tuple[int, ...], *, rest_is_sink: bool = False
 ) -> dict[str, float]:
-    """Every number of one row of K keys but the Jacobian's norm; "top_mass_N" for the masses.
+    """Every number of one row of K keys but its limits and the Jacobian's norm; "top_mass_N" for the masses.
 
     rest_is_sink: what the weights lack to 1 went to a learned sink.
     """
@@ -83,9 +100,6 @@ def row_statistics(
         return {}
     d = float(z.max() - z.min())
     numbers = {"row_sum": float(weights[visible].sum()), "max_logit": float(z.max()), "logit_spread": d}
-    numbers["horizon"] = 1 + math.exp(d) if d < 709 else math.inf
-    numbers["weight_ceiling"] = 1 / (1 + (n - 1) * math.exp(-d))
-    numbers["entropy_floor"] = _smallest_entropy(n, d)
     if n > 1:
         numbers["logit_spread_without_sink"] = float(z[1:].max() - z[1:].min())
     if float(w.sum()) > 0:
@@ -100,6 +114,20 @@ def row_statistics(
     if rest_is_sink:
         numbers["sink_mass"] = float(w[0] + 1 - w.sum())
     return numbers
+
+
+def row_limits(z: Tensor) -> dict[str, float]:
+    """What softmax of these n logits, and of any others of their spread, cannot pass."""
+    n, d = len(z), float(z.max() - z.min())
+    ceiling = 1 / (1 + (n - 1) * math.exp(-d))
+    limits = {"horizon": _horizon(d), "weight_ceiling": ceiling, "entropy_floor": _smallest_entropy(n, d)}
+    if n > 1:
+        limits["horizon_without_sink"] = _horizon(float(z[1:].max() - z[1:].min()))
+    return limits
+
+
+def _horizon(spread: float) -> float:
+    return 1 + math.exp(spread) if spread < 709 else math.inf
 
 
 def _smallest_entropy(n: int, spread: float) -> float:

@@ -47,7 +47,8 @@ def measure_rows(
     """The statistics of these queries (sorted indices) by the normalizers' names; None goes by "model".
 
     Entropy, effective keys, largest weight and masses are those of |w| / sum |w|; without the sink: of the keys but the
-    row's first visible one, in the same way. Limits are those of softmax, from the model's logits.
+    row's first visible one, in the same way. Limits (ceiling, floor, horizon) are those of the normalizer itself where
+    it is softmax of rescaled logits, NaN where it is another map; spread and largest logit are the model's.
     """
     if not top_n or min(top_n) < 1:
         raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
@@ -160,17 +161,22 @@ def _finished(limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequen
     finite = max_logit.isfinite() & distance.isfinite() & values["row_sum"].isfinite()
     sound = (n > 0) & finite
     distance = torch.where(sound, distance, torch.nan)
+    rest = torch.where(n > 1, largest - smallest, torch.nan)
     keys = n.to(distance.dtype).clamp(min=1)
+    # What the exponential is taken of: nothing of that kind bounds a map that is no softmax.
+    gain = found["gain"].squeeze(-1) if "gain" in found else 1.0 if "sums" in found else torch.nan
+    reach = distance * gain
     entropy_rest = values.pop("entropy_nats_without_sink")
     values |= {
         "max_logit": max_logit,
         "logit_spread": distance,
-        "logit_spread_without_sink": torch.where(n > 1, largest - smallest, torch.nan),
+        "logit_spread_without_sink": rest,
         "entropy_ratio": torch.where(n > 1, values["entropy_nats"] / torch.log(keys), torch.nan),
         "entropy_ratio_without_sink": torch.where(n > 2, entropy_rest / torch.log(keys - 1), torch.nan),
-        "weight_ceiling": sharp_weight_bounds(distance, keys).upper,
-        "entropy_floor": entropy_floor(distance, keys),
-        "horizon": horizon(distance.double()),  # e^spread leaves float32 at 89
+        "weight_ceiling": sharp_weight_bounds(reach, keys).upper,
+        "entropy_floor": torch.where(reach.isnan(), torch.nan, entropy_floor(reach, keys)),
+        "horizon": horizon(reach.double()),  # e^spread leaves float32 at 89
+        "horizon_without_sink": horizon((rest * gain).double()),
     }
     return RowStatistics(
         n=n,

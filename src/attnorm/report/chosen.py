@@ -33,11 +33,8 @@ def column(table: pa.Table, name: str) -> NDArray[np.float64]:
 
 
 def shown(heads: pa.Table, metric: str) -> NDArray[np.float64]:
-    """What the report shows of a metric: its mean over the rows, and of the horizon its median.
-
-    A horizon is exponential in the spread: one wide row would lift the mean above every other.
-    """
-    return column(heads, f"{metric}_q50" if metric == "horizon" else metric)
+    """What the report shows of a metric: its own column, the mean over the rows and of a horizon the median."""
+    return column(heads, metric)
 
 
 def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:

@@ -46,7 +46,7 @@ def head_curves(analysis: Any, layer: int, head: int, choice: Mapping[str, Any] 
     _distance(panels[1, 1], sets)
     _sensitivity(panels[1, 2], steps)
     for axes in panels[0]:
-        _mark_horizon(axes, numbers.get("horizon_q50"))
+        _mark_horizon(axes, numbers.get("horizon"))
     return figure
 
 

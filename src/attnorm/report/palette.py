@@ -14,6 +14,7 @@ VERDICT_COLOURS: dict[str, tuple[str, str]] = {  # fill, ink
     "broken": ("#1c1c1f", "#ffffff"),
     "dispersed-forced": ("#b8470f", "#ffffff"),
     "dispersed-by-choice": ("#eda73a", "#2b1a00"),
+    "dispersed": ("#f3d3a2", "#2b1a00"),
     "saturated": ("#cd86ae", "#2a0b1d"),
     "sink-dominated": ("#85c4ec", "#06263a"),
     "frozen": ("#1f6aa5", "#ffffff"),

@@ -23,6 +23,7 @@ STYLE: dict[str, str] = {
     "broken": "bold #ffffff on #b00020",
     "dispersed-forced": "#000000 on #ff6e67",
     "dispersed-by-choice": "#000000 on #f4bf4f",
+    "dispersed": "#000000 on #ffd9a0",
     "saturated": "#000000 on #c58fff",
     "sink-dominated": "#000000 on #6fa8ff",
     "frozen": "#000000 on #7fe0e6",
@@ -45,8 +46,9 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     parts += [_legend(heads), Text(), *(Text(sentence) for sentence in verdict.sentences)]
     if (worst := _worst(heads)) is not None:
         parts += [Text(), worst]
-    if verdict.advice:
-        parts += [Text(), Text("What to try", style="bold"), *_advice(verdict.advice)]
+    for title, cautions in (("What to try", False), ("What not to expect", True)):
+        given = [one for one in verdict.advice if one.caution == cautions]
+        parts += [Text(), Text(title, style="bold"), *_advice(given)] if given else []
     parts += [Text(f"note: {note}", style="dim") for note in analysis.manifest.get("notes", [])]
     return Group(*parts)
 
@@ -151,10 +153,15 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
         yield Text(f"{position}. {one.title}{concerned}")
         yield Padding(Text(one.text, style="dim"), (0, 0, 0, 3))
         for change in dict.fromkeys(what.change for what in one.what_if):
-            told = ", ".join(what_if_words(what) for what in one.what_if if what.change == change)
+            told = ", ".join(what_if_words(what) for what in one.what_if if what.change == change and _says_much(what))
             yield Padding(Text.assemble((f"{change}: ", "cyan"), told), (0, 0, 0, 3))
         if one.command:
             yield Padding(Text.assemble("measure it: ", (one.command, "cyan")), (0, 0, 0, 3))
+
+
+def _says_much(what: WhatIf) -> bool:
+    """A count that is 0 before and after is left out of a line; the tables of the report have it."""
+    return (what.before, what.after) != (0, 0)
 
 
 def what_if_words(what: WhatIf) -> str:

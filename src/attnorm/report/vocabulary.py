@@ -21,16 +21,17 @@ class Word:
 
 # In the order of legends and of "worst first": what cannot select, what does not, what selects badly, what is well.
 VERDICTS: tuple[Word, ...] = tuple(
-    Word(name, mark, label, f"{MEANING[name][0].upper()}{MEANING[name][1:]}.")
-    for name, mark, label in (
-        ("broken", "Br", "broken"),
-        ("dispersed-forced", "Df", "dispersed, forced"),
-        ("dispersed-by-choice", "Dc", "dispersed, by choice"),
-        ("saturated", "Sa", "saturated"),
-        ("sink-dominated", "Si", "sink-dominated"),
-        ("frozen", "Fr", "frozen"),
-        ("sensitive", "Se", "sensitive"),
-        ("healthy", "He", "healthy"),
+    Word(name, mark, name, f"{MEANING[name][0].upper()}{MEANING[name][1:]}.")
+    for name, mark in (
+        ("broken", "Br"),
+        ("dispersed-forced", "Df"),
+        ("dispersed-by-choice", "Dc"),
+        ("dispersed", "Di"),
+        ("saturated", "Sa"),
+        ("sink-dominated", "Si"),
+        ("frozen", "Fr"),
+        ("sensitive", "Se"),
+        ("healthy", "He"),
     )
 )
 UNKNOWN = Word("unknown", "?", "not judged", "No verdict was given.")

@@ -22,7 +22,8 @@ def page_words(analysis: Any) -> dict[str, Any]:
         "headline": verdict.headline.partition("; "),  # the clause that matters most is set larger
         "sentences": [with_lead(sentence) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
-        "advice": [advice_words(one) for one in verdict.advice],
+        "advice": [advice_words(one) for one in verdict.advice if not getattr(one, "caution", False)],
+        "cautions": [advice_words(one) for one in verdict.advice if getattr(one, "caution", False)],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
         "notes": [f"{str(note).rstrip('.')}." for note in manifest.get("notes") or []],

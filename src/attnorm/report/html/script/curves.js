@@ -6,10 +6,11 @@ function halfOfRows(row, name) {
   return { xs, low, high, look: "band c-main" };
 }
 
-// Floor, ceiling and horizon are those of softmax; another map may pass them.
-function ofSoftmax(row, limit) {
-  if (runs(row) === "softmax") return "";
-  return ` The ${limit} is that of softmax on these logits: ${runs(row) || "what this layer runs"} is not bound by it.`;
+// Softmax has floor, ceiling and horizon, also where it rescales its logits; of other maps none is known.
+function whose(row, limit, values) {
+  const name = runs(row) || "what this layer runs";
+  if (!values.some(Number.isFinite)) return ` No ${limit} is known for ${name}.`;
+  return name === "softmax" ? "" : ` The ${limit} is that of ${name}, its factor on the logits included.`;
 }
 
 function entropyChart(row) {
@@ -19,7 +20,7 @@ function entropyChart(row) {
     unit: "nats",
     how:
       "At log n attention is uniform; at the floor it is as sharp as the logits permit. The band holds half of the " +
-      `rows.${ofSoftmax(row, "floor")}`,
+      `rows.${whose(row, "floor", curve(row, "byLength", "entropy_floor"))}`,
     x: N_AXIS,
     y: { zero: true },
     bands: [halfOfRows(row, "entropy_nats")],
@@ -71,7 +72,7 @@ function weightChart(row) {
     unit: "with the ceiling that the logits put on it",
     how:
       "The ceiling is the largest weight that the logit spread allows among n keys; 1/n is uniform attention." +
-      ofSoftmax(row, "ceiling"),
+      whose(row, "ceiling", curve(row, "byLength", "weight_ceiling")),
     x: N_AXIS,
     y: { domain: [0, 1] },
     series: [
