@@ -8,7 +8,15 @@ import pytest
 
 import attnorm
 from attnorm.analysis import manifest
-from attnorm.analysis.settings import EPSILONS, GROUPS, Settings, groups, named_normalizers, settings_of
+from attnorm.analysis.settings import (
+    EPSILONS,
+    GROUPS,
+    Settings,
+    groups,
+    named_normalizers,
+    settings_of,
+    vector_rows_at,
+)
 from attnorm.analysis.tables import SENSITIVITY
 
 
@@ -137,3 +145,12 @@ def test_what_does_not_decide_a_part_is_not_in_its_key() -> None:
     assert key(top_n=(5, 1, 5)) == key(top_n=(1, 5))
     assert key(metrics=("vectors", "core")) == key(metrics=("core", "vectors"))
     assert key(normalizers=named_normalizers(("entmax15",))) == key(normalizers=named_normalizers(("entmax15",)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "expected"),
+    [(64, 18, 16), (64, 1024, 16), (64, 2048, 8), (64, 4096, 4), (64, 10**6, 4), (512, 4096, 32), ("all", 4096, 64)],
+)
+def test_separability_has_16_rows_up_to_a_thousand_keys(rows: int | str, n: int, expected: int) -> None:
+    assert vector_rows_at(settings(rows=rows, vector_rows=None), n) == expected
+    assert vector_rows_at(settings(rows=rows, vector_rows=7), n) == 7, "what was asked for"

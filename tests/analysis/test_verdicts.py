@@ -12,7 +12,7 @@ from attnorm.analysis.advice import advise
 from attnorm.analysis.ceiling import binding_length
 from attnorm.analysis.head_rows import keys
 from attnorm.analysis.judge import Judgement, judge_head
-from attnorm.analysis.rules import Case, worst_norm
+from attnorm.analysis.rules import Case, is_selecting, worst_norm
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
@@ -113,6 +113,26 @@ def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
     assert verdict(**{**SMEARED, "gap_slope": 0.9}) == "healthy"
     assert verdict(**{**SMEARED, "gap_slope": 0.7, "gap_slope_error": 0.01}) == "dispersed-by-choice"
     assert verdict(**{**SMEARED, "gap_slope": 0.7, "gap_slope_error": 0.2}) == "healthy", "1 is within the error"
+
+
+def test_a_broad_head_that_keeps_up_is_not_said_to_select() -> None:
+    assert told(**{**SMEARED, "gap_slope": 0.9}).evidence.endswith("broad, but it keeps up with the length.")
+    assert "broad" not in told().evidence
+    tables = dict(synthetic_tables(cast=[["selects", "selects", "flat"]], **SMALL))
+    changed = {"gap_slope": 0.9, "gap_slope_error": 0.01}
+    rows = [row | (changed if row["head"] == 2 else {}) for row in tables["heads"].to_pylist()]
+    tables["heads"] = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
+    apart = [row | {"separability": 0.9} for row in tables["top_n"].to_pylist()]
+    tables["top_n"] = pa.Table.from_pylist(apart, schema=tables["top_n"].schema)
+    model = verdict_of(tables)
+    assert model.headline.startswith("2 of 3 heads still select among 512 keys; 1 broad but keeping up")
+    assert model.counts["healthy"] == 3
+
+
+def test_a_head_at_its_floor_selects_however_broad_it_is() -> None:
+    near = head(**SMEARED, horizon=3.0) | {"entropy_floor": 0.9 * math.log(1024) - 0.01, "verdict": "healthy"}
+    assert is_selecting(near, Thresholds())
+    assert not is_selecting(near | {"entropy_floor": 5.0}, Thresholds())
 
 
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
@@ -374,6 +394,48 @@ def test_verdicts_from_few_rows_say_so(rows: int, told: str | None) -> None:
     sampled = {**synthetic_manifest(), "settings": {"rows": rows}}
     found = [sentence for sentence in model_verdict(judged(tables), sampled).sentences if "rest on" in sentence]
     assert found == ([] if told is None else [f"Verdicts rest on {told}per head; --rows all is surer."])
+
+
+@pytest.mark.parametrize(("rows", "told"), [(4, True), (15, True), (16, False)])
+def test_saturation_from_few_rows_says_so(rows: int, told: bool) -> None:
+    tables = synthetic_tables(cast=[["selects", "flat"]], **SMALL)
+    many = [row | {"rows": 64} for row in tables["heads"].to_pylist()]
+    few = [row | {"rows": rows} for row in tables["top_n"].to_pylist()]
+    tables = {
+        **tables,
+        "heads": pa.Table.from_pylist(many, schema=tables["heads"].schema),
+        "top_n": pa.Table.from_pylist(few, schema=tables["top_n"].schema),
+    }
+    expected = [f"Saturation rests on {rows} rows per head; --rows all is surer."] if told else []
+    assert [sentence for sentence in verdict_of(tables).sentences if "rest" in sentence.split()[1]] == expected
+
+
+@pytest.mark.parametrize(("length", "short"), [(64, True), (256, False)])
+def test_a_text_of_few_tokens_gets_no_verdict_without_a_warning(length: int, short: bool) -> None:
+    model = verdict_of(synthetic_tables(cast=[["selects", "flat"]], lengths=(length,), normalizers=("model",)))
+    assert model.sentences[0].startswith("The longest rows have 64 keys: too few") == short
+    texts = [advice.text for advice in model.advice]
+    assert any("100 heaviest" in text for text in texts) != short, "100 of 64 keys are no selection"
+
+
+def test_lengths_that_growth_does_not_change_are_told_once() -> None:
+    """Heads beyond their horizon are bound where they are, whatever the others do."""
+    model = verdict_of(synthetic_tables(cast=[["flat", "flat", "flat", "selects"]], **SMALL))
+    (when,) = (sentence for sentence in model.sentences if "as it is now it binds" in sentence)
+    assert "if it keeps growing" in when
+    clauses = [clause for clause in when.replace(";", ",").split(",") if "beyond" in clause or "no length" in clause]
+    lengths = [clause[clause.index("for ") :] for clause in clauses]
+    assert len(lengths) == len(set(lengths))
+
+
+def test_what_cannot_be_tried_is_a_caution() -> None:
+    advice = verdict_of(synthetic_tables(**SMALL)).advice
+    cautions = [one.title for one in advice if one.caution]
+    assert [title.partition(" is ")[0].partition(" are ")[0] for title in cautions] == [
+        "Broader heads",
+        "A lower temperature",
+    ]
+    assert any("normalizer" in one.title for one in advice if not one.caution)
 
 
 def test_a_model_without_fault_is_told_so() -> None:

@@ -61,6 +61,21 @@ def test_what_ifs_are_shown_where_they_were_measured() -> None:
     assert "entmax15: dispersed heads 6 -> 0" in text
 
 
+def test_cautions_stand_apart_and_nothing_that_stays_zero_is_told() -> None:
+    text = " ".join(shown(analysis_summary(made(normalizers=("model", "ssmax", "entmax15")))).split())
+    tried, expected = text.index("What to try"), text.index("What not to expect")
+    assert tried < text.index("sparse normalizer") < expected < text.index("A lower temperature is no way out")
+    assert " 0 -> 0" not in text
+
+
+def test_a_horizon_is_shown_only_of_normalizers_that_have_one() -> None:
+    several = made(normalizers=("model", "ssmax", "entmax15"))
+    text = shown(comparison_tables(compare({"run": several})), width=160)
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("Horizon"))
+    assert line.split()[-1] == "-"
+    assert line.count("..") == 2
+
+
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_many_heads_are_folded_into_blocks_that_fit(width: int) -> None:
     text = shown(analysis_summary(made([["selects", "flat"] * 20])), width=width)

@@ -158,7 +158,8 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
         return None
     title = "Keep top-k sub-linear in the length"
     measured = _of_heads(top_n, concerned)
-    sizes = sorted({row["top_n"] for row in measured if row["top_n"] > 1 and number(row, "mass") is not None})
+    longest = max(row["n_high"] for row in chosen)
+    sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})
     small, large = sizes[-2:] if len(sizes) > 1 else (0, 0)
     both = pairs([row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large])
     change = f"top {large} instead of top {small}"
@@ -174,7 +175,7 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
     what_if += medians(change, "keys told apart", "separability", both)
     before, after = what_if[0].before, what_if[0].after
     text = (
-        f"The {small} heaviest of {max(row['n_high'] for row in chosen):,} keys hold {before:.0%} of the weight of "
+        f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
         f"{_count(len(concerned), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly than the "
         "length, and end where the weight does."
     )
@@ -188,7 +189,13 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
     title = "Broader heads are no way out: more heads reach further"
     layers = {_layer_of(row) for row in concerned}
     names = ("per_head", "union", "independent")
-    at = [row for row in coverage if _layer_of(row) in layers and all(number(row, name) is not None for name in names)]
+    at = [
+        row
+        for row in coverage
+        if _layer_of(row) in layers
+        and row["top_n"] < max(one["n_high"] for one in concerned)
+        and all(number(row, name) is not None for name in names)
+    ]
     if not at:
         return Advice(
             title=title,

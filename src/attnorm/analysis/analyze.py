@@ -55,7 +55,8 @@ def analyze(
     lengths: tokens from the start of each text; None for as many as the text has and the model was made for.
     top_n: the sizes N of the sets of heaviest keys that mass, distances and separability are told for.
     rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
-    numbers (distances, separability, sensitivity, coverage); None for a number that goes with `rows`.
+    numbers (distances, separability, sensitivity, coverage); None for 64, and for 16 where a number of rows is
+    given (fewer where they have more than 1,024 keys, down to 4).
     vectors: what they compare, "values" or layer "inputs".
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
     metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.

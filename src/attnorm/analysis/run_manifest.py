@@ -1,12 +1,13 @@
 """The manifest of a run: what is known before it starts, and what its parts add to it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnorm.analysis import store
 from attnorm.analysis.manifest import SCHEMA, now, part_key, versions
 from attnorm.analysis.plan import Plan, described
-from attnorm.analysis.settings import Settings, description
+from attnorm.analysis.settings import Settings, description, vector_rows_at
 from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.models.inputs import Text
 from attnorm.models.load import LoadedModel, describe
@@ -40,7 +41,7 @@ def new_manifest(
         ],
         "settings": plain,
         "versions": versions(),
-        "notes": [*planned.notes, *_sampling_notes(settings, max(lengths, default=None))],
+        "notes": [*planned.notes, *_sampling_notes(settings, lengths)],
     }
 
 
@@ -52,15 +53,15 @@ def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
     return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}
 
 
-def _sampling_notes(settings: Settings, longest: int | None) -> list[str]:
-    """longest: tokens of the longest part; None where the inputs say that themselves."""
+def _sampling_notes(settings: Settings, lengths: Sequence[int]) -> list[str]:
     if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
         return []
-    if longest is not None and longest <= min(NULL_ROWS, settings.vector_rows):
-        return []  # no row is left out
-    sampled = f"come from at most {settings.vector_rows} of the longest rows of each sequence"
-    few = f"{sampled} (separability and its null: {min(NULL_ROWS, settings.vector_rows)})"
-    return [f"distances, separability, sensitivity and coverage {few}; all other numbers from every measured row"]
+    most = vector_rows_at(settings, min(lengths, default=1))
+    compared = min(NULL_ROWS, most)
+    if lengths and max(lengths) * (1 - math.sqrt(1 / 2)) <= compared:
+        return []  # the longest rows, a half octave of them, are all taken
+    sampled = f"come from at most {most} of the longest rows of each sequence (separability and its null: {compared})"
+    return [f"distances, separability, sensitivity and coverage {sampled}; all other numbers from every measured row"]
 
 
 def completed(manifest: Mapping[str, Any], done: Sequence[store.Part]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnorm.analysis.columns import Columns
 from attnorm.analysis.sequences import Sequences, visible_keys
-from attnorm.analysis.settings import Settings
+from attnorm.analysis.settings import Settings, vector_rows_at
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.isotropy import isotropy
@@ -28,7 +28,7 @@ def sampled_columns(
     longest: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
 ) -> ByNormalizer:
     """By normalizer, what the longest rows add to each table; `top_n` and `heads` in the order of heads (and N)."""
-    chosen = [Sequences(one.call, spread(one.rows, settings.vector_rows)) for one in longest if len(one.rows)]
+    chosen = [_sample(one, settings) for one in longest if len(one.rows)]
     found: ByNormalizer = {name: {} for name in normalizers}
     if not chosen:
         return found
@@ -44,6 +44,10 @@ def sampled_columns(
         for name, columns in _coverage(chosen, normalizers, settings).items():
             found[name]["coverage"] = columns
     return found
+
+
+def _sample(one: Sequences, settings: Settings) -> Sequences:
+    return Sequences(one.call, spread(one.rows, vector_rows_at(settings, one.call.key_BGKD.shape[-2])))
 
 
 def _vectors(

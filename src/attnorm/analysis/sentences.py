@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
-from attnorm.analysis.head_rows import Row, keys
+from attnorm.analysis.head_rows import Row, keys, number
 from attnorm.analysis.representative import place, representative
 from attnorm.analysis.rules import is_selecting
 from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
@@ -145,6 +145,18 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
     return [sentence]
 
 
+def _compared_rows(heads: Sequence[Row], top_n: Iterable[Row]) -> int | None:
+    """How few rows the separability of any head comes from, where it is too few."""
+    wanted = {(row["text"], row["length"], row["normalizer"], *place(row)) for row in heads}
+    counts = [
+        row["rows"]
+        for row in top_n
+        if (row["text"], row["length"], row["normalizer"], *place(row)) in wanted
+        and number(row, "separability") is not None
+    ]
+    return min(counts) if counts and min(counts) < FEW_ROWS else None
+
+
 def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> list[str]:
     """Where verdicts rest on other thresholds than the default ones, or on other ones than when it was measured."""
     sentences = []
@@ -158,14 +170,16 @@ def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> 
     return sentences
 
 
-def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
-    sentences = []
+def too_short(heads: Sequence[Row]) -> list[str]:
     longest = max((row["n_high"] or 0 for row in heads), default=0)
-    if 0 < longest < FEW_KEYS:
-        sentences.append(
-            f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to say well whether a head selects; "
-            "some hundred are needed, and verdicts and advice here are no more than a first look."
-        )
+    if not 0 < longest < FEW_KEYS:
+        return []
+    few = f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to say well whether a head selects"
+    return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
+
+
+def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any], top_n: Iterable[Row]) -> list[str]:
+    sentences = []
     if changing:
         sentences.append(f"{changing} heads get another verdict on another text; each is counted by its commonest.")
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
@@ -175,6 +189,8 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
         )
         better = "a longer text" if manifest.get("settings", {}).get("rows") == "all" else "--rows all"
         sentences.append(f"Verdicts rest on {few} per head; {better} is surer.")
+    elif compared := _compared_rows(heads, top_n):
+        sentences.append(f"Saturation rests on {compared} rows per head; --rows all is surer.")
     missing = Counter(
         reason
         for row in heads

@@ -23,6 +23,7 @@ from attnorm.analysis.sentences import (
     length_sentences,
     rate_sentences,
     threshold_sentences,
+    too_short,
     window_sentences,
 )
 from attnorm.analysis.tables import HEAD_KEY
@@ -74,11 +75,12 @@ def model_verdict(
         headline=headline(seeing_all, windowed, limit, runs, thresholds),
         counts={name: counts.get(name, 0) for name in VERDICTS},
         sentences=[
+            *too_short(heads),
             *ceiling_sentences(limit, manifest, runs),
             *window_sentences(windowed),
             *rate_sentences(slopes),
             *length_sentences(all_heads, seeing_all, thresholds),
-            *caveats(heads, changing, manifest),
+            *caveats(heads, changing, manifest, rows["top_n"]),
             *threshold_sentences(thresholds, manifest),
         ],
         advice=advise(heads, {"heads": all_heads, **rows}, manifest, runs),
