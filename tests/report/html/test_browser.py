@@ -322,20 +322,33 @@ def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> N
 
 
 def test_bounds_of_softmax_are_not_shown_as_those_of_another_normalizer(open_report: Open) -> None:
-    """The model as it runs may be patched: the printed bound and the ceiling are those of softmax alone."""
+    """The model as it runs may be patched: the printed bound is of softmax alone, the ceiling of its rescalings too."""
     analysis = sample()
     page = open_report(analysis)
     charts = page.locator("#panel")
     expect(charts).to_contain_text("printed bound")
-    expect(charts).not_to_contain_text("is that of softmax on these logits")
+    expect(charts).not_to_contain_text("is known for")
+    expect(charts).to_contain_text("ceiling")
     page.select_option("#choose-normalizer", label="entmax15")
     expect(charts).not_to_contain_text("printed bound")
-    expect(charts).to_contain_text("The ceiling is that of softmax on these logits: entmax15 is not bound by it.")
-    model = {**analysis.manifest["model"], "runs": "kneemax"}
+    expect(charts).to_contain_text("No ceiling is known for entmax15.")
+    expect(charts).to_contain_text("No floor is known for entmax15.")
+    model = {**analysis.manifest["model"], "runs": "ssmax"}
     page = open_report(replace(analysis, manifest={**analysis.manifest, "model": model}))
     charts = page.locator("#panel")
     expect(charts).not_to_contain_text("printed bound")
-    expect(charts).to_contain_text("The floor is that of softmax on these logits: kneemax is not bound by it.")
+    expect(charts).to_contain_text("The floor is that of ssmax, its factor on the logits included.")
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_no_evidence_is_cut(open_report: Open, script: bool) -> None:
+    page = open_report(sample(), width=1280, script=script)
+    cells = page.locator("#heads-table tbody td:last-child")
+    assert cells.count() == 12
+    if script:
+        assert cells.evaluate_all("all => all.every(one => one.scrollWidth <= one.clientWidth)")
+    for place, row in enumerate(cells.all_inner_texts()):
+        assert row.endswith("."), place
 
 
 def test_the_scale_of_the_map_says_what_it_shows(open_report: Open) -> None:

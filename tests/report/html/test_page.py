@@ -111,6 +111,15 @@ def test_a_sentence_cannot_end_its_element() -> None:
     assert data["choices"]["text"][0].endswith(HOSTILE)
 
 
+def test_cautions_stand_below_what_to_try() -> None:
+    page = report.render(sample())
+    tried, expected = page.index(">What to try</h2>"), page.index(">What not to expect</h2>")
+    assert {one.caution for one in sample().verdict.advice} == {True, False}
+    for advice in sample().verdict.advice:
+        place = page.index(f"<h3>{advice.title}")
+        assert expected < place if advice.caution else tried < place < expected
+
+
 def test_what_if_numbers_stand_beside_how_it_is_now() -> None:
     def one(change: str, quantity: str, before: float, after: float) -> WhatIf:
         return WhatIf(change=change, quantity=quantity, before=before, after=after, heads=3)
