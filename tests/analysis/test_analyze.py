@@ -380,3 +380,38 @@ def test_the_heads_of_a_layer_that_attends_twice_are_numbered_on() -> None:
     assert any("attend more than once" in note for note in analysis.manifest["notes"])
     assert Analysis.merged([analysis, analysis]).heads.num_rows == 16
     assert not any("attend more" in note for note in analyze(llama(), ids(16), **CORE).manifest["notes"])
+
+
+def untrained() -> PreTrainedModel:
+    """Logits that hardly differ."""
+    model = gpt2()
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight *= 0.2
+    return model
+
+
+def test_flat_logits_are_forced_under_softmax_however_it_is_rescaled() -> None:
+    """No factor that a row of 96 keys gets at the start makes up for logits that hardly differ."""
+    steep = attnorm.get("ssmax", s=1e4)
+    steep.name = "steep"
+    found = analyze(untrained(), ids(96), normalizers=("model", "ssmax", steep, "entmax15"), **CORE)
+    verdicts: dict[str, set[str]] = {}
+    for row in found.heads.to_pylist():
+        verdicts.setdefault(row["normalizer"], set()).add(row["verdict"])
+        assert np.isnan(row["horizon"]) == (row["normalizer"] == "entmax15")
+        assert row["normalizer"] == "entmax15" or row["max_weight_q95"] <= row["weight_ceiling_q95"] * (1 + 1e-6)
+    assert verdicts["model"] == verdicts["ssmax"] == {"dispersed-forced"}
+    assert "dispersed-forced" not in verdicts["steep"]
+    assert verdicts["entmax15"] == {"dispersed"}
+
+
+def test_a_patched_model_is_judged_by_what_it_runs() -> None:
+    model = untrained()
+    with attnorm.swap(model, "ssmax"):
+        found = analyze(model, ids(160), rows=32, **CORE)
+    assert set(found.heads["verdict"].to_pylist()) == {"dispersed-forced"}
+    assert "ssmax's ceiling binds for all" in found.verdict.headline
+    advice = next(one for one in found.verdict.advice if "normalizer" in one.title)
+    assert "ssmax" not in advice.title + (advice.command or "")
+    assert "would allow" not in advice.text

@@ -108,7 +108,7 @@ def dispersed(case: Case) -> Findings:
     if horizon is None:
         yield (
             "dispersed",
-            f"{words}; whether its logits would allow more is not known for {case.runs or 'what it runs'}",
+            f"{words}; whether its logits would allow sharper weights is not known for {case.runs or 'what it runs'}",
         )
     elif case.n > horizon:
         yield (
