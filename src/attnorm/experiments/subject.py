@@ -1,7 +1,6 @@
 """What an experiment runs on: a model and texts, loaded once for all experiments of a call."""
 
 import hashlib
-import lzma
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -141,6 +140,7 @@ def _told_apart(names: list[str]) -> None:
 @lru_cache(maxsize=1)
 def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     from attnorm.models.inputs import texts_from
+    from attnorm.models.text_files import read_text
 
     if not files:
         from attnorm.analysis.default_text import default_text
@@ -150,19 +150,7 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two texts are named {twice!r}; results are told apart by file names: rename one")
-    return texts_from({path.name: _read(path) for path in files})
-
-
-def _read(path: Path) -> str:
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
-    except (lzma.LZMAError, EOFError):
-        raise ValueError(f"{path} is no xz file, or it is cut off; pack it again") from None
-    except OSError as error:
-        raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
+    return texts_from({path.name: read_text(path) for path in files})
 
 
 def _file_hash(path: Path) -> str:
