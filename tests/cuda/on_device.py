@@ -21,13 +21,6 @@ NORMALIZERS = [name for name in attnorm.available() if name not in ("soft", "dif
 DIFFERENT = ["ssmax", "entmax15", "sink", "scale_invariant"]
 # So that the rows here are longer than the window or k.
 NARROW: dict[str, dict[str, Any]] = {"local": {"window": 3}, "topk": {"k": 3}, "scale_invariant": {"tau": 2.0}}
-LEARNED: dict[str, dict[str, Any]] = {
-    "softmax": {"learned": True},
-    "ssmax": {"bias": True},
-    "sink": {"logit": -1.0},
-    "asentmax": {},
-    "entmax": {"learned": True, "alpha": 1.4},
-}
 
 
 def tiny(family: str, **options: Any) -> PreTrainedModel:

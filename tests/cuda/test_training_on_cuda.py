@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
-from tests.cuda.on_device import DEVICE, FAMILIES, LEARNED, NEEDS_DEVICE, relative_error, tiny, tokens, wide
-from tests.models.tiny import logits
+from tests.cuda.on_device import DEVICE, FAMILIES, NEEDS_DEVICE, relative_error, tiny, tokens, wide
+from tests.models.tiny import LEARNED, logits
 
 pytestmark = NEEDS_DEVICE
 

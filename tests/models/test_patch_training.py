@@ -1,7 +1,6 @@
 """A patched model trains: every learned number gets its gradient, whatever the engine, dtype or checkpointing."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,7 @@ from attnorm.engines import blocked as blocked_engine
 from attnorm.engines.inputs import checked
 from attnorm.models.patch import patch, swap
 from attnorm.normalizers.registry import get
-from tests.models.tiny import llama, logits, tiny, tokens
-
-LEARNED: dict[str, dict[str, Any]] = {
-    "softmax": {"learned": True},
-    "ssmax": {"bias": True},
-    "sink": {"logit": -1.0},
-    "asentmax": {},
-    "entmax": {"learned": True, "alpha": 1.4},
-}
+from tests.models.tiny import LEARNED, llama, logits, tiny, tokens
 
 
 def gradients(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:

@@ -25,6 +25,14 @@ from transformers import (
 )
 
 VOCABULARY = 61
+# Normalizers that learn, away from where they start.
+LEARNED: dict[str, dict[str, Any]] = {
+    "softmax": {"learned": True},
+    "ssmax": {"bias": True},
+    "sink": {"logit": -1.0},
+    "asentmax": {},
+    "entmax": {"learned": True, "alpha": 1.4},
+}
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

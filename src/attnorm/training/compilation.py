@@ -8,7 +8,7 @@ before such an attention call and another begins after it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from attnorm.training.architectures import ARCHITECTURES
 from attnorm.training.settings import Settings
 
 Attention = Literal["engine", "dense"]
-ATTENTIONS: tuple[str, ...] = get_args(Attention)
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; past it torch would go on uncompiled, and say so only in a log
 
 
