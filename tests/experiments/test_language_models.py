@@ -28,7 +28,7 @@ from tests.training.conftest import write_text
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
 TINY = replace(
     QUICK,
-    normalizers=("softmax", "kneemax"), at_inference=("log_scaled",),
+    normalizers=("softmax", "kneemax:knee=0.25"), at_inference=("log_scaled",),
     context=96, vocab=300, batch=2, rates=(1e-3, 1e-2), rate_tokens=576, main_tokens=1920, chunks=2, observed=1,
     needle=NeedleTask(steps=2, batch=2, questions=2, characters=2, longer=(1, 2), depths=(0.5,)),
 )  # fmt: skip
@@ -60,14 +60,15 @@ def test_every_piece_of_work_is_one_line(finished: Workplace) -> None:
     assert len(done) == 1 + 2 * 2 + 2 + 3 + 3
     assert done.count(("rate", "softmax", None)) == 2
     assert {key for key in done if key[0] == "measure"} == {
-        ("measure", "softmax", None), ("measure", "softmax", "log_scaled"), ("measure", "kneemax", None),
+        ("measure", "softmax", None), ("measure", "softmax", "log_scaled"), ("measure", "kneemax:knee=0.25", None),
     }  # fmt: skip
-    main = finished.results(stage="main", normalizer="kneemax")[0]
+    main = finished.results(stage="main", normalizer="kneemax:knee=0.25")[0]
     assert main["steps"] == 10
     assert main["tokens"] == 1920
-    assert main["learning_rate"] == best_rate(finished, "kneemax")
+    assert main["learning_rate"] == best_rate(finished, "kneemax:knee=0.25")
     assert main["tokens_per_second"] > 0
     assert main["settings"]["normalizer"] == "kneemax"
+    assert main["settings"]["normalizer_options"] == {"knee": 0.25}
     assert {"torch", "transformers", "python"} <= main["versions"].keys()
 
 
@@ -105,10 +106,10 @@ def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workplace) -> No
 
 
 def test_models_are_exported_in_half_precision_with_what_they_learned(finished: Workplace) -> None:
-    assert stages.export(finished, ["kneemax"], device="cpu")
+    assert stages.export(finished, ["kneemax:knee=0.25"], device="cpu")
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
-    trained, _ = trained_model(worker, "kneemax", 0)
-    exported = load(finished.folder / "models" / "kneemax-seed-0", dtype="auto", device="cpu")
+    trained, _ = trained_model(worker, "kneemax:knee=0.25", 0)
+    exported = load(finished.model_folder("kneemax:knee=0.25", 0), dtype="auto", device="cpu")
     assert exported.model.dtype == torch.bfloat16
     assert exported.tokenizer is not None
     for name, weight in exported.model.named_parameters():
@@ -151,7 +152,7 @@ def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workp
 
 def test_the_statistics_are_those_of_analyze(finished: Workplace) -> None:
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
-    model, _ = trained_model(worker, "kneemax", 0)
+    model, _ = trained_model(worker, "kneemax:knee=0.25", 0)
     window = torch.from_numpy(worker.texts.valid[:96].astype("int64"))
     ours = attention_statistics(model, window[None], torch.device("cpu"))
     heads = analyze(model, {"input_ids": window[None]}, metrics="core").heads.to_pydict()
@@ -170,12 +171,12 @@ def test_every_normalizer_has_statistics(name: str) -> None:
 
 def test_a_trial_chooses_a_way_that_runs(finished: Workplace, tmp_path: Path) -> None:
     place = Workplace.open(tmp_path, TINY)
-    try_out(place, ["kneemax"], device="cpu")
+    try_out(place, ["kneemax:knee=0.25"], device="cpu")
     (line,) = place.results(stage="trial")
     assert line["attention"] == "dense"
     assert line["problem"] is None
     assert line["tokens_per_second"] > 0
-    assert json.loads((tmp_path / "attention.json").read_text()) == {"kneemax": "dense"}
+    assert json.loads((tmp_path / "attention.json").read_text()) == {"kneemax:knee=0.25": "dense"}
 
 
 def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
@@ -187,7 +188,10 @@ def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
 
 def test_the_outcome_compares_with_softmax(finished: Workplace) -> None:
     made = outcome(finished.results(), TINY)
-    assert {finding.claim.split(" models")[0] for finding in made.findings} == {"kneemax", "softmax → log_scaled"}
+    assert {finding.claim.split(" models")[0] for finding in made.findings} == {
+        "kneemax:knee=0.25",
+        "softmax → log_scaled",
+    }
     assert made.tables["models"].num_rows == 3
     assert "lowest loss on valid" in made.words
     assert set(made.figures) == {"language-models", "course"}

@@ -7,11 +7,12 @@ import torch
 
 from attnorm.training.retrieval.leak import class_leak, leak_at_top, leaked_share
 from attnorm.training.retrieval.model import Retrievers
-from attnorm.training.retrieval.normalizer import normalizer_for, spelled
+from attnorm.training.retrieval.normalizer import normalizer_for
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.streams import training_batches
 from attnorm.training.retrieval.tasks import TASKS, find_task
 from attnorm.training.retrieval.training import Trained
+from attnorm.training.spelling import spelled
 from tests.training.retrieval_stack import CPU, learned, outcomes, small, trained
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from attnorm.training.needle import NeedleTask
 from attnorm.training.settings import Settings
+from attnorm.training.spelling import spelled
 
 SOFTMAX = "softmax"
 
@@ -15,7 +16,8 @@ class Plan:
     """Equal conditions for every normalizer: only it and its learning rate differ."""
 
     normalizers: tuple[str, ...] = (
-        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "softpick", "sa_softmax", "sink",
+        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "kneemax:knee=0.25", "softpick", "sa_softmax",
+        "sink",
     )  # fmt: skip
     at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
     """Put in the place of softmax in the trained softmax model; log_scaled is softmax up to the training length."""
@@ -42,11 +44,12 @@ class Plan:
 
     def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> Settings:
         steps = max(1, math.ceil(tokens / (self.batch * self.context)))
+        name, options = spelled(normalizer)
         return Settings(
             architecture="llama", layers=self.layers, heads=self.heads, width=self.width, context=self.context,
             vocab=self.vocab, steps=steps, batch=self.batch, learning_rate=rate,
             warmup=max(1, round(self.warmup_share * steps)), weight_decay=self.weight_decay, seed=seed,
-            dtype=self.dtype, normalizer=normalizer,
+            dtype=self.dtype, normalizer=name, normalizer_options=options,
         )  # fmt: skip
 
     def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:

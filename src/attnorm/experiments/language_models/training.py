@@ -78,7 +78,7 @@ def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
             continue
         worker.check_time()
         settings = plan.settings(normalizer, rate=rate, tokens=plan.rate_tokens, seed=seed)
-        _train(worker, "rate", f"rate-{rate:g}-seed-{seed}", settings, checkpoint_every=None)
+        _train(worker, "rate", normalizer, f"rate-{rate:g}-seed-{seed}", settings, checkpoint_every=None)
 
 
 def best_rate(place: Workplace, normalizer: str) -> float:
@@ -113,7 +113,7 @@ def train_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
         worker.check_time()
         settings = main_settings(worker.place, normalizer, seed)
         # Twice in a run: half a second each for weights and moments, which nobody waits for at the end.
-        _train(worker, "main", main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
+        _train(worker, "main", normalizer, main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
 
 
 def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, Settings]:
@@ -135,7 +135,7 @@ def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, Sett
 
 def export_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """The trained model as a Hugging Face folder in bfloat16, below `models` in the shared folder."""
-    out = worker.place.folder / "models" / f"{normalizer}-seed-{seed}"
+    out = worker.place.model_folder(normalizer, seed)
     if out.exists():
         return
     model, settings = trained_model(worker, normalizer, seed)
@@ -144,9 +144,11 @@ def export_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
         as_transformers(worker.texts.corpus.tokenizer, settings.context).save_pretrained(draft)
 
 
-def _train(worker: Worker, stage: str, name: str, settings: Settings, checkpoint_every: int | None) -> None:
+def _train(
+    worker: Worker, stage: str, normalizer: str, name: str, settings: Settings, checkpoint_every: int | None
+) -> None:  # fmt: skip
     evaluate_every = settings.steps if stage == "rate" else max(1, settings.steps // OFTEN)
-    normalizer, attention = settings.normalizer, worker.attention(settings.normalizer)
+    attention = worker.attention(normalizer)
     folder = worker.place.run_folder(normalizer, name)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -26,6 +26,7 @@ from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.interruption import StopRequest
 from attnorm.training.run import LOG_EVERY, Run
+from attnorm.training.spelling import spelled
 from attnorm.training.tokens import Corpus
 
 STEPS = 2 * LOG_EVERY
@@ -48,7 +49,7 @@ def try_out(
             if not mine or place.results(stage="trial", normalizer=normalizer):
                 continue
             for way in ways:
-                if time.monotonic() >= deadline or (way == "engine" and speeds and normalizer in IN_BLOCKS):
+                if time.monotonic() >= deadline or (way == "engine" and speeds and spelled(normalizer)[0] in IN_BLOCKS):
                     break
                 began = time.monotonic()
                 try:

@@ -52,7 +52,10 @@ class Workplace:
         return self.folder / "data"
 
     def run_folder(self, normalizer: str, name: str) -> Path:
-        return self.folder / "runs" / normalizer / name
+        return self.folder / "runs" / _as_file(normalizer) / name
+
+    def model_folder(self, normalizer: str, seed: int) -> Path:
+        return self.folder / "models" / f"{_as_file(normalizer)}-seed-{seed}"
 
     def results(self, **wanted: Any) -> list[dict[str, Any]]:
         """The finished pieces of work that have these values, in the order in which they were finished."""
@@ -89,7 +92,12 @@ class Workplace:
     def locked(self, name: str, timeout: float) -> Iterator[None]:
         from filelock import FileLock
 
-        path = self.folder / "locks" / f"{name}.lock"
+        path = self.folder / "locks" / f"{_as_file(name)}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path, timeout=timeout):
             yield
+
+
+def _as_file(name: str) -> str:
+    """kneemax:knee=0.25 as a name that every system takes."""
+    return name.replace(":", "-")
