@@ -98,8 +98,9 @@ class ScaleRule(LogitRule):
         return rows * factor.to(rows.dtype)
 
     def gain(self, n: int) -> float | None:
+        device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
         with torch.no_grad():
-            factor = self.factor(torch.full((1, 1), float(n), dtype=torch.float64), None, None)
+            factor = self.factor(torch.full((1, 1), float(n), dtype=torch.float64, device=device), None, None)
         return factor.abs().max().item()
 
 
