@@ -29,7 +29,7 @@ def test_a_loss_far_off_is_written_and_does_not_squeeze_the_others(lines: list[d
     assert len(figure.axes) == 6
     twice = figure.axes[1]
     assert [text.get_text() for text in twice.texts] == ["6.39, 6.69 →"]
-    assert twice.get_xlim()[1] < 4.5
+    assert twice.get_xlim()[1] < 4.7
     assert not figure.axes[0].texts
 
 

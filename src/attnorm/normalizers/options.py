@@ -5,6 +5,7 @@ it. Strings and classes of one's own mean what the factory says they mean, and a
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -31,6 +32,13 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         default = "" if parameter.default is parameter.empty else f"; leave it out for {parameter.default!r}"
         expected = " or ".join(_WORDS[kind] for kind in kinds)
         raise TypeError(f"normalizer {name!r}: {option} must be {expected}, got {value!r}{default}")
+
+
+def refuse_nan(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for NaN that the factory let pass; asked after it, since it may know the range to name."""
+    for option, value in options.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"normalizer {name!r}: {option} must be a number, got nan")
 
 
 _WORDS: dict[Any, str] = {

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar, overload
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
-from attnorm.normalizers.options import Factory, check_options
+from attnorm.normalizers.options import Factory, check_options, refuse_nan
 from attnorm.normalizers.softmax import Softmax
 
 ENTRY_POINT_GROUP = "attnorm.normalizers"
@@ -168,7 +168,9 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
         raise ValueError(f"unknown normalizer {name!r}; {hint}")
     factory = known[name].factory()
     check_options(name, factory, options)
-    return as_normalizer(factory(**options), name)
+    made = as_normalizer(factory(**options), name)
+    refuse_nan(name, options)
+    return made
 
 
 def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:

@@ -1,5 +1,6 @@
 """Losses, keys found and entropy of models that differ in their normalizer; and how their losses fell."""
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from string import ascii_lowercase
@@ -22,6 +23,7 @@ LINES = ("-", "--", ":", "-.")
 COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
 FAR_OFF = 1.2  # times the median: such a loss is written at the edge, for the others to stay apart
 SMOOTHED = 15  # entries of a course
+DARK = 0.6  # a share whose colour wants white digits
 FEW = 4 * SMOOTHED  # entries that are not smoothed
 SETTLED = 0.06  # of the tokens: before that losses of 7 and 8 nats differ by what would hide all later differences
 
@@ -76,8 +78,12 @@ def _losses(axes: Axes, found: Sequence[Contender], length: int, *, named: bool)
 
 def _rows(axes: Axes, found: Sequence[Contender], *, named: bool) -> None:
     axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_yticks(range(len(found)), [one.name for one in found] if named else [""] * len(found))
+    axes.set_yticks(range(len(found)), _named(found) if named else [""] * len(found))
     tidy(axes)
+
+
+def _named(found: Sequence[Contender]) -> list[str]:
+    return [f"{one.name}  {row}" for row, one in enumerate(found, 1)]
 
 
 def _keys(axes: Axes, found: Sequence[Contender]) -> str:
@@ -105,51 +111,42 @@ def _keys(axes: Axes, found: Sequence[Contender]) -> str:
 
 
 def _depths(axes: Axes, found: Sequence[Contender]) -> str:
+    """One row per model, as beside it, and one column per place of the key."""
     length = telling_length(found)
     assert length is not None
-    trained = [one for one in found if one.at_inference is None and one.by_depth.get(length)]
-    for number, one in enumerate(trained):
-        by_depth = one.by_depth[length]
-        axes.plot(
-            [depth * length for depth in by_depth], [100 * share for share in by_depth.values()], label=one.name,
-            color=COLOURS[number % len(COLOURS)], linestyle=LINES[number % len(LINES)], marker="o", markersize=3,
-        )  # fmt: skip
-    shortest = min(trained[0].found) if trained else length
-    if shortest < length:
-        axes.axvline(shortest, color=PALE, linewidth=0.8)
-        axes.text(
-            0.98, 0.4, "beyond the\ntraining length", transform=axes.transAxes, color=PALE, fontsize=7, ha="right"
-        )
-    axes.set_xlim(0, length)
-    axes.set_ylim(-4, 104)
-    axes.set_xlabel("tokens before the key; the question is last")
-    axes.set_ylabel("% of keys")
-    if trained:
-        axes.legend(loc="upper right", handlelength=1.6, borderaxespad=0.1)
-    tidy(axes)
-    return f"Pass keys in {length:,} tokens, by place"
+    depths = sorted({depth for one in found for depth in one.by_depth.get(length, ())})
+    shares = [[one.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for one in found]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto", alpha=0.85)
+    for row, of_model in enumerate(shares):
+        for column, share in enumerate(of_model):
+            if not math.isnan(share):
+                dark = share > DARK
+                axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", color="white" if dark else INK)
+    learned = sum(depth * length <= min(one for each in found for one in each.found) for depth in depths)
+    axes.axvline(learned - 0.5, color=INK, linewidth=1)
+    axes.set_xticks(range(len(depths)), [f"{depth * length:,.0f}" for depth in depths])
+    axes.set_xlabel("token of the key; line: training length")
+    _rows(axes, found, named=False)
+    axes.set_ylim(len(found) + 0.4, -0.5)
+    axes.grid(visible=False)
+    return f"% of keys in {length:,} tokens, by place"
 
 
 def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
     length = telling_length(found)
     assert length is not None
-    looked = [one for one in found if one.found and "entropy_ratio" in one.attention]
-    points: dict[tuple[float, float], list[Contender]] = {}
-    for one in looked:
-        points.setdefault((one.attention["entropy_ratio"], 100 * one.found[length].mean), []).append(one)
-    middle = mean((min(x for x, _ in points), max(x for x, _ in points))) if points else 0.0
-    for (x, y), ones in points.items():
-        trained = any(one.at_inference is None for one in ones)
-        ends = [100 * end for end in likely_range(y / 100, ones[0].questions)]
+    points: dict[tuple[float, float], list[int]] = {}
+    for row, one in enumerate(found):
+        if one.found and "entropy_ratio" in one.attention:
+            points.setdefault((one.attention["entropy_ratio"], 100 * one.found[length].mean), []).append(row)
+    for (x, y), rows in points.items():
+        trained = any(found[row].at_inference is None for row in rows)
+        ends = [100 * end for end in likely_range(y / 100, found[rows[0]].questions)]
         axes.plot((x, x), ends, color=PALE, linewidth=0.7)
         axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
-        names = ",\n".join(one.name if one.at_inference is None else f"→ {one.at_inference}" for one in ones)
-        left = x > middle
-        axes.annotate(
-            names, (x, y), xytext=(-5 if left else 5, 0), textcoords="offset points", fontsize=7,
-            ha="right" if left else "left", va="center",
-        )  # fmt: skip
-    axes.set_xlabel("entropy / log n before fine-tuning")
+        numbers = ", ".join(str(row + 1) for row in rows)
+        axes.annotate(numbers, (x, y), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.set_xlabel("entropy / log n; numbers as in (d)")
     axes.set_ylabel(f"% of keys in {length:,} tokens")
     axes.margins(x=0.12, y=0.08)
     tidy(axes)
