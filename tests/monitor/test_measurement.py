@@ -67,7 +67,8 @@ def compare(numbers: dict[str, float], expected: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
 def test_the_numbers_are_those_of_analyze_on_the_same_rows(family: str) -> None:
-    model, ids = tiny(family), tokens(1, 40)
+    """In float64: where a single key has all of the weight, rounding decides which of the others are as near."""
+    model, ids = tiny(family).double(), tokens(1, 40)
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
     compare(measured(model, AttentionMonitor(rows=ALL, top_n=5), **inputs), analyzed(model, **inputs))
 

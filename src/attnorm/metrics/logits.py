@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.theory.selection import at_least_float32
+from attnorm.theory.waiting import runs_behind
 
 LOW = -1e30
 GROUP = 16
@@ -21,6 +22,7 @@ GROUP = 16
 BLOCK_ELEMENTS = 2**19
 MOST_THREADS = 8
 CUDA_BLOCK_ELEMENTS = 2**25
+FEW_ROWS = 64  # up to here their hidden keys cost a GPU less than to wait until it knows which ones they are
 
 
 class Workspace:
@@ -108,8 +110,10 @@ class Visibility:
         seen = seen.expand(-1, len(queries), self.keys)[..., :stop]
         if reach is not None:
             seen = seen & (torch.arange(stop, device=queries.device) < reach[:, None])
-        used = seen.flatten(0, 1).any(0).nonzero()
-        start, end = (int(used[0]) // GROUP * GROUP, _upwards(int(used[-1]) + 1)) if len(used) else (0, GROUP)
+        start, end = 0, _upwards(stop)
+        if len(queries) > FEW_ROWS or not runs_behind(seen):
+            used = seen.flatten(0, 1).any(0).nonzero()
+            start, end = (int(used[0]) // GROUP * GROUP, _upwards(int(used[-1]) + 1)) if len(used) else (0, GROUP)
         seen = seen[..., start:end]
         return start, end, 0, pad(seen, (0, end - start - seen.shape[-1]))
 

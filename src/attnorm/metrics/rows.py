@@ -30,7 +30,7 @@ class RowStatistics:
     """Numbers of each row, (B, H, R), by name."""
 
     n: Tensor  # visible keys
-    values: dict[str, Tensor]  # every name of PER_ROW; NaN where a number is undefined
+    values: dict[str, Tensor]  # by the names asked for; NaN where a number is undefined
     top_mass: Tensor  # (B, H, R, len(top_n)): share of the row's weight on its N heaviest keys
     broken: Tensor  # boolean
 
@@ -42,6 +42,7 @@ def measure_rows(
     rows: Tensor,
     top_n: Sequence[int],
     *,
+    names: Sequence[str] = PER_ROW,
     block_elements: int | None = None,
 ) -> dict[str, RowStatistics]:
     """The statistics of these queries (sorted indices) by the normalizers' names; None goes by "model".
@@ -78,7 +79,10 @@ def measure_rows(
                 arrays.put(block, **values)
 
     in_threads(measure, call.key_BGKD.shape[1], query.device, whole=together)
-    return {one.name: _finished(limits.values, arrays.values, top_n) for one, arrays in zip(chosen, found, strict=True)}
+    return {
+        one.name: _finished(limits.values, arrays.values, top_n, names)
+        for one, arrays in zip(chosen, found, strict=True)
+    }
 
 
 def _mask_per_head(call: AttentionCall) -> bool:
@@ -146,7 +150,9 @@ def _few_rows(block: LogitBlock, rows: int) -> Tensor:
     return few[(few >= block.rows.start) & (few < block.rows.stop)].sub(block.rows.start)
 
 
-def _finished(limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int]) -> RowStatistics:
+def _finished(
+    limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int], names: Sequence[str]
+) -> RowStatistics:
     n = limits["n"].squeeze(-1)
     sink, largest, smallest = limits["logits"].unbind(-1)
     if "sums" in found:
@@ -158,29 +164,36 @@ def _finished(limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequen
         top_mass = found["top_mass"]
     max_logit = torch.maximum(sink, largest)
     distance = max_logit - torch.minimum(sink, smallest)
-    finite = max_logit.isfinite() & distance.isfinite() & values["row_sum"].isfinite()
-    sound = (n > 0) & finite
-    distance = torch.where(sound, distance, torch.nan)
-    rest = torch.where(n > 1, largest - smallest, torch.nan)
+    finite = (max_logit - distance + values["row_sum"]).isfinite()  # all three: what is not finite stays so
+    unsound = ~finite | (n < 1)
+    distance = distance.masked_fill(unsound, torch.nan)
+    rest = (largest - smallest).masked_fill(n <= 1, torch.nan)
     keys = n.to(distance.dtype).clamp(min=1)
-    # What the exponential is taken of: nothing of that kind bounds a map that is no softmax.
-    gain = found["gain"].squeeze(-1) if "gain" in found else 1.0 if "sums" in found else torch.nan
-    reach = distance * gain
     entropy_rest = values.pop("entropy_nats_without_sink")
     values |= {
         "max_logit": max_logit,
         "logit_spread": distance,
         "logit_spread_without_sink": rest,
-        "entropy_ratio": torch.where(n > 1, values["entropy_nats"] / torch.log(keys), torch.nan),
-        "entropy_ratio_without_sink": torch.where(n > 2, entropy_rest / torch.log(keys - 1), torch.nan),
-        "weight_ceiling": sharp_weight_bounds(reach, keys).upper,
-        "entropy_floor": torch.where(reach.isnan(), torch.nan, entropy_floor(reach, keys)),
-        "horizon": horizon(reach.double()),  # e^spread leaves float32 at 89
-        "horizon_without_sink": horizon((rest * gain).double()),
+        "entropy_ratio": (values["entropy_nats"] / torch.log(keys)).masked_fill(n <= 1, torch.nan),
+        "entropy_ratio_without_sink": (entropy_rest / torch.log(keys - 1)).masked_fill(n <= 2, torch.nan),
     }
+    if not {*names} <= {*values}:
+        # What the exponential is taken of: nothing of that kind bounds a map that is no softmax.
+        gain = found["gain"].squeeze(-1) if "gain" in found else 1.0 if "sums" in found else torch.nan
+        values |= _bounds(distance * gain, rest * gain, keys)
     return RowStatistics(
         n=n,
-        values={name: torch.where(sound, values[name], torch.nan) for name in PER_ROW},
-        top_mass=torch.where(sound.unsqueeze(-1), top_mass, torch.nan),
-        broken=(n > 0) & ~finite,
+        values={name: values[name].masked_fill(unsound, torch.nan) for name in names},
+        top_mass=top_mass.masked_fill(unsound.unsqueeze(-1), torch.nan),
+        broken=~finite & (n > 0),
     )
+
+
+def _bounds(reach: Tensor, rest: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """What logits so far apart allow among so many keys; rest: how far apart without the sink."""
+    return {
+        "weight_ceiling": sharp_weight_bounds(reach, keys).upper,
+        "entropy_floor": entropy_floor(reach, keys).masked_fill(reach.isnan(), torch.nan),
+        "horizon": horizon(reach.double()),  # e^spread leaves float32 at 89
+        "horizon_without_sink": horizon(rest.double()),
+    }

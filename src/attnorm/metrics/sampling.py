@@ -72,5 +72,5 @@ def spread(rows: Tensor, count: int) -> Tensor:
     """`count` of these rows (all if there are fewer), evenly spaced, the last among them."""
     if count >= len(rows):
         return rows
-    places = torch.arange(1, count + 1, dtype=torch.float64) * (len(rows) / count) - 1
-    return rows[places.round().long().to(rows.device)]
+    places = torch.arange(1, count + 1, dtype=torch.float64, device=rows.device) * (len(rows) / count) - 1
+    return rows[places.round().long()]

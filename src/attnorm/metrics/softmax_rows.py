@@ -17,6 +17,7 @@ from torch.nn.functional import softplus
 from attnorm.metrics.heaviest import heaviest
 from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace
 from attnorm.theory.secular import rank_one_root
+from attnorm.theory.waiting import runs_behind
 
 # exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
@@ -42,7 +43,7 @@ def set_apart(rows: Tensor, block: LogitBlock) -> SetApart:
     sink = rows.gather(1, first)
     rows.scatter_(1, first, LOW)
     tail = rows[:, block.common :]
-    smallest = torch.where(tail == LOW, torch.inf, tail).amin(-1, keepdim=True) if tail.shape[-1] else None
+    smallest = tail.masked_fill(tail == LOW, torch.inf).amin(-1, keepdim=True) if tail.shape[-1] else None
     if block.common > 1 or smallest is None:
         before = rows[:, 1 : max(block.common, 2)].amin(-1, keepdim=True)
         smallest = before if smallest is None else torch.minimum(smallest, before)
@@ -92,9 +93,12 @@ def row_sums(
     e = torch.exp(z, out=workspace.array(*z.shape))
     others = e.sum(-1, keepdim=True)
     log_others = torch.log(others)
-    if bool((others < SMALLEST_SUM).any()):
-        small = (others.squeeze(-1) < SMALLEST_SUM).nonzero().squeeze(-1)
-        log_others[small] = torch.logsumexp(z[small], -1, keepdim=True)
+    small = others < SMALLEST_SUM
+    if runs_behind(z):
+        log_others = torch.where(small, torch.logsumexp(z, -1, keepdim=True), log_others)
+    elif bool(small.any()):
+        some = small.squeeze(-1).nonzero().squeeze(-1)
+        log_others[some] = torch.logsumexp(z[some], -1, keepdim=True)
     tilt = z.mul_(e).sum(-1, keepdim=True)
     norm = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     top = heaviest(e, max(top_n), scratch=z)
@@ -105,10 +109,10 @@ def row_sums(
         learned = learned_sink.to(z)[:, None].expand(heads, count).reshape(-1, 1) - level
     root = _jacobian_root(e, z, apart.first, rest, top[:, :1], sink, learned)
     sums = torch.cat([torch.zeros_like(sink), top.cumsum(-1)], -1)
-    most = sums.shape[-1] - 1
-    heavy = sums[:, [min(max(N - less, 0), most) for less in (1, 2) for N in top_n]]
+    heavy = [min(max(N - less, 0), top.shape[-1]) for less in (1, 2) for N in top_n]
     learned = torch.full_like(sink, -torch.inf) if learned is None else learned
-    return torch.cat([level, sink, learned, log_others, tilt, norm.square(), root, heavy], -1)
+    columns = [level, sink, learned, log_others, tilt, norm.square(), root, *(sums[:, N : N + 1] for N in heavy)]
+    return torch.cat(columns, -1)
 
 
 def _jacobian_root(
@@ -136,13 +140,14 @@ def _jacobian_root(
 def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
     """Statistics (...) and masses of the heaviest keys (..., len(top_n)) from the columns (..., c) of `row_sums`."""
     sums = RowSums.joined(columns)
-    rest = n > 1
+    alone = n <= 1
     n = n.to(columns.dtype)
     others = torch.exp(sums.log_others)
     # Without the sink: m, the sink's share of the keys' weight, is not yet there.
     total = 1 + others
-    log_total = torch.where(rest, torch.log1p(others), -torch.inf)
-    entropy_rest = torch.log1p(others) - sums.tilt / total
+    log_total = torch.log1p(others)
+    entropy_rest = log_total - sums.tilt / total
+    log_total = log_total.masked_fill(alone, -torch.inf)
     squares_rest = (1 + sums.squares) / total.square()
     largest_rest = 1 / total
     # With it.
@@ -153,21 +158,20 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
     # With a learned sink, which is no key.
     log_keys = torch.logaddexp(sums.sink, log_total)
     key_share = torch.sigmoid(log_keys - sums.learned)
-    undefined = torch.full_like(m, torch.nan)
     values = {
-        "entropy_nats": torch.where(rest, entropy, 0.0),
-        "effective_keys": torch.where(rest, 1 / (m.square() + left.square() * squares_rest), 1.0),
-        "max_weight": torch.where(rest, torch.maximum(m, left * largest_rest), 1.0),
-        "effective_gap": torch.where(rest, gap, undefined),
+        "entropy_nats": entropy.masked_fill(alone, 0.0),
+        "effective_keys": (1 / (m.square() + left.square() * squares_rest)).masked_fill(alone, 1.0),
+        "max_weight": torch.maximum(m, left * largest_rest).masked_fill(alone, 1.0),
+        "effective_gap": gap.masked_fill(alone, torch.nan),
         "row_sum": key_share,
         "sink_mass": key_share * m + torch.sigmoid(sums.learned - log_keys),
-        "entropy_nats_without_sink": torch.where(rest, entropy_rest, undefined),
-        "effective_keys_without_sink": torch.where(rest, 1 / squares_rest, undefined),
-        "max_weight_without_sink": torch.where(rest, largest_rest, undefined),
-        "effective_gap_without_sink": torch.where(n > 2, torch.log(n - 2) - sums.log_others, undefined),
+        "entropy_nats_without_sink": entropy_rest.masked_fill(alone, torch.nan),
+        "effective_keys_without_sink": (1 / squares_rest).masked_fill(alone, torch.nan),
+        "max_weight_without_sink": largest_rest.masked_fill(alone, torch.nan),
+        "effective_gap_without_sink": (torch.log(n - 2) - sums.log_others).masked_fill(n <= 2, torch.nan),
         "jacobian_norm": _jacobian_norm(sums, log_keys),
     }
-    return values, _masses(columns[..., len(RowSums._fields) :], rest, m, left * largest_rest, top_n)
+    return values, _masses(columns[..., len(RowSums._fields) :], alone, m, left * largest_rest, top_n)
 
 
 def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
@@ -175,11 +179,11 @@ def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
     return (sums.root * torch.exp(-log_all)).to(log_keys.dtype)
 
 
-def _masses(heavy: Tensor, rest: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
+def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
     """The N heaviest are the largest with N - 1 others, or the sink with N - 1 of them, whichever is more."""
-    largest, sink = torch.where(rest, largest, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
-    fewer_by_one, fewer_by_two = heavy.chunk(2, -1)
-    without = largest * (1 + fewer_by_one)
-    several = torch.tensor([N > 1 for N in top_n], device=heavy.device)
-    including = sink + torch.where(several, largest * (1 + fewer_by_two), 0.0)
-    return torch.maximum(without, including).clamp(max=1)
+    largest, sink = largest.masked_fill(alone, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
+    without, beside_sink = (largest * (1 + heavy)).chunk(2, -1)
+    for place, N in enumerate(top_n):
+        if N == 1:
+            beside_sink[..., place] = 0.0
+    return torch.maximum(without, sink + beside_sink).clamp(max=1)

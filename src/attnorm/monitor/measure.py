@@ -6,6 +6,7 @@ as one, whatever their size.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -14,16 +15,14 @@ from torch.nn.functional import pad
 
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.logits import GROUP, logit_blocks
 from attnorm.metrics.normalized import MODEL, as_normalizer, measured, rows_block
-from attnorm.metrics.null import deal
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import spread
 from attnorm.monitor.sample import Sample
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
-from attnorm.theory.geometry import separability
-from attnorm.theory.selection import SelectedRows, at_least_float32, top_n_indices
+from attnorm.theory.selection import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ REPORTED: dict[str, Reported] = {
     "sink_mass": Reported("sink_mass", "max"),
 }
 BROKEN = "broken_rows"
+OF_FEW = ("separability", "separability_null")
+OF_ROWS = tuple(metric.source for metric in REPORTED.values() if metric.source not in OF_FEW)
 SEPARABILITY_ROWS = 8  # of the sampled rows: it costs several times as much as all the rest
 
 
@@ -63,45 +64,78 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
 
 
 def _numbers(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
-    found = measure_rows(call, [None], rows, (top_n,))[MODEL]
-    n, broken = (t[0].expand(call.query_BHQD.shape[1], -1) for t in (found.n, found.broken))
+    found = measure_rows(call, [None], rows, (top_n,), names=OF_ROWS)[MODEL]
+    n, broken = found.n[0], found.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
-    values = {name: value[0] for name, value in found.values.items()}
-    values |= dict(zip(("separability", "separability_null"), _separability(call, rows, top_n), strict=True))
-    means = [torch.where(long, values[metric.source].double(), torch.nan).nanmean(-1) for metric in REPORTED.values()]
-    return torch.stack([*means, (broken & long).sum(-1) / long.sum(-1).clamp(min=1)])
+    few = spread(torch.arange(len(rows), device=rows.device), SEPARABILITY_ROWS)
+    means = dict(zip(OF_ROWS, _means(torch.stack([found.values[name][0] for name in OF_ROWS]), long), strict=True))
+    means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, few]), strict=True))
+    share_broken = (broken & long).sum(-1) / long.sum(-1).clamp(min=1)
+    return torch.stack([*(means[metric.source] for metric in REPORTED.values()), share_broken])
+
+
+def _means(values: Tensor, long: Tensor) -> Tensor:
+    return values.double().masked_fill(~long, torch.nan).nanmean(-1)
 
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
-    """(2, H, R): of the rows' N heaviest keys, and with their weights dealt out anew; NaN on all but a few rows."""
+    """(2, H, R): of the rows' N heaviest keys, and with their weights dealt out anew."""
     (one,) = measured(call, [None])
     normalizer = as_normalizer(one, call)
-    values = at_least_float32(call.value_BGKE)
-    found = values.new_full((2, call.query_BHQD.shape[1], len(rows)), torch.nan)
-    few = spread(torch.arange(len(rows)), SEPARABILITY_ROWS)
-    generator = torch.Generator().manual_seed(0)
+    values = at_least_float32(call.value_BGKE[0])
+    scores = _scores(len(rows), values.shape[-2] + GROUP, values.device)
+    found = []
     with without_autocast(values.device):
-        for block in logit_blocks(call, rows[few].to(values.device), all_heads=True):
+        for block in logit_blocks(call, rows, all_heads=True):
             weights = normalizer.weights(rows_block(call, block))[0]
-            x = values[0, :, block.first_key : block.first_key + weights.shape[-1]]
+            keys = slice(block.first_key, block.first_key + weights.shape[-1])
+            x = values[:, keys]
             x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2])).to(weights.dtype)
-            dealt = deal(block.visible, 1, generator)[0].expand(weights.shape)
-            shares = _told_apart(weights, block.visible.expand(weights.shape), x, dealt, top_n)
-            found[:, :, few[block.rows]] = torch.where(weights.isfinite().all(-1), shares, torch.nan)
-    return found
+            found.append(_told_apart(weights, block.visible, x, scores[block.rows, keys], top_n))
+    return torch.cat(found, -1)
 
 
-def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, dealt: Tensor, top_n: int) -> Tensor:
-    """(2, h, r) from weights, visibility and new keys (h, r, w), and vectors (g, w, E); NaN where n <= N."""
-    shape, groups = weights.shape[:2], (len(x), -1, weights.shape[-1])
-    weights, visible, dealt = (t.reshape(groups) for t in (weights, visible, dealt))
-    x = torch.where(visible.any(-2).unsqueeze(-1), x, 0.0)  # what no row sees may be anything
-    heaviest = top_n_indices(weights, top_n, visible)
-    rows = SelectedRows(weights, x, visible, heaviest, False)
-    permuted = torch.zeros_like(weights).scatter_(-1, dealt, weights)
-    chance = SelectedRows(permuted, x, visible, dealt.gather(-1, heaviest), False)
-    return torch.stack([separability(rows), separability(chance)]).reshape(2, *shape)
+@lru_cache(maxsize=8)
+def _scores(rows: int, keys: int, device: torch.device) -> Tensor:
+    """A random number for each key of each row, the same at every step."""
+    return torch.rand(rows, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+
+
+def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int) -> Tensor:
+    """(2, h, r) from weights (h, r, w), visibility (1 or h, r, w) and vectors (g, w, E); NaN where n <= N.
+
+    theory.geometry.separability, of both at once and without a look at any number on the way.
+    """
+    shape, groups = (2, *weights.shape), (2, len(x), -1, weights.shape[-1])
+    kept_and_dealt = _dealt(visible, scores).expand(shape)
+    chosen = _heaviest(weights, visible, top_n).expand(shape).gather(-1, kept_and_dealt).reshape(groups)
+    a = weights.expand(shape).gather(-1, kept_and_dealt).reshape(groups)
+    hidden = ~visible.expand(weights.shape).reshape(groups[1:])
+    x = x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0)  # what no row sees may be anything
+    along = (a * chosen) @ x @ x.mT
+    # ||y_i - s||^2 but for ||s||^2, which is the same for all keys of a row
+    distances = a * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2)
+    radius = distances.masked_fill(chosen | hidden, torch.inf).amin(-1, keepdim=True)
+    shares = (chosen & (distances <= radius)).sum(-1, dtype=a.dtype) / top_n
+    undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
+    return shares.reshape(shape[:-1]).masked_fill(undefined, torch.nan)
+
+
+def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
+    """True at the N heaviest visible keys, ties to the earlier key."""
+    weights = weights.masked_fill(~visible, -torch.inf)
+    least = weights.topk(min(top_n, weights.shape[-1]), dim=-1).values[..., -1:]
+    heavier, tied = weights > least, weights == least
+    return heavier | (tied & (tied.cumsum(-1) <= top_n - heavier.sum(-1, keepdim=True)))
+
+
+def _dealt(visible: Tensor, scores: Tensor) -> Tensor:
+    """Whose weight each key gets: (2, 1 or h, r, w), its own, and that of a visible key at random."""
+    own = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
+    at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
+    other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))
+    return torch.stack([own, torch.where(visible, other, own)])
 
 
 def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:

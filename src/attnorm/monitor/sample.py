@@ -50,27 +50,25 @@ class Sampler:
         one = _sequence(call, item)
         if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
             return Sample(_copied(one), rows, None)
-        here = rows.to(one.query_BHQD.device)
-        mask = self._visible(call, one, item, here)
-        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, here], mask=mask, causal=False)
+        mask = self._visible(call, one, item, rows)
+        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
         shapes = (len(rows), per_group, *call.key_BGKD.shape[2:], call.value_BGKE.shape[3])
         settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, id(mask))
-        return Sample(
-            _copied(sampled), torch.arange(len(rows)), (*shapes, *settings, here.device, call.query_BHQD.dtype)
-        )
+        group = (*shapes, *settings, rows.device, call.query_BHQD.dtype)
+        return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), group)
 
     def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor]:
         """The sequence with the most tokens, and rows spread over its longest bin of n, as in analysis."""
-        batch, queries = call.query_BHQD.shape[0], call.query_BHQD.shape[2]
-        key = (call.kind, batch, queries)
+        batch, queries, device = call.query_BHQD.shape[0], call.query_BHQD.shape[2], call.query_BHQD.device
+        key = (call.kind, batch, queries, device)
         if key not in self._rows:
             tokens = self._tokens.get(call.kind)
             if tokens is None or tokens.shape != (batch, queries):
-                item, present = 0, torch.arange(queries)
+                item, present = 0, torch.arange(queries, device=device)
             else:
                 item = int(tokens.sum(-1).argmax())
-                present = tokens[item].nonzero().squeeze(-1)
+                present = tokens[item].nonzero().squeeze(-1).to(device)
             if call.kind == "decoder" and len(present):
                 present = present[length_bins(len(present))[0][0] - 1 :]
             self._rows[key] = item, spread(present, self._count)
