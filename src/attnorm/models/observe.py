@@ -8,7 +8,7 @@ its name makes a decoder bidirectional), the eager function of its file, branche
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,9 +56,10 @@ def observe(
     with ExitStack() as restore:
         _register(observation)
         restore.callback(_forget, observation)
-        for handle in observation.hooks(model):
+        modules = [*model.modules()]
+        for handle in observation.hooks(modules):
             restore.callback(handle.remove)
-        if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl for m in model.modules()):
+        if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl for m in modules):
             restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code asks for no kernel
         yield
     if observation.ran and not observation.calls:
@@ -83,9 +84,12 @@ class _Observation:
         self._running: dict[nn.Module, _Running] = {}
         self._layers = LayerNumbers(self.sites)
 
-    def hooks(self, model: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        for module in model.modules():
-            if module is model or isinstance(module, PreTrainedModel):
+    def hooks(self, modules: Sequence[nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """modules: all of the model's, itself first."""
+        for module in modules:
+            if module is modules[0]:
+                yield module.register_forward_pre_hook(partial(self._started, [*self.sites]))
+            elif isinstance(module, PreTrainedModel):
                 inside = [part for part in module.modules() if part in self.sites]
                 yield module.register_forward_pre_hook(partial(self._started, inside))
         for module in self.sites:

@@ -41,8 +41,7 @@ class Site:
 
 def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
     """Every module that asks the interface for its kernel, in the model's order."""
-    watchable = _watchable_classes(model)
-    paths = {module: path for path, module in model.named_modules() if type(module) in watchable}
+    paths = {module: path for path, module in model.named_modules() if _watchable(module)}
     indices: dict[str, list[Any]] = {}
     for module, path in paths.items():
         indices.setdefault(_stack(path), []).append(getattr(module, "layer_idx", None))
@@ -62,8 +61,7 @@ def check_model(model: object) -> nn.Module:
 
 def check_observable(model: object) -> None:
     """Raises UnsupportedModel, with the families that work, where no attention module can be watched."""
-    checked = check_model(model)
-    if _watchable_classes(checked):
+    if any(map(_watchable, check_model(model).modules())):
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
@@ -96,9 +94,8 @@ def supported_families() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _watchable_classes(model: nn.Module) -> set[type[nn.Module]]:
-    classes = {type(module) for module in model.modules()}
-    return {found for found in classes if _dispatches(found)}  # type: ignore[arg-type] # a class can be hashed
+def _watchable(module: nn.Module) -> bool:
+    return _dispatches(type(module))  # type: ignore[arg-type] # a class can be hashed
 
 
 @cache  # reading the code of every class takes longer than measuring a small model

@@ -6,7 +6,7 @@ as one, whatever their size.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
 import torch
@@ -107,11 +107,15 @@ def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top
 
     theory.geometry.separability, of both at once and without a look at any number on the way.
     """
-    shape, groups = (2, *weights.shape), (2, len(x), -1, weights.shape[-1])
-    kept_and_dealt = _dealt(visible, scores).expand(shape)
-    chosen = _heaviest(weights, visible, top_n).expand(shape).gather(-1, kept_and_dealt).reshape(groups)
-    a = weights.expand(shape).gather(-1, kept_and_dealt).reshape(groups)
-    hidden = ~visible.expand(weights.shape).reshape(groups[1:])
+    heads, rows, width = weights.shape
+    sources = _sources(visible, scores).expand(heads, 2, rows, width)
+
+    def for_both(tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(1).expand(sources.shape)
+
+    groups = (len(x), -1, width)
+    a, chosen = (for_both(t).gather(-1, sources).view(groups) for t in (weights, _heaviest(weights, visible, top_n)))
+    hidden = ~for_both(visible).reshape(groups)
     x = x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0)  # what no row sees may be anything
     along = (a * chosen) @ x @ x.mT
     # ||y_i - s||^2 but for ||s||^2, which is the same for all keys of a row
@@ -119,7 +123,7 @@ def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top
     radius = distances.masked_fill(chosen | hidden, torch.inf).amin(-1, keepdim=True)
     shares = (chosen & (distances <= radius)).sum(-1, dtype=a.dtype) / top_n
     undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
-    return shares.reshape(shape[:-1]).masked_fill(undefined, torch.nan)
+    return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
 
 
 def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
@@ -130,12 +134,12 @@ def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
     return heavier | (tied & (tied.cumsum(-1) <= top_n - heavier.sum(-1, keepdim=True)))
 
 
-def _dealt(visible: Tensor, scores: Tensor) -> Tensor:
-    """Whose weight each key gets: (2, 1 or h, r, w), its own, and that of a visible key at random."""
+def _sources(visible: Tensor, scores: Tensor) -> Tensor:
+    """Whose weight each key gets: (1 or h, 2, r, w), its own, and that of a visible key at random."""
     own = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
     at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
     other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))
-    return torch.stack([own, torch.where(visible, other, own)])
+    return torch.stack([own, torch.where(visible, other, own)], 1)
 
 
 def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:
@@ -170,9 +174,7 @@ class _EachItsOwn(ScaleRule):
         factors = []
         for normalizer, heads in zip(self.normalizers, self.heads, strict=True):
             assert isinstance(normalizer, Normalizer)
-            own = torch.ones_like(n)
-            for rule in normalizer.rules:
-                assert isinstance(rule, ScaleRule)
-                own = own * rule.factor(n, None, None).to(n.dtype)
+            rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
+            own = reduce(torch.mul, [rule.factor(n, None, None).to(n.dtype) for rule in rules] or [torch.ones_like(n)])
             factors.append(own.expand(*own.shape[:-3], heads, *own.shape[-2:]))
         return torch.cat(factors, dim=-3)

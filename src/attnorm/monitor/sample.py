@@ -77,7 +77,7 @@ class Sampler:
     def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
         """What these rows see, (1, 1, R, K); made once for all layers that share a mask."""
         queries, keys = call.query_BHQD.shape[2], call.key_BGKD.shape[2]
-        key = (call.kind, id(call.mask), call.causal, item, queries, keys)
+        key = (call.kind, id(call.mask), call.causal, item, queries, keys, rows.device)
         if key not in self._seen:
             mask = one.mask
             # A mask per query says it all, as metrics.logits has it.
