@@ -22,7 +22,7 @@ GROUP = 16
 BLOCK_ELEMENTS = 2**19
 MOST_THREADS = 8
 CUDA_BLOCK_ELEMENTS = 2**25
-FEW_ROWS = 64  # up to here their hidden keys cost a GPU less than to wait until it knows which ones they are
+FEW_ROWS = 64  # up to here a GPU is done with more than is needed before the program has waited to know what is
 
 
 class Workspace:
@@ -37,6 +37,11 @@ class Workspace:
         if self._memory.numel() < size:
             self._memory = self._memory.new_empty(size)
         return self._memory[:size].view(shape)
+
+
+def too_few_to_wait(queries: Tensor) -> bool:
+    """Whether rows are better computed as if the worst were true than looked at first."""
+    return len(queries) <= FEW_ROWS and runs_behind(queries)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Visibility:
         if reach is not None:
             seen = seen & (torch.arange(stop, device=queries.device) < reach[:, None])
         start, end = 0, _upwards(stop)
-        if len(queries) > FEW_ROWS or not runs_behind(seen):
+        if not too_few_to_wait(queries):
             used = seen.flatten(0, 1).any(0).nonzero()
             start, end = (int(used[0]) // GROUP * GROUP, _upwards(int(used[-1]) + 1)) if len(used) else (0, GROUP)
         seen = seen[..., start:end]

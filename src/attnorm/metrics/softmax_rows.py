@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.metrics.heaviest import heaviest
-from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace
+from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace, too_few_to_wait
 from attnorm.theory.secular import rank_one_root
-from attnorm.theory.waiting import runs_behind
 
 # exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
@@ -94,7 +93,7 @@ def row_sums(
     others = e.sum(-1, keepdim=True)
     log_others = torch.log(others)
     small = others < SMALLEST_SUM
-    if runs_behind(z):
+    if too_few_to_wait(block.queries):
         log_others = torch.where(small, torch.logsumexp(z, -1, keepdim=True), log_others)
     elif bool(small.any()):
         some = small.squeeze(-1).nonzero().squeeze(-1)

@@ -84,14 +84,15 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     (one,) = measured(call, [None])
     normalizer = as_normalizer(one, call)
     values = at_least_float32(call.value_BGKE[0])
-    scores = _scores(len(rows), values.shape[-2] + GROUP, values.device)
+    beyond = -values.shape[-2] % GROUP  # as blocks are padded
+    values = pad(values, (0, 0, 0, beyond)) if beyond else values
+    scores = _scores(len(rows), values.shape[-2], values.device)
     found = []
     with without_autocast(values.device):
         for block in logit_blocks(call, rows, all_heads=True):
             weights = normalizer.weights(rows_block(call, block))[0]
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
-            x = values[:, keys]
-            x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2])).to(weights.dtype)
+            x = values[:, keys].to(weights.dtype)
             found.append(_told_apart(weights, block.visible, x, scores[block.rows, keys], top_n))
     return torch.cat(found, -1)
 
