@@ -53,6 +53,8 @@ def test_the_parts_are_added_and_taken_away_one_by_one() -> None:
 def test_only_some_normalizers_and_softmax_to_compare_with() -> None:
     assert [one.label for one in plan(only=["ssmax"]).of("ours")] == ["softmax", "ssmax"]
     assert [one.label for one in plan(only=["topk"], quick=True).of("ours")] == ["softmax", "topk:k=4"]
+    fixed_knee = plan(only=["kneemax:knee=0.25"])
+    assert [one.label for one in fixed_knee.of("ours", "majority")] == ["softmax", "kneemax:knee=0.25"] * 2
     assert plan(seed=5).seeds[0] == 5
     with pytest.raises(ValueError, match="'local' does not take part; choose among softmax"):
         plan(only=["local"])

@@ -17,7 +17,7 @@ from attnorm.experiments.language_models.markdown import all_tables
 from attnorm.experiments.language_models.plan import FULL, QUICK, Plan, on_this_machine
 from attnorm.experiments.language_models.results import contenders
 from attnorm.experiments.language_models.trial import try_out
-from attnorm.experiments.language_models.workplace import Workplace
+from attnorm.experiments.language_models.workplace import RESULTS, Workplace
 from attnorm.training import atomic
 from attnorm.training.interruption import TrainingInterrupted
 
@@ -29,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     plan = changed(QUICK if told.quick else FULL, told.set)
     if told.quick or told.cpu:
         plan = on_this_machine(plan)
+    if told.stage == "prepare" and not (told.train and told.valid):
+        raise ValueError("prepare needs texts: --train FILE [FILE ...] --valid FILE, and --other FILE for more")
+    if told.stage == "tables" and not (Path(told.folder) / RESULTS).exists():
+        raise ValueError(f"{told.folder} has no {RESULTS}; name the folder that the stages wrote to")
     place = Workplace.open(Path(told.folder), plan)
     only = [name for name in told.only.split(",") if name] or None
     seeds = [int(seed) for seed in told.seeds.split(",")]
@@ -53,12 +57,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def changed(plan: Plan, changes: list[str]) -> Plan:
-    """NAME=VALUE with VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300."""
+    """NAME=VALUE with VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300.
+
+    Raises:
+        ValueError: The plan has no such name, or the value is no JSON.
+    """
     for change in changes:
         name, _, text = change.partition("=")
-        value = json.loads(text)
-        value = tuple(value) if isinstance(value, list) else value
         part, dot, inner = name.partition(".")
+        if part not in plan.as_dict() or (dot and inner not in plan.as_dict()[part]):
+            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(plan.as_dict())}")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
+        value = tuple(value) if isinstance(value, list) else value
         if dot:
             value = replace(getattr(plan, part), **{inner: value})
         plan = replace(plan, **{part: value})
@@ -66,7 +79,13 @@ def changed(plan: Plan, changes: list[str]) -> Plan:
 
 
 def write_tables(lines: list[dict[str, Any]], folder: Path) -> bool:
-    """tables.md, and the figures where matplotlib is installed."""
+    """tables.md, and the figures where matplotlib is installed.
+
+    Raises:
+        ValueError: No model is finished.
+    """
+    if not contenders(lines):
+        raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
     atomic.write_text(folder / "tables.md", all_tables(lines))
     try:
         from attnorm.experiments.figures.language_models import comparison_figure, course_figure
@@ -109,3 +128,6 @@ if __name__ == "__main__":
     except TrainingInterrupted as stopped:
         say(str(stopped))
         sys.exit(130)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

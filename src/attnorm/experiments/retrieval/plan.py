@@ -12,6 +12,7 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
 from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.trials import SIZES, Trials
+from attnorm.training.spelling import spelled
 
 Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]
 SECTIONS: dict[Section, str] = {
@@ -75,7 +76,7 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Pla
         return _quick([name for name in chosen if only or name in ("softmax", "ssmax", "entmax15")], seed)
     paper, sizes = Recipe(), (*SIZES, BEYOND)
     everything = Trials(sizes=sizes, others=OTHERS)
-    other_tasks = [name for name in chosen if name in OTHER_TASKS]
+    other_tasks = [name for name in chosen if _name(name) in OTHER_TASKS]
     # A constant rate would measure the noise that it leaves in the weights.
     falling = replace(paper, steps=6000, cosine=True)
     long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
@@ -140,10 +141,15 @@ def _parts(paper: Recipe) -> dict[str, Recipe]:
 
 def _chosen(only: Sequence[str]) -> list[str]:
     fitting = [name for name in available() if name != FOR_TESTS and _for_sets(name)]
-    unknown = [name for name in only if name not in fitting]
+    unknown = [name for name in only if _name(name) not in fitting]
     if unknown:
         raise ValueError(f"{unknown[0]!r} does not take part; choose among {', '.join(fitting)}")
-    return [name for name in fitting if not only or name in only or name == BASELINE]
+    return sorted({BASELINE, *only}, key=lambda name: (fitting.index(_name(name)), name)) if only else fitting
+
+
+def _name(spelling: str) -> str:
+    """kneemax:knee=0.25 -> kneemax"""
+    return spelled(spelling)[0]
 
 
 def _for_sets(name: str) -> bool:
