@@ -6,6 +6,7 @@ import torch
 from attnorm.bench.model_passes import Shape, random_model, tokens
 from attnorm.bench.monitor import EVERY, MOST, training_step
 from attnorm.bench.suites import run_benchmarks
+from attnorm.monitor.monitor import AttentionMonitor
 from attnorm.report.benchmarks import Ratio, benchmark_markdown
 
 
@@ -28,6 +29,10 @@ def test_the_step_trains_in_either_precision(half: bool) -> None:
     training_step(model, tokens(32).reshape(2, 16), half=half)()
     assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_default_setting_is_what_is_timed() -> None:
+    assert AttentionMonitor().every == EVERY
 
 
 def test_three_percent_are_promised() -> None:

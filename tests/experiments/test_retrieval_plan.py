@@ -1,7 +1,11 @@
 """Who takes part, and that all do under the same conditions."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from attnorm.experiments.retrieval.collect import collect
 from attnorm.experiments.retrieval.plan import BASELINE, BEST, FOR_SETS, OUR_RECIPE, PAPERS_RECIPE, PARTS, ours, plan
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import BUILT_IN, get
@@ -58,3 +62,11 @@ def test_only_some_normalizers_and_softmax_to_compare_with() -> None:
     assert plan(seed=5).seeds[0] == 5
     with pytest.raises(ValueError, match="'local' does not take part; choose among softmax"):
         plan(only=["local"])
+
+
+def test_the_published_records_are_those_of_the_plan(tmp_path: Path) -> None:
+    published = Path(__file__).parents[2] / "docs" / "results" / "retrieval.jsonl.xz"
+    trained = replace(plan(), trainings=tuple(one for one in plan().trainings if one.section != "steps"))
+    found = collect(trained, tmp_path, [published], None, lambda what, done, of: None)
+    assert all(one.complete for one in found)
+    assert not list(tmp_path.iterdir()), "nothing was left to train"

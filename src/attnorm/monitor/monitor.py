@@ -38,7 +38,7 @@ class AttentionMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, *, every: int = 10, rows: int = 32, top_n: int = 20, thresholds: AlertThresholds | None = None
+        self, *, every: int = 25, rows: int = 32, top_n: int = 20, thresholds: AlertThresholds | None = None
     ) -> None:
         for name, value in (("every", every), ("rows", rows), ("top_n", top_n)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

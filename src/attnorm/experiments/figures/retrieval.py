@@ -126,7 +126,7 @@ def errors(lines: Sequence[Line], about: str) -> Figure:
         row[0].set_ylabel("errors, %")
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=2)
-    figure.supxlabel(f"items in the set.  {about}", fontsize=7, color=PALE)
+    figure.supxlabel(f"items in the set; the paper's recipe but for the last.  {about}", fontsize=7, color=PALE)
     return figure
 
 
