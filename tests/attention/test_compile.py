@@ -34,10 +34,9 @@ def test_one_graph_gives_the_same_outputs_and_gradients(name: str) -> None:
     assert_compiles(name, "aot_eager", causal=True)
 
 
-@pytest.mark.parametrize("name", ["ssmax", "entmax15"])
 @pytest.mark.as_installed
-def test_compiled_code_gives_the_same_outputs_and_gradients(name: str) -> None:
-    assert_compiles(name, "inductor", causal=True)
+def test_compiled_code_gives_the_same_outputs_and_gradients() -> None:
+    assert_compiles("ssmax", "inductor", causal=True)
 
 
 @pytest.mark.nightly

@@ -59,8 +59,16 @@ def has_compiler() -> bool:
         return False
 
 
+@pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
+def test_attention_compiled_for_the_machine_trains_the_same() -> None:
+    model = one_layer()
+    patch(model, "entmax15")
+    expected = gradients(model, model)
+    model.model.layers[0].self_attn.compile(fullgraph=True)
+    assert_close(gradients(model, model), expected, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 def test_a_model_compiled_for_the_machine_trains_the_same() -> None:
     model = one_layer()
