@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
-from attnorm.engines import fused, opaque
+from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, checked
 from attnorm.normalizers.block import Positions
@@ -86,7 +86,7 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
             return flex.flex(inputs, normalizer)
         if engine == "flex":
             raise ValueError(f"{normalizer.name!r} has no FlexAttention form here; use engine='auto' or 'blocked'")
-    return opaque.blocked(inputs, normalizer) if opaque.applies(normalizer) else blocked(inputs, normalizer)
+    return blocked(inputs, normalizer)
 
 
 def normalize(

@@ -28,9 +28,12 @@ def blocked(
     inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int | None = None
 ) -> Tensor:
     """Output (B, H, Q, D). `scores` replaces the scaled dot product; block_elements: by device unless given."""
-    run = Run(inputs, normalizer, scores, block_elements)
-    q, k, v = working_tensors(inputs)
+    elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
+    run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
+    working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+    k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
     if run.rows >= inputs.queries:
         whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
@@ -43,26 +46,18 @@ def blocked(
     return output.to(dtype)
 
 
-def working_tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in at least float32, with a key and a value for every query head."""
-    dtype = inputs.q_BHQD.dtype
-    working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
-    k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
-    return q, k, v
+def _dot_product(scale: float) -> Scores:
+    return lambda q, k: (q * scale) @ k.transpose(-1, -2)
 
 
-class Run(nn.Module):
+class _Run(nn.Module):
     """One call: cuts the queries into blocks and computes each. A module, so that all that learns is found in it."""
 
-    def __init__(
-        self, inputs: Inputs, normalizer: Normalizer, scores: Scores | None = None, block_elements: int | None = None
-    ) -> None:
+    def __init__(self, inputs: Inputs, normalizer: Normalizer, scores: Scores, block_elements: int) -> None:
         super().__init__()
-        self.inputs, self.normalizer, self.scores = inputs, normalizer, scores or _dot_product(inputs.scale)
-        elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
+        self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
         batch, heads = inputs.q_BHQD.shape[:2]
-        self.rows = max(1, elements // max(1, batch * heads * inputs.keys))
+        self.rows = max(1, block_elements // max(1, batch * heads * inputs.keys))
         self.seed: int | None = None  # of the dropout, where backward has to draw it again
 
     def spans(self) -> Iterator[tuple[int, int]]:
@@ -109,10 +104,6 @@ class Run(nn.Module):
         return Positions(*(p if p.dim() == 1 else p[:, 0] for p in (query, key)))
 
 
-def _dot_product(scale: float) -> Scores:
-    return lambda q, k: (q * scale) @ k.transpose(-1, -2)
-
-
 @dataclass(frozen=True)
 class _Rows(Block):
     """Some rows of an attention call. Where the caller gave no positions they are counted from the first row's."""
@@ -132,7 +123,7 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: Run,
+        run: _Run,
         names: tuple[str, ...],
         q: Tensor,
         k: Tensor,
@@ -141,85 +132,60 @@ class _BlockedAttention(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
+        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        for start, stop in run.spans():
+            reach = run.inputs.reach(stop)
+            output[..., start:stop, :] = run(
+                start,
+                stop,
+                q[..., start:stop, :],
+                k[..., :reach, :],
+                v[..., :reach, :],
+                _rows(hidden_states, start, stop),
+                _of_block(bias, start, stop, reach),
+            )
         ctx.run, ctx.names = run, names
         ctx.save_for_backward(q, k, v, hidden_states, bias, *parameters)
-        return attend_in_blocks(run, q, k, v, hidden_states, bias, dict(zip(names, parameters, strict=True)))
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, hidden_states, bias, *parameters = ctx.saved_tensors
-        learned = dict(zip(ctx.names, parameters, strict=True))
-        return None, None, *gradients_in_blocks(ctx.run, grad, q, k, v, hidden_states, bias, learned)
+        run: _Run = ctx.run
+        q, k, v, hidden_states, bias, *saved = ctx.saved_tensors
+        # The parameters as they were forward: torch.func may have put others in their place meanwhile.
+        parameters = [p.detach().requires_grad_() for p in saved]
+        totals = [torch.zeros_like(t) for t in (q, k, v)]
+        hidden_total, bias_total = (None if t is None else torch.zeros_like(t) for t in (hidden_states, bias))
+        parameter_totals = [torch.zeros_like(p) for p in parameters]
+        for start, stop in run.spans():
+            reach = run.inputs.reach(stop)
+            pieces = [
+                q[..., start:stop, :],
+                k[..., :reach, :],
+                v[..., :reach, :],
+                _rows(hidden_states, start, stop),
+                _of_block(bias, start, stop, reach),
+            ]
+            leaves = [None if piece is None else piece.detach().requires_grad_() for piece in pieces]
+            with torch.enable_grad():
+                output = functional_call(run, dict(zip(ctx.names, parameters, strict=True)), (start, stop, *leaves))
+            wanted = [leaf for leaf in leaves if leaf is not None] + parameters
+            grads = list(torch.autograd.grad(output, wanted, grad[..., start:stop, :], allow_unused=True))
+            places = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
+            if hidden_total is not None:
+                places.append(hidden_total[..., start:stop, :])
+            if bias_total is not None:
+                places.append(bias_total[..., start:stop, :reach])
+            for place, piece in zip([*places, *parameter_totals], grads, strict=True):
+                if piece is not None:
+                    place += piece
+        return None, None, *totals, hidden_total, bias_total, *parameter_totals
 
 
-def attend_in_blocks(
-    run: Run,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden_states: Tensor | None,
-    bias: Tensor | None,
-    learned: dict[str, Tensor],
-) -> Tensor:
-    """The output (B, H, Q, D), with the learned parameters given by their names in the run."""
-    output = q.new_empty(*q.shape[:-1], v.shape[-1])
-    for start, stop in run.spans():
-        pieces = _pieces(start, stop, run.inputs.reach(stop), q, k, v, hidden_states, bias)
-        output[..., start:stop, :] = functional_call(run, learned, (start, stop, *pieces))
-    return output
+def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if hidden_states is None else hidden_states[..., start:stop, :]
 
 
-def gradients_in_blocks(
-    run: Run,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden_states: Tensor | None,
-    bias: Tensor | None,
-    learned: dict[str, Tensor],
-) -> list[Tensor | None]:
-    """Of q, k, v, hidden_states, bias and the learned parameters, which are given as they were forward: torch.func may
-    have put others in their place meanwhile."""
-    parameters = [p.detach().requires_grad_() for p in learned.values()]
-    totals = [t.new_zeros(t.shape) for t in (q, k, v)]
-    hidden_total, bias_total = (None if t is None else t.new_zeros(t.shape) for t in (hidden_states, bias))
-    parameter_totals = [p.new_zeros(p.shape) for p in parameters]
-    for start, stop in run.spans():
-        reach = run.inputs.reach(stop)
-        pieces = _pieces(start, stop, reach, q, k, v, hidden_states, bias)
-        leaves = [None if piece is None else piece.detach().requires_grad_() for piece in pieces]
-        with torch.enable_grad():
-            output = functional_call(run, dict(zip(learned, parameters, strict=True)), (start, stop, *leaves))
-        wanted = [leaf for leaf in leaves if leaf is not None] + parameters
-        grads = list(torch.autograd.grad(output, wanted, grad[..., start:stop, :], allow_unused=True))
-        places = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
-        if hidden_total is not None:
-            places.append(hidden_total[..., start:stop, :])
-        if bias_total is not None:
-            places.append(bias_total[..., start:stop, :reach])
-        for place, piece in zip([*places, *parameter_totals], grads, strict=True):
-            if piece is not None:
-                place += piece
-    return [*totals, hidden_total, bias_total, *parameter_totals]
-
-
-def _pieces(
-    start: int,
-    stop: int,
-    reach: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden_states: Tensor | None,
-    bias: Tensor | None,
-) -> list[Tensor | None]:
-    """Of each tensor what one block needs."""
-    return [
-        q[..., start:stop, :],
-        k[..., :reach, :],
-        v[..., :reach, :],
-        None if hidden_states is None else hidden_states[..., start:stop, :],
-        None if bias is None else bias[..., start:stop, :reach],
-    ]
+def _of_block(bias: Tensor | None, start: int, stop: int, reach: int) -> Tensor | None:
+    return None if bias is None else bias[..., start:stop, :reach]

@@ -11,13 +11,12 @@ one of each kind and derives its own properties from theirs. A `Mechanism` needs
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.handle import new_handle
 
 RowSum = Literal["one", "at most one", "free"]
 
@@ -162,12 +161,6 @@ class Normalizer(nn.Module):
         self.select = nn.ModuleList(select)
         self.map = map
         self.sink = sink
-        # One that is built inside compiled code never comes to exist as an object.
-        self.handle = None if torch.compiler.is_compiling() else new_handle(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.handle = new_handle(self)  # a copy is another normalizer
 
     def forward(
         self,
