@@ -1,0 +1,69 @@
+"""A patched model that is compiled trains as it does uncompiled."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel
+
+from attnorm.models.patch import patch
+from tests.models.tiny import LEARNED, llama, tokens
+
+pytestmark = pytest.mark.as_installed
+
+
+def one_layer() -> PreTrainedModel:
+    torch.compiler.reset()
+    model = llama()
+    model.model.layers = model.model.layers[:1]
+    return model.train()
+
+
+def gradients(model: PreTrainedModel, run: Any, **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    found = run(tokens(), use_cache=False, **inputs).logits.float()
+    (found * torch.linspace(-1, 1, found.numel()).reshape(found.shape)).square().mean().backward()
+    return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["entmax", "asentmax"])
+def test_learned_parameters_learn_the_same_beside_padding(name: str) -> None:
+    model = one_layer()
+    patch(model, name, **LEARNED[name])
+    visible = torch.ones(2, 12, dtype=torch.long)
+    visible[0, 8:] = 0
+    expected = gradients(model, model, attention_mask=visible)
+    found = gradients(model, torch.compile(model, backend="aot_eager"), attention_mask=visible)
+    assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert all((found[path] != 0).all() for path in found if "attnorm" in path), "one number per head, each of its own"
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model = one_layer()
+    patch(model, "entmax", **LEARNED["entmax"])
+    expected = gradients(model, model)
+    model.gradient_checkpointing_enable()
+    assert_close(gradients(model, torch.compile(model, backend="aot_eager")), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_autocast_rounds_as_it_does_uncompiled() -> None:
+    model = one_layer()
+    patch(model, "asentmax")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model, model)
+        found = gradients(model, torch.compile(model, backend="aot_eager"))
+    assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_other_parameters_put_in_by_torch_func_count() -> None:
+    """Weights of an average of models, say, in the compiled code of one of them."""
+    model = one_layer().eval()
+    patch(model, "asentmax")
+    others = {name: parameter.detach() * 1.3 for name, parameter in model.named_parameters()}
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (tokens(),), {"use_cache": False}).logits
+
+    assert_close(torch.compile(run, backend="aot_eager")(others), run(others))
