@@ -93,6 +93,21 @@ def test_layers_patched_differently_keep_their_own_numbers() -> None:
     compare(measured(model, AttentionMonitor(rows=ALL, top_n=5), input_ids=ids), analyzed(model, input_ids=ids))
 
 
+@pytest.mark.parametrize("options", [{"temperature": 2.0}, {"learned": True, "heads": None}, {"learned": True}])
+def test_one_number_for_all_heads_and_one_for_each_go_together(options: dict[str, Any]) -> None:
+    """Layers of one shape are measured as one; the second has a factor per head and a bias."""
+    model, ids = llama(), tokens(1, 40)
+    patch(model, "softmax", layers=[0], **options)
+    patch(model, "ssmax", layers=[1], bias=True)
+    compare(measured(model, AttentionMonitor(rows=ALL, top_n=5), input_ids=ids), analyzed(model, input_ids=ids))
+
+
+def test_a_batch_of_nothing_but_padding_stops_no_training() -> None:
+    model, ids = llama(), tokens(2, 12)
+    with pytest.warns(UserWarning, match="was not measured at step 1: the batch is all padding"):
+        assert measured(model, AttentionMonitor(), input_ids=ids, attention_mask=torch.zeros_like(ids)) == {}
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss"])
 def test_windows_softcap_and_sinks_are_the_models_own(family: str) -> None:
     """Layer 1 sees everything; layer 0 has a window of 5, so that all its rows are as long, and the last are taken."""

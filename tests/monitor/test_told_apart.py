@@ -55,3 +55,12 @@ def test_a_row_that_is_not_finite_has_none() -> None:
     found = _told_apart(weights, visible, x, _scores(ROWS, KEYS, x.device), TOP_N)
     assert found[:, 2, 3].isnan().all()
     assert found.isnan().sum() == 4
+
+
+def test_a_value_that_is_not_finite_leaves_nothing_to_tell() -> None:
+    weights, visible, x = rows_of_weights()
+    x[0, 3] = torch.inf
+    found = _told_apart(weights, visible, x, _scores(ROWS, KEYS, x.device), TOP_N)
+    sees_it = visible[:2, :, 3]
+    assert found[:, :2][:, sees_it].isnan().all()
+    assert found[:, 2:].isfinite().all()

@@ -100,7 +100,8 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
 @lru_cache(maxsize=8)
 def _scores(rows: int, keys: int, device: torch.device) -> Tensor:
     """A random number for each key of each row, the same at every step."""
-    return torch.rand(rows, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu").to(device)
 
 
 def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int) -> Tensor:
@@ -123,6 +124,7 @@ def _told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top
     distances = a * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2)
     radius = distances.masked_fill(chosen | hidden, torch.inf).amin(-1, keepdim=True)
     shares = (chosen & (distances <= radius)).sum(-1, dtype=a.dtype) / top_n
+    shares = shares.masked_fill(~distances.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
     undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
     return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
 
@@ -177,5 +179,6 @@ class _EachItsOwn(ScaleRule):
             assert isinstance(normalizer, Normalizer)
             rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
             own = reduce(torch.mul, [rule.factor(n, None, None).to(n.dtype) for rule in rules] or [torch.ones_like(n)])
-            factors.append(own.expand(*own.shape[:-3], heads, *own.shape[-2:]))
+            every = (*n.shape[:-3], heads, *n.shape[-2:])
+            factors.append(own.expand(torch.broadcast_shapes(own.shape, every)))
         return torch.cat(factors, dim=-3)

@@ -115,7 +115,8 @@ class AttentionMonitor(TrainerCallback):
         layers = watched.layers()
         if not layers:
             why = "no layer that runs softmax or a normalizer was called" if watched.done else "no forward took place"
-            _warn(f"attention was not measured at step {step}: {why} with gradients on", UserWarning)
+            why = "the batch is all padding" if watched.only_padding else f"{why} with gradients on"
+            _warn(f"attention was not measured at step {step}: {why}", UserWarning)
             return {}
         self.numbers = _keys(layers) | self._judged(layers, step)
         return dict(self.numbers)

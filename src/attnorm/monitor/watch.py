@@ -57,6 +57,7 @@ class Watch:
         self._held: list[Sample] = []
         self._found: dict[tuple[str, int], Tensor] = {}  # by kind and layer: (metrics, heads), on the device
         self.done = False
+        self.only_padding = False
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and not self.done:
@@ -67,7 +68,11 @@ class Watch:
     def on_call(self, call: AttentionCall) -> None:
         if self._sampler is None or isinstance(call.normalizer, Mechanism):  # a mechanism has no rows of logits
             return
-        self._held.append(self._sampler.take(call))
+        sample = self._sampler.take(call)
+        if not len(sample.rows):
+            self.only_padding = True
+            return
+        self._held.append(sample)
         if sum(sample.size for sample in self._held) > HELD_BYTES:
             self._measure()
 
