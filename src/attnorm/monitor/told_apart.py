@@ -1,0 +1,54 @@
+"""Separability of rows and of the same weights dealt out at random, without a look at any number on the way."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@lru_cache(maxsize=8)
+def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
+    """A random number for each key of each row, the same at every step."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu").to(device)
+
+
+def told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int) -> Tensor:
+    """(2, h, r) from weights (h, r, w), visibility (1 or h, r, w) and vectors (g, w, E); NaN where n <= N.
+
+    theory.geometry.separability, of both at once and without a look at any number on the way.
+    """
+    heads, rows, width = weights.shape
+    sources = _sources(visible, scores).expand(heads, 2, rows, width)
+
+    def for_both(tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(1).expand(sources.shape)
+
+    groups = (len(x), -1, width)
+    a, chosen = (for_both(t).gather(-1, sources).view(groups) for t in (weights, _heaviest(weights, visible, top_n)))
+    hidden = ~for_both(visible).reshape(groups)
+    x = x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0)  # what no row sees may be anything
+    along = (a * chosen) @ x @ x.mT
+    # ||y_i - s||^2 but for ||s||^2, which is the same for all keys of a row
+    distances = a * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2)
+    radius = distances.masked_fill(chosen | hidden, torch.inf).amin(-1, keepdim=True)
+    shares = (chosen & (distances <= radius)).sum(-1, dtype=a.dtype) / top_n
+    shares = shares.masked_fill(~distances.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
+    undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
+    return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
+
+
+def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
+    """True at the N heaviest visible keys, ties to the earlier key."""
+    weights = weights.masked_fill(~visible, -torch.inf)
+    least = weights.topk(min(top_n, weights.shape[-1]), dim=-1).values[..., -1:]
+    heavier, tied = weights > least, weights == least
+    return heavier | (tied & (tied.cumsum(-1) <= top_n - heavier.sum(-1, keepdim=True)))
+
+
+def _sources(visible: Tensor, scores: Tensor) -> Tensor:
+    """Whose weight each key gets: (1 or h, 2, r, w), its own, and that of a visible key at random."""
+    own = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
+    at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
+    other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))
+    return torch.stack([own, torch.where(visible, other, own)], 1)
