@@ -15,7 +15,7 @@ from attnorm.experiments.figures.style import style
 from attnorm.experiments.retrieval import answer, collect, printed
 from attnorm.experiments.retrieval.collect import Found, records_in
 from attnorm.experiments.retrieval.lines import lines_of, scales_of
-from attnorm.experiments.retrieval.plan import Plan
+from attnorm.experiments.retrieval.plan import PAPERS_RECIPE, Plan
 from attnorm.experiments.retrieval.verdict import Numbers, findings, words
 from tests.experiments.retrieval_records import SEEDS, found, record, training
 
@@ -197,3 +197,15 @@ def test_verdicts_follow_the_numbers() -> None:
     slightly = judged([value - 10 for value in PRINTED], [value - 5 for value in PRINTED], PRINTED, GOOD)
     assert slightly["A"] == "partly"
     assert record(training(), 16, 0, "own", 0.5)["dispersed"] == 0.125
+
+
+def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
+    at, tests = tuple(printed.SIZES), ("hard", "adaptive_temperature")
+    short = found(training("paper", "softmax", at, tests), dict.fromkeys(("own", *tests), PRINTED))
+    long = found(training("steps", PAPERS_RECIPE, at, tests, steps=9), dict.fromkeys(("own", *tests), GOOD))
+    numbers = Numbers(lines_of([short, long]), scales_of([short, long]))
+    fall = findings(numbers, quick=False)[0]
+    assert fall.verdict == "does not"
+    assert fall.ours.startswith("99.0, 99.0")
+    assert "of the 100,000 steps: 98.6, 94.3" in fall.why
+    assert "After 100,000 steps, as in the paper, it is right in 99.0" in words(numbers, [], quick=False)

@@ -69,9 +69,9 @@ def lines_of(found: Sequence[Found]) -> list[Line]:
 
 def compared(training: Training, tested_with: str) -> bool:
     """What stands in a table, and is compared with its first row: each as trained, and softmax in all tests."""
-    if training.section in ("parts", "steps"):
+    if training.section == "parts":
         return tested_with in (OWN, "hard")
-    return tested_with == OWN or training.label == BASELINE
+    return tested_with == OWN or training.label == BASELINE or training.section == "steps"
 
 
 def scales_of(found: Iterable[Found]) -> list[Scale]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from attnorm.experiments.experiment import Finding, Verdict
 from attnorm.experiments.retrieval import printed
 from attnorm.experiments.retrieval.lines import Line, Scale
-from attnorm.experiments.retrieval.plan import BASELINE, Section
+from attnorm.experiments.retrieval.plan import BASELINE, LONG, PAPERS_RECIPE, Section
+from attnorm.training.retrieval.recipe import Recipe
 from attnorm.training.retrieval.summary import Mean
 from attnorm.training.retrieval.trials import OWN
 
@@ -38,6 +39,12 @@ class Numbers:
             if (line.section, line.label, line.row.tested_with) == (section, label, tested_with)
         }
 
+    @property
+    def as_in_the_paper(self) -> tuple[Section, str]:
+        """Softmax under the paper's recipe, with all of its steps where they were taken."""
+        long: tuple[Section, str] = ("steps", PAPERS_RECIPE)
+        return long if self.percents(*long) else ("paper", BASELINE)
+
     def scale(self, section: Section, label: str) -> Scale | None:
         return next((s for s in self.scales if (s.training.section, s.training.label) == (section, label)), None)
 
@@ -53,9 +60,12 @@ def findings(numbers: Numbers, *, quick: bool) -> tuple[Finding, ...]:
 
 def words(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
     paper, better = (numbers.percents(section, BASELINE) for section in ("paper", "ours"))
+    long = numbers.percents("steps", PAPERS_RECIPE)
     parts = ["A small version of the experiment." if quick else ""]
     if paper:
         parts.append(f"Softmax, trained on at most 16 items, is right in {_series(paper)}.")
+    if long:
+        parts.append(f"After {LONG:,} steps, as in the paper, it is right in {_series(long)}.")
     split = _split(numbers)
     if split:
         size, wrong, dispersed, hard = split
@@ -72,26 +82,35 @@ def words(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
 
 
 def _fall(numbers: Numbers) -> Finding | None:
-    ours = numbers.percents("paper", BASELINE)
-    common = [size for size in printed.SIZES if size in ours]
-    if not common:
+    ours = numbers.percents(*numbers.as_in_the_paper)
+    if not ours.keys() & printed.BASELINE.keys():
         return None
-    off = max(abs(ours[size] - printed.BASELINE[size]) for size in common)
+    off = _apart(ours)
     verdict: Verdict = "reproduces" if off <= CLOSE else "partly" if off <= NEAR else "does not"
+    why = []
+    if numbers.as_in_the_paper[0] == "steps" and (short := numbers.percents("paper", BASELINE)):
+        why.append(f"After {Recipe.steps:,} of the {LONG:,} steps: {_series(short)}; {_apart(short):.1f} points apart.")
+    if falling := numbers.percents("parts", "+ cosine"):
+        why.append(
+            f"After as many with a rate that falls to 0, and nothing else: {_series(falling)}. The table measures the "
+            "noise that a constant rate leaves in the order of the logits."
+        )
     return Finding(
         f"A softmax head trained on at most 16 items is right in {_series(printed.BASELINE)} ({TABLE}).",
         f"{_series(ours)}; {off:.1f} points apart at most",
         verdict,
-        f"A rate that falls to 0 instead, and nothing else: {_series(falling)}. The table measures the noise that a "
-        "constant rate leaves in the order of the logits."
-        if (falling := numbers.percents("parts", "+ cosine"))
-        else "",
+        " ".join(why),
     )
 
 
+def _apart(ours: dict[int, float]) -> float:
+    """Points between ours and the printed table, at most."""
+    return max(abs(ours[size] - percent) for size, percent in printed.BASELINE.items() if size in ours)
+
+
 def _adaptive(numbers: Numbers) -> Finding | None:
-    sizes = [size for size in printed.SIZES if size > printed.SIZES[0]]
-    found = [line for size in sizes if (line := numbers.line("paper", BASELINE, ADAPTIVE, size)) and line.difference]
+    softmax, sizes = numbers.as_in_the_paper, printed.SIZES[1:]
+    found = [line for size in sizes if (line := numbers.line(*softmax, ADAPTIVE, size)) and line.difference]
     if not found:
         return None
     gains = {line.row.size: line.difference for line in found if line.difference}
@@ -105,7 +124,7 @@ def _adaptive(numbers: Numbers) -> Finding | None:
         f"Adaptive temperature at inference helps from 64 items on, in points: {theirs} ({TABLE}).",
         f"{told}; paired t-tests without correction, as printed",
         verdict,
-        "It sharpens what is dispersed and cannot reorder logits; hard attention, the sharpest map, gains little more.",
+        "It sharpens what is dispersed and cannot reorder logits; hard attention shows how far that goes.",
     )
 
 
@@ -116,7 +135,7 @@ def _cause(numbers: Numbers) -> Finding | None:
     size, wrong, dispersed, hard = split
     share = dispersed / max(wrong + dispersed, 1e-9)
     verdict: Verdict = "reproduces" if share >= MOST else "partly" if share >= SOME else "does not"
-    scale = numbers.scale("paper", BASELINE)
+    scale = numbers.scale(*numbers.as_in_the_paper)
     why = "The two best priorities are 1/(n + 1) apart on average" + (
         f", and the class moves a logit by as much as {scale.leak:.1g} in priority: from about {1 / scale.leak:,.0f} "
         "items on the order of the logits itself is a guess."
@@ -150,11 +169,12 @@ def _must_fail(numbers: Numbers) -> Finding | None:
 
 def _split(numbers: Numbers) -> tuple[int, float, float, float] | None:
     """Softmax at the largest size up to that of the paper: % logits wrong, % dispersed, % right by hard attention."""
-    sizes = [size for size in numbers.percents("paper", BASELINE) if size <= printed.SIZES[-1]]
+    softmax = numbers.as_in_the_paper
+    sizes = [size for size in numbers.percents(*softmax) if size <= printed.SIZES[-1]]
     if not sizes:
         return None
     size = max(sizes)
-    own, hard = (numbers.line("paper", BASELINE, name, size) for name in (OWN, "hard"))
+    own, hard = (numbers.line(*softmax, name, size) for name in (OWN, "hard"))
     if own is None or hard is None or own.row.logits_wrong is None or own.row.dispersed is None:
         return None
     return size, _percent(own.row.logits_wrong), _percent(own.row.dispersed), _percent(hard.row.accuracy)
