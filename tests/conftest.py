@@ -24,6 +24,9 @@ from tests.shape_checks import check_shapes_in
 
 ROOT = Path(__file__).resolve().parents[1]
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: kernels run, slowly, on a CPU
+
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, print_blob=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
-from attnorm.engines import fused
+from attnorm.engines import fused, sparse
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, checked
 from attnorm.normalizers.block import Positions
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     Refused = Any  # the shape checks of the tests take no Never
 
-Engine = Literal["auto", "fused", "flex", "blocked"]
+Engine = Literal["auto", "fused", "sparse", "flex", "blocked"]
 
 # torch's scaled_dot_product_attention has other words, and its causal mask another place.
 SDPA_OPTIONS = {
@@ -79,7 +79,13 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
         if not fused.applies(inputs, normalizer):
             raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
         return fused.fused(inputs, normalizer)
-    if engine == "flex" or (engine == "auto" and inputs.q_BHQD.is_cuda):
+    on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
+    if engine == "sparse" or on_a_gpu:
+        if sparse.applies(inputs, normalizer):
+            return sparse.sparse(inputs, normalizer)
+        if engine == "sparse":
+            raise ValueError(f"{normalizer.name!r} has no kernel of our own here; use engine='auto' or 'blocked'")
+    if engine == "flex" or on_a_gpu:
         from attnorm.engines import flex  # loads torch's compiler
 
         if flex.applies(inputs, normalizer):

@@ -18,7 +18,8 @@ from attnorm.report.benchmarks import Ratio
 BATCH, HEADS, WIDTH = 2, 12, 64
 FUSED = ("softmax", "ssmax", "log_scaled", "sink", "adaptive_temperature")
 FLEX = ("sigmoid", "relu", "softpick", "sa_softmax", "kernel", "scale_invariant")
-BLOCKED = ("entmax15", "sparsemax", "kneemax")
+SPARSE = ("entmax15", "sparsemax", "asentmax")
+BLOCKED = ("kneemax",)
 
 
 def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
@@ -31,7 +32,7 @@ def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
         f"Attention on {torch.cuda.get_device_name()}, bfloat16, causal, "
         f"batch {BATCH}, {HEADS} heads, width {WIDTH}, L = {length:,}"
     )
-    for engine, names in (("SDPA", FUSED), ("FlexAttention", FLEX), ("blocks", BLOCKED)):
+    for engine, names in (("SDPA", FUSED), ("FlexAttention", FLEX), ("our kernel", SPARSE), ("blocks", BLOCKED)):
         for name in names:
             normalizer = get(name)
             assert isinstance(normalizer, Normalizer)

@@ -17,7 +17,7 @@ from attnorm.normalizers.registry import get
 from attnorm.report.health import Check, Health, Optional
 
 OPTIONAL_PACKAGES = {
-    "triton": "torch.compile and FlexAttention on CUDA",
+    "triton": "torch.compile, FlexAttention and the kernels of entmax on CUDA",
     "accelerate": "`attnorm train`, and the Hugging Face Trainer",
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",

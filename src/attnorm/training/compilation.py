@@ -1,9 +1,9 @@
 """Compiled blocks, with the attention of a replaced softmax beside the graphs where it brings kernels of its own.
 
 A rescaled softmax is traced like the rest of a block, and so is every normalizer where the whole matrix of weights is
-computed at once (`dense`). Otherwise they run on FlexAttention, which is compiled already, or block by block with a
-backward pass of its own: traced into the graph of a block they would be compiled twice, or unrolled. So a graph ends
-before such an attention call and another begins after it.
+computed at once (`dense`). Otherwise they run on Triton kernels or FlexAttention, which are compiled already, or block
+by block with a backward pass of its own: traced into the graph of a block they would be compiled twice, or unrolled. So
+a graph ends before such an attention call and another begins after it.
 """
 
 from collections.abc import Iterator

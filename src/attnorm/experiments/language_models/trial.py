@@ -30,7 +30,7 @@ from attnorm.training.spelling import spelled
 from attnorm.training.tokens import Corpus
 
 STEPS = 2 * LOG_EVERY
-IN_BLOCKS = ("entmax15", "asentmax", "kneemax")  # their engine is far behind: only if the matrix does not fit
+IN_BLOCKS = ("kneemax",)  # its engine is far behind: only if the matrix does not fit
 MOST_SECONDS = 60  # of one trial
 
 

@@ -1,0 +1,110 @@
+"""entmax15 and sparsemax on a GPU: fused kernels of our own, forward and backward, memory O(L).
+
+Operators of torch.library, so that compiled code takes them as they are.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.inputs import Inputs
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.entmax import Entmax
+
+ALPHAS = (1.5, 2.0)
+LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
+FEWEST_QUERIES = 16  # the least tile; of fewer, as in decoding, most would be empty
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether this call can run on the kernels with the same result."""
+    map_ = normalizer.map
+    if not isinstance(map_, Entmax) or map_.theta is not None or map_.alpha not in ALPHAS:
+        return False
+    if normalizer.selections or normalizer.sink is not None or not inputs.plain_logits or inputs.dropout > 0:
+        return False
+    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
+        return False
+    q, v = inputs.q_BHQD, inputs.v_BKLD
+    if inputs.queries < FEWEST_QUERIES or max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
+        return False
+    return HAS_TRITON and _runs_on(q.device) and not torch._C._are_functorch_transforms_active()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)  # on a CPU, slowly: for tests
+
+
+def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    q, k, v, map_ = inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD, normalizer.map
+    assert isinstance(map_, Entmax)
+    if normalizer.rules:
+        q = q.float()  # one rounding for all factors
+        for rule in normalizer.rules:
+            assert isinstance(rule, ScaleRule)
+            q = rule.scaled(q, inputs.n(), inputs.query_positions(), inputs.hidden_states)
+        q = q.to(k.dtype)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    output: Tensor = _forward(q, k, v, mask, inputs.causal, inputs.scale, map_.alpha, trains)[0]
+    return output
+
+
+@torch.library.custom_op("attnorm::sparse_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, alpha: float, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnorm.kernels import entmax_attention  # loads Triton
+
+    return entmax_attention.forward(q, k, v, mask, causal, scale, alpha, trains)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, alpha: float, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    output = q.new_empty(*q.shape[:-1], v.shape[-1])
+    mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
+    return output, mean_u, mean_u.new_empty(mean_u.shape[:-1])
+
+
+@torch.library.custom_op("attnorm::sparse_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mean_u: Tensor, threshold: Tensor,
+    causal: bool, scale: float, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import entmax_attention
+
+    return entmax_attention.backward(grad, q, k, v, mask, mean_u, threshold, causal, scale, alpha)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mean_u: Tensor, threshold: Tensor,
+    causal: bool, scale: float, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mask, causal, scale, alpha, _ = inputs
+    _, mean_u, threshold = output
+    ctx.save_for_backward(q, k, v, mask, mean_u, threshold)
+    ctx.options = causal, scale, alpha
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

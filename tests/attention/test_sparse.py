@@ -1,0 +1,190 @@
+"""The kernels of entmax against the blocks in float64, on a GPU or in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines import sparse
+from attnorm.engines.inputs import checked
+from attnorm.normalizers import Normalizer
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
+
+# In rows that see nothing a step is 0 / 0, which the kernel computes and does not take.
+pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in divide:RuntimeWarning")]
+
+SQUARE = (2, 4, 4, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
+GROUPS = (1, 4, 2, 20, 70, 24, 40)
+MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 2.0) -> tuple[Tensor, ...]:
+    batch, heads, key_heads, queries, keys, width, v_width = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, v_width))
+    q, k, v = (torch.randn(size, generator=generator).to(DEVICE) for size in sizes)
+    return tuple(t.to(dtype).requires_grad_() for t in (spread * q, k, v))
+
+
+def mask_of(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    if kind == "none":
+        return None
+    batch, heads, _, queries, keys, _, _ = shape
+    size = {"padding": (batch, 1, 1, keys), "rows": (batch, 1, queries, keys), "heads": (1, heads, queries, keys)}[kind]
+    return (torch.rand(size, generator=torch.Generator().manual_seed(1)) > 0.4).to(DEVICE)
+
+
+def run(tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, **options: Any) -> list[Tensor]:
+    """Output and gradients, those of the normalizer's parameters too."""
+    output = attnorm.attention(*tensors, normalizer, engine=engine, **options)
+    learned = [p for p in normalizer.parameters() if p.requires_grad]
+    probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output.double() * probe).sum(), [*tensors, *learned])]
+
+
+def assert_follows(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm().clamp(min=1e-6)
+
+
+def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.detach().double().requires_grad_() for t in tensors)
+
+
+CASES = [
+    (SQUARE, "none", True), (SQUARE, "rows", True), (SQUARE, "heads", False), (GROUPS, "none", True),
+    (GROUPS, "padding", True), (GROUPS, "none", False), (MORE_QUERIES, "none", True), (MORE_QUERIES, "padding", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "mask", "causal"), CASES)
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_values_and_gradients(name: str, shape: tuple[int, ...], mask: str, causal: bool) -> None:
+    tensors, normalizer = draw(shape), attnorm.get(name)
+    options = {"mask": mask_of(mask, shape), "causal": causal}
+    found = run(tensors, normalizer, "sparse", **options)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", **options), 2e-6 if DEVICE == "cpu" else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """The interpreter knows no bfloat16."""
+    tensors, normalizer = draw(GROUPS, dtype), attnorm.get(name)
+    found = run(tensors, normalizer, "sparse", causal=True)
+    assert all(t.dtype == dtype for t in found)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), 2e-2)
+
+
+def test_learned_scales_are_folded_into_the_queries() -> None:
+    tensors, normalizer = draw(SQUARE, spread=0.5), attnorm.get("asentmax", heads=4).to(DEVICE)
+    with torch.no_grad():
+        for parameter in normalizer.parameters():
+            parameter += torch.linspace(-0.3, 0.3, 4, device=DEVICE)
+    found = run(tensors, normalizer, "sparse", causal=True)
+    assert len(found) == 6
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+@pytest.mark.parametrize("rows", ["equal", "one for all", "far from 0", "layers"])
+def test_rows_that_are_hard_to_solve(name: str, rows: str) -> None:
+    """All keys alike; one key far above the rest; large logits; layers of keys, each larger than the last."""
+    keys = 128
+    z = {
+        "equal": torch.zeros(keys),
+        "one for all": torch.cat([torch.tensor([50.0]), torch.zeros(keys - 1)]),
+        "far from 0": 1e3 + torch.linspace(0, 1, keys),
+        "layers": -0.1 * torch.log1p(torch.arange(keys).float()).div(0.4).floor(),
+    }[rows]
+    q = torch.ones(1, 1, 16, 1).to(DEVICE)
+    k, v = z[None, None, :, None].to(DEVICE), torch.eye(keys)[None, None].to(DEVICE)
+    weights = attnorm.attention(q, k, v, name, scale=1.0, engine="sparse")
+    expected = attnorm.normalize(z.double()[None], name).to(DEVICE)
+    assert (weights - expected).abs().max() < (2e-6 if rows != "far from 0" else 2e-4)
+    assert (weights.sum(-1) - 1).abs().max() < 1e-6
+
+
+def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
+    q, k, v = draw(SQUARE)
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, :, 5] = False
+    output, *grads = run((q, k, v), attnorm.get("entmax15"), "sparse", mask=mask)
+    assert (output[0, :, 5] == 0).all()
+    assert all(g.isfinite().all() for g in grads)
+    with torch.no_grad():
+        k[1, 2, 7] = torch.nan
+        found = attnorm.attention(q, k, v, "entmax15", engine="sparse", causal=True)
+    assert found[1, 2, 7:].isnan().all()
+    assert found[1, 2, :7].isfinite().all()
+    assert found[0].isfinite().all()
+
+
+def test_strides_of_a_model_are_taken_as_they_are() -> None:
+    """Heads are cut out of a wider row, as after a projection."""
+    packed = torch.randn(2, 40, 3, 4, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    q, k, v = packed.transpose(1, 3).unbind(2)
+    assert q.stride(-1) == 1
+    assert not q.is_contiguous()
+    found = attnorm.attention(q, k, v, "entmax15", causal=True, engine="sparse")
+    exact = attnorm.attention(*(t.double() for t in (q, k, v)), "entmax15", causal=True, engine="blocked")
+    assert_follows([found], [exact], 1e-5)
+    (grad,) = torch.autograd.grad(found.square().sum(), packed, retain_graph=True)
+    assert_follows([grad], [*torch.autograd.grad(exact.square().sum(), packed)], 1e-4)
+
+
+def test_compiled_code_takes_the_kernels_as_one_operator() -> None:
+    q, k, v = draw((1, 1, 1, 20, 20, 16, 16))
+    normalizer = attnorm.get("entmax15")
+
+    def loss(q: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, causal=True, engine="sparse").square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(torch.autograd.grad(compiled(q), q)[0], torch.autograd.grad(loss(q), q)[0])
+    torch.library.opcheck(torch.ops.attnorm.sparse_attention.default, (q, k, v, None, True, 0.25, 1.5, True))
+
+
+def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
+    q, k, v = draw(SQUARE)
+    for name, options in (("softmax", {}), ("entmax", {"alpha": 1.25}), ("entmax", {"learned": True})):
+        with pytest.raises(ValueError, match="has no kernel of our own here; use engine='auto' or 'blocked'"):
+            attnorm.attention(q, k, v, attnorm.get(name, **options), engine="sparse")
+    normalizer = attnorm.get("entmax15")
+    assert isinstance(normalizer, Normalizer)
+    for wrong in (tuple(t[..., :8, :] for t in (q, k, v)), tuple(t.double() for t in (q, k, v))):
+        call = checked(*wrong, mask=None, causal=False, scale=None, positions=None)
+        assert not sparse.applies(call, normalizer), "few queries; no kernel for this precision"
+    with torch.no_grad():  # a transform of torch.func goes through the blocks
+        found = torch.func.vmap(lambda q: attnorm.attention(q, k[0], v[0], normalizer))(q)
+        assert_follows([found[0]], [attnorm.attention(q[0], k[0], v[0], normalizer, engine="blocked")], 1e-5)
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+    script = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnorm.kernels import entmax
+constants = dict(CAUSAL=True, MASKED=True, SQUARED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32)
+types = dict(mask="*u8", out_u="*fp32", threshold="*fp32", delta="*fp32", factor="fp32", scale="fp32", tolerance="fp32")
+types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
+for capability in (80, 90):
+    for kernel in (entmax.forward, entmax.backward_queries, entmax.backward_keys):
+        given = constants | (dict(TRAINS=True, MOST=9) if kernel is entmax.forward else {})
+        signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
+        target = GPUTarget("cuda", capability, 32)
+        assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=given), target=target).asm
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
