@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.theory.waiting import runs_behind
+from attnorm.engines.waiting import runs_behind
 
 
 def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.engines.waiting import runs_behind
 from attnorm.metrics.call import AttentionCall
 from attnorm.theory.selection import at_least_float32
-from attnorm.theory.waiting import runs_behind
 
 LOW = -1e30
 GROUP = 16
