@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnorm.normalizers import Block, LogitRule, Map, Properties, Selection, Sink, compose, get, mixture
+from attnorm.normalizers import (
+    Block,
+    LogitRule,
+    Map,
+    Properties,
+    Selection,
+    Sink,
+    check_normalizer,
+    compose,
+    get,
+    mixture,
+)
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.local import Local
 from attnorm.normalizers.topk import TopK
@@ -165,6 +176,13 @@ def test_lipschitz_multiplies_gains_and_is_unknown_where_a_part_is() -> None:
         assert get(unknown).lipschitz(10) is None
     assert compose("entmax15", scale="adaptive_temperature").lipschitz(10) is None
     assert compose(select=Local(2)).lipschitz(10) == 0.5
+
+
+def test_lipschitz_is_that_of_the_keys_a_selection_leaves() -> None:
+    windowed = compose("relu", select=Local(2))
+    assert get("relu").lipschitz(31) == 1 / 31
+    assert windowed.lipschitz(31) == 1  # a query that sees one key of its window divides by 1, not by 31
+    assert check_normalizer(windowed).passed
 
 
 def test_a_users_own_parts_compose(z: Tensor) -> None:

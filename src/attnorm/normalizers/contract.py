@@ -224,11 +224,14 @@ class Normalizer(nn.Module):
         """Largest l2 -> l2 norm of d weights / d logits over rows of n visible keys; None where none is known."""
         if not all(selection.continuous for selection in self.selections):
             return None
-        bound = self.map.lipschitz(n if self.sink is None else n + 1)
-        gains = [rule.gain(n) for rule in self.rules]
-        if bound is None or None in gains:
-            return None
-        return bound * math.prod(gain for gain in gains if gain is not None)
+        left = range(1, n + 1) if self.selections else (n,)  # a selection may leave the map any number of the keys
+        bounds, gains = [], [rule.gain(n) for rule in self.rules]
+        for keys in left:
+            bound = self.map.lipschitz(keys if self.sink is None else keys + 1)
+            if bound is None or None in gains:
+                return None
+            bounds.append(bound)
+        return max(bounds) * math.prod(gain for gain in gains if gain is not None)
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}"
