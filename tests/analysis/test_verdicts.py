@@ -396,18 +396,37 @@ def test_verdicts_from_few_rows_say_so(rows: int, told: str | None) -> None:
     assert found == ([] if told is None else [f"Verdicts rest on {told}per head; --rows all is surer."])
 
 
-@pytest.mark.parametrize(("rows", "told"), [(4, True), (15, True), (16, False)])
-def test_saturation_from_few_rows_says_so(rows: int, told: bool) -> None:
+def _compared_on(rows: dict[int, int]) -> dict[str, pa.Table]:
+    """Tables whose top-N numbers come from so many rows, by N; 64 where it is not named."""
     tables = synthetic_tables(cast=[["selects", "flat"]], **SMALL)
     many = [row | {"rows": 64} for row in tables["heads"].to_pylist()]
-    few = [row | {"rows": rows} for row in tables["top_n"].to_pylist()]
-    tables = {
+    few = [row | {"rows": rows.get(row["top_n"], 64)} for row in tables["top_n"].to_pylist()]
+    return {
         **tables,
         "heads": pa.Table.from_pylist(many, schema=tables["heads"].schema),
         "top_n": pa.Table.from_pylist(few, schema=tables["top_n"].schema),
     }
+
+
+def _on_saturation(tables: dict[str, pa.Table], rows: int | str) -> list[str]:
+    sentences = model_verdict(judged(tables), {**synthetic_manifest(), "settings": {"rows": rows}}).sentences
+    return [sentence for sentence in sentences if sentence.startswith("Saturation rests on")]
+
+
+@pytest.mark.parametrize(("rows", "told"), [(4, True), (15, True), (16, False)])
+def test_saturation_from_few_rows_says_so(rows: int, told: bool) -> None:
+    tables = _compared_on(dict.fromkeys((5, 10, 20, 100), rows))
     expected = [f"Saturation rests on {rows} rows per head; --rows all is surer."] if told else []
-    assert [sentence for sentence in verdict_of(tables).sentences if "rest" in sentence.split()[1]] == expected
+    assert _on_saturation(tables, rows=rows) == expected
+
+
+def test_saturation_says_nothing_of_rows_that_it_does_not_rest_on() -> None:
+    assert _on_saturation(_compared_on({1: 4, 100: 4}), rows=64) == [], "it is judged at 1 < N <= 20"
+
+
+def test_who_measured_all_rows_is_not_told_to_measure_all_rows() -> None:
+    (sentence,) = _on_saturation(_compared_on({20: 4}), rows="all")
+    assert sentence == "Saturation rests on 4 rows per head; to compare more of them (vector_rows) is surer."
 
 
 @pytest.mark.parametrize(("length", "short"), [(64, True), (256, False)])

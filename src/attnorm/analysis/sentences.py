@@ -145,13 +145,14 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
     return [sentence]
 
 
-def _compared_rows(heads: Sequence[Row], top_n: Iterable[Row]) -> int | None:
-    """How few rows the separability of any head comes from, where it is too few."""
+def _compared_rows(heads: Sequence[Row], top_n: Iterable[Row], thresholds: Thresholds) -> int | None:
+    """How few rows the separability of any head comes from, at the N that saturation is judged by, where too few."""
     wanted = {(row["text"], row["length"], row["normalizer"], *place(row)) for row in heads}
     counts = [
         row["rows"]
         for row in top_n
         if (row["text"], row["length"], row["normalizer"], *place(row)) in wanted
+        and 1 < row["top_n"] <= thresholds.saturation_top_n
         and number(row, "separability") is not None
     ]
     return min(counts) if counts and min(counts) < FEW_ROWS else None
@@ -178,19 +179,23 @@ def too_short(heads: Sequence[Row]) -> list[str]:
     return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
 
 
-def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any], top_n: Iterable[Row]) -> list[str]:
+def caveats(
+    heads: Sequence[Row], changing: int, manifest: Mapping[str, Any], top_n: Iterable[Row], thresholds: Thresholds
+) -> list[str]:
     sentences = []
+    all_rows = manifest.get("settings", {}).get("rows") == "all"
     if changing:
-        sentences.append(f"{changing} heads get another verdict on another text; each is counted by its commonest.")
+        who = "1 head gets" if changing == 1 else f"{changing} heads get"
+        sentences.append(f"{who} another verdict on another text; each is counted by its commonest.")
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
     if rows and min(rows) < FEW_ROWS:
         few = (
             f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
         )
-        better = "a longer text" if manifest.get("settings", {}).get("rows") == "all" else "--rows all"
-        sentences.append(f"Verdicts rest on {few} per head; {better} is surer.")
-    elif compared := _compared_rows(heads, top_n):
-        sentences.append(f"Saturation rests on {compared} rows per head; --rows all is surer.")
+        sentences.append(f"Verdicts rest on {few} per head; {'a longer text' if all_rows else '--rows all'} is surer.")
+    elif compared := _compared_rows(heads, top_n, thresholds):
+        better = "to compare more of them (vector_rows)" if all_rows else "--rows all"
+        sentences.append(f"Saturation rests on {compared} rows per head; {better} is surer.")
     missing = Counter(
         reason
         for row in heads

@@ -80,7 +80,7 @@ def model_verdict(
             *window_sentences(windowed),
             *rate_sentences(slopes),
             *length_sentences(all_heads, seeing_all, thresholds),
-            *caveats(heads, changing, manifest, rows["top_n"]),
+            *caveats(heads, changing, manifest, rows["top_n"], thresholds),
             *threshold_sentences(thresholds, manifest),
         ],
         advice=advise(heads, {"heads": all_heads, **rows}, manifest, runs),
