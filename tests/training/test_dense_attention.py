@@ -73,6 +73,12 @@ def test_training_goes_the_same_way(train: Train, tmp_path: Path) -> None:
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
+def test_a_mechanism_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'gaussian' is a mechanism that makes none; leave --dense"):
+        train(tmp_path / "run", normalizer="gaussian", options={"attention": "dense"})
+    assert not (tmp_path / "run").exists()
+
+
 def test_padding_is_refused() -> None:
     model = build_model(tiny(architecture="llama", normalizer="entmax15"), vocabulary=300, end_of_text=0)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])

@@ -12,13 +12,26 @@ from typing import Any, Literal
 
 import torch
 
-from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
+from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
 from attnorm.training.architectures import ARCHITECTURES
 from attnorm.training.settings import Settings
 
 Attention = Literal["engine", "dense"]
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; past it torch would go on uncompiled, and say so only in a log
+
+
+def check_attention(attention: Attention, settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: Dense attention is asked of a mechanism, which has no matrix of weights.
+    """
+    if attention == "dense" and isinstance(get(settings.normalizer, **settings.normalizer_options), Mechanism):
+        raise ValueError(
+            f"dense attention multiplies values by a matrix of weights, and {settings.normalizer!r} is a mechanism "
+            "that makes none; leave --dense (attention='dense') out"
+        )
 
 
 def compile_blocks(model: Any, settings: Settings) -> None:

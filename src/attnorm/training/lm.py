@@ -14,7 +14,7 @@ from typing import Any
 
 from attnorm.training.acceleration import accelerated, check_accelerate
 from attnorm.training.architectures import check_normalizer
-from attnorm.training.compilation import Attention
+from attnorm.training.compilation import Attention, check_attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.export import export
 from attnorm.training.interruption import StopRequest, TrainingInterrupted
@@ -90,6 +90,7 @@ def train_lm(
         raise ValueError(f"the sample must not have a negative number of tokens, got {sample_tokens}")
     check_lengths(lengths or (), settings)
     check_normalizer(settings)
+    check_attention(attention, settings)
     check_accelerate()
     place = chosen_device(device)
     source = describe_texts(texts, valid)
