@@ -23,8 +23,9 @@ class AttentionCall:
     key_BGKD: Tensor
     value_BGKE: Tensor
     scale: float
-    causal: bool  # aligned as torch's SDPA aligns it: bottom-right where a cache is present
-    mask: Tensor | None = None  # boolean, True = may attend, broadcastable to (B, H, Q, K); causality included
+    causal: bool  # aligned bottom-right: the last query sees every key
+    # Boolean, True = may attend, broadcastable to (B, H, Q, K); one with a row for each query has causality in it.
+    mask: Tensor | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks_H: Tensor | None = None  # one learned logit per head that takes mass and gives no output
     bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)

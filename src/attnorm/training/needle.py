@@ -73,7 +73,7 @@ class Answered:
     depth: float
     questions: int
     exact: float
-    """Share of keys with every digit right, when the model writes the likeliest token each time."""
+    """Share of keys with every character right, when the model writes the likeliest token each time."""
     characters: float
     """Share of characters right, each with those before it given."""
 
@@ -196,7 +196,7 @@ def find_keys(
     found = []
     with without_compiled_blocks(model, settings):
         for times in task.longer:
-            length = times * settings.context  # tokens that are read; the last digit is only predicted
+            length = times * settings.context  # tokens that are read; the last character is only predicted
             together = max(1, EVALUATION_BATCH * settings.context // length)
             for depth in task.depths:
                 puzzles = puzzles_at(
