@@ -59,8 +59,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def _compiler() -> str | None:
-    found = next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
-    return found
+    return next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
 
 
 def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> Check:

@@ -50,8 +50,7 @@ class Watch:
     def pace(self) -> str:
         """Tokens per second, time left by that pace, memory in use."""
         memory = memory_words()
-        measured = self._tokens() - self._resumed
-        seconds = self._now() - self._began
+        measured, seconds = self._tokens() - self._resumed, self._now() - self._began
         if self.last is None or measured <= 0 or seconds <= 0:
             return memory
         left = (self.last.tokens_total - self._tokens()) * seconds / measured
@@ -60,7 +59,8 @@ class Watch:
 
     def _tokens(self) -> float:
         state = self.last
-        assert state is not None
+        if state is None:
+            return 0.0
         running = 0.0
         if state.parts_done < state.parts_total:
             running = (state.length or 0) * state.layers_done / max(state.layers_total, 1)

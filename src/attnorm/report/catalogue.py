@@ -26,9 +26,7 @@ class Description:
     shift_invariant: bool
     permutation_equivariant: bool
     length: str
-    lipschitz_1024: (
-        float | None
-    )  # largest norm of d weights / d logits over rows of 1024 keys; None: unbounded or unknown
+    lipschitz_1024: float | None  # of rows of 1024 keys; None: unbounded or unknown
     swap_untrained: bool
     learned: tuple[str, ...]  # parameters that train by default
     options: tuple[str, ...]
@@ -44,20 +42,19 @@ def catalogue() -> list[Description]:
 def describe(name: str, entry: Entry) -> Description:
     factory = entry.factory()
     normalizer = as_normalizer(factory(), name)
-    is_mechanism = isinstance(normalizer, Mechanism)
-    promises = normalizer.properties
+    declared = normalizer.properties
     return Description(
         name=name,
-        kind="mechanism" if is_mechanism else "row",
+        kind="mechanism" if isinstance(normalizer, Mechanism) else "row",
         summary=entry.summary,
-        row_sum=promises.row_sum,
-        signed=promises.signed,
-        exact_zeros=promises.exact_zeros,
-        shift_invariant=promises.shift_invariant,
-        permutation_equivariant=promises.permutation_equivariant,
-        length=promises.length,
+        row_sum=declared.row_sum,
+        signed=declared.signed,
+        exact_zeros=declared.exact_zeros,
+        shift_invariant=declared.shift_invariant,
+        permutation_equivariant=declared.permutation_equivariant,
+        length=declared.length,
         lipschitz_1024=None if isinstance(normalizer, Mechanism) else normalizer.lipschitz(KEYS),
-        swap_untrained=promises.swap_untrained,
+        swap_untrained=declared.swap_untrained,
         learned=tuple(
             key.rpartition(".")[2].removeprefix("raw_")
             for key, value in normalizer.named_parameters()

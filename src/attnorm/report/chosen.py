@@ -26,15 +26,13 @@ def default_choice(analysis: Any) -> dict[str, Any]:
 
 
 def column(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """A column as floats, NaN where it is missing - also where the table has no such column."""
+    """A column as floats, NaN where it is missing - also where the table has no such column.
+
+    Under a metric's own name lies what the report shows of it: the mean over the rows, of a horizon the median.
+    """
     if table is None or name not in table.column_names:
         return np.full(0 if table is None else table.num_rows, np.nan)
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
-
-
-def shown(heads: pa.Table, metric: str) -> NDArray[np.float64]:
-    """What the report shows of a metric: its own column, the mean over the rows and of a horizon the median."""
-    return column(heads, metric)
 
 
 def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from attnorm.report.chosen import chosen_rows, default_choice, shown
+from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import heat_map, verdict_map
 from attnorm.report.palette import LETTERING
@@ -32,7 +32,7 @@ def save_head_figures(analysis: Any, folder: Path) -> list[Path]:
         raise ValueError("there is nothing to draw: the analysis holds no head")
     paths = _saved(partial(verdict_map, analysis), folder / "verdicts")
     for name in PANEL_METRICS:
-        if np.isfinite(shown(heads, name)).any():
+        if np.isfinite(column(heads, name)).any():
             paths += _saved(partial(heat_map, analysis, name), folder / f"map-{name}")
     layer, head = worst_head(heads)
     return paths + _saved(partial(head_curves, analysis, layer, head), folder / f"layer-{layer}-head-{head}")

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from attnorm.metrics.catalogue import BY_NAME, Metric
-from attnorm.report.chosen import chosen_rows, default_choice, shown
+from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.palette import OTHER_COLOURS, SCALE, VERDICT_COLOURS
 from attnorm.report.vocabulary import VERDICTS, verdict_word
 
@@ -58,7 +58,7 @@ def heat_map(analysis: Any, metric: str, choice: Mapping[str, Any] | None = None
         raise ValueError(f"unknown metric {metric!r}; expected one of {', '.join(map(repr, BY_NAME))}")
     chosen = {**default_choice(analysis), **(choice or {})}
     heads, about = _measured(analysis.heads, chosen), BY_NAME[metric]
-    values = shown(heads, metric)
+    values = column(heads, metric)
     norm = _norm(about, values)
     figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, chosen)
     for value, x, y in zip(values, *_places(heads), strict=True):

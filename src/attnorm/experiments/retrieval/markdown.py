@@ -31,7 +31,7 @@ def fragments(lines: Sequence[Line], scales: Sequence[Scale]) -> dict[str, str]:
 
 
 def _section(section: Section, lines: Sequence[Line]) -> str:
-    rows = [*_printed_rows(lines)] if section == "paper" else []
+    rows = _printed_rows() if section == "paper" else []
     shown = [line for line in lines if compared(line.training, line.row.tested_with)]
     for label, tested_with in dict.fromkeys((line.label, line.row.tested_with) for line in shown):
         cells = {
@@ -43,7 +43,7 @@ def _section(section: Section, lines: Sequence[Line]) -> str:
     return f"{_heading(SECTIONS[section])}\n\n{table}\n\n{MARKS.format(seeds=seeds)}\n"
 
 
-def _printed_rows(lines: Sequence[Line]) -> list[tuple[list[str], dict[int, str]]]:
+def _printed_rows() -> list[tuple[list[str], dict[int, str]]]:
     names = (("softmax", ""), ("softmax", "adaptive_temperature"))
     return [
         ([f"*{trained}, as printed*", tested], {size: f"*{value}*" for size, value in numbers.items()})

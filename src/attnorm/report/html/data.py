@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY
-from attnorm.metrics.catalogue import BY_NAME, METRICS, PER_ROW
-from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances, shown
+from attnorm.metrics.catalogue import BY_NAME, PER_ROW
+from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances
 from attnorm.report.html.packing import packed
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
@@ -33,7 +33,7 @@ def payload(analysis: Any) -> dict[str, Any]:
     heads = analysis.heads
     index = {key: row for row, key in enumerate(_keys(heads))}
     choices = {name: distinct(heads, name) for name in ("text", "length", "normalizer", "kind")}
-    measured = [name for name in BY_NAME if np.isfinite(shown(heads, name)).any()]
+    measured = [name for name in BY_NAME if np.isfinite(column(heads, name)).any()]
     quantiles = [f"{name}_q{q}" for name in PANEL_METRICS if name in PER_ROW for q in ("05", "95")]
     return {
         "choices": choices,
@@ -74,7 +74,7 @@ def _places(table: pa.Table, name: str, choices: Sequence[Any]) -> list[int]:
 
 
 def _described(name: str) -> dict[str, Any]:
-    metric = next(metric for metric in METRICS if metric.name == name)
+    metric = BY_NAME[name]
     return {
         "name": name,
         "label": metric.label,
@@ -110,7 +110,7 @@ def _judgements(heads: pa.Table) -> dict[str, Any]:
 def _columns(table: pa.Table, names: Sequence[str]) -> dict[str, Any]:
     logarithmic = {name for name, metric in BY_NAME.items() if metric.logarithmic}
     return {
-        name: packed(shown(table, name), logarithmic=name in logarithmic)
+        name: packed(column(table, name), logarithmic=name in logarithmic)
         for name in names
         if name in table.column_names
     }

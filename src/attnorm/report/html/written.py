@@ -8,7 +8,7 @@ from typing import Any
 from attnorm.analysis.sentences import threshold_sentences
 from attnorm.analysis.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
-from attnorm.report.chosen import chosen_rows, default_choice, shown
+from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.html.numbers import MISSING, number, plain, share
 from attnorm.report.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
@@ -124,7 +124,7 @@ def _large(count: int) -> str:
 def table_rows(heads: Any, choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The heads of the first choice, as the table shows them before it can be sorted."""
     chosen = chosen_rows(heads, choice)
-    values = {name: shown(chosen, name).tolist() for name in TABLE_METRICS}
+    values = {name: column(chosen, name).tolist() for name in TABLE_METRICS}
     judged = "verdict" in chosen.column_names
     verdicts = chosen.column("verdict").to_pylist() if judged else [None] * chosen.num_rows
     evidence = chosen.column("evidence").to_pylist() if judged else [None] * chosen.num_rows
