@@ -97,6 +97,20 @@ def test_a_loaded_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
     assert torch.equal(quiet_logits(from_pretrained(tmp_path / "second"), ids), quiet_logits(model, ids))
 
 
+def test_a_class_that_expects_no_strange_weights_is_left_as_it_was(tmp_path: Path) -> None:
+    class WithExtras(LlamaForCausalLM):
+        _keys_to_ignore_on_load_unexpected = (r"model\.extra",)
+
+    class WithoutExtras(WithExtras):
+        _keys_to_ignore_on_load_unexpected = None  # as some families of transformers have it
+
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    from_pretrained(tmp_path, model_class=WithoutExtras)
+    assert WithoutExtras._keys_to_ignore_on_load_unexpected is None
+
+
 def test_it_loads_without_the_language_models_head(tmp_path: Path) -> None:
     model = llama()
     patch(model, "ssmax")

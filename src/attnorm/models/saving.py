@@ -228,13 +228,13 @@ def _expecting_normalizers(model_class: type[Any]) -> Iterator[None]:
     if not hasattr(model_class, "_keys_to_ignore_on_load_unexpected"):  # an Auto class
         yield
         return
-    before = vars(model_class).get("_keys_to_ignore_on_load_unexpected")
-    inherited = model_class._keys_to_ignore_on_load_unexpected or []
-    model_class._keys_to_ignore_on_load_unexpected = [*inherited, rf"\.{NORMALIZER}\."]
+    inherits = "_keys_to_ignore_on_load_unexpected" not in vars(model_class)
+    before = model_class._keys_to_ignore_on_load_unexpected
+    model_class._keys_to_ignore_on_load_unexpected = [*(before or []), rf"\.{NORMALIZER}\."]
     try:
         yield
     finally:
-        if before is None:
+        if inherits:
             del model_class._keys_to_ignore_on_load_unexpected
         else:
             model_class._keys_to_ignore_on_load_unexpected = before
