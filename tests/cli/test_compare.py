@@ -104,6 +104,8 @@ def test_a_text_that_cannot_be_read_again_is_asked_for(happens: str, says: str, 
         (["{run}", "{run}"], "is named twice"),
         (["{run}", "{empty}"], "holds no analysis"),
         (["{run}", "./nothing"], "there is no folder './nothing'"),
+        (["./nothing"], "there is no folder './nothing'"),
+        (["bundled"], "bundled is the only side"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_2(arguments: list[str], complaint: str, tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         load("bundled", device=device)
 
 
+def test_a_device_without_a_meaning_is_not_answered_with_a_list_of_all_there_are() -> None:
+    with pytest.raises(CannotLoad) as told:
+        load("bundled", device="abacus")
+    assert len(str(told.value)) < 200
+
+
 def test_a_model_in_memory_is_taken_as_it_is() -> None:
     model = tiny("llama").train()
     loaded = load(model, tokenizer=tiny_tokenizer())

@@ -75,6 +75,12 @@ def compare(
         models = [name for name in sides if _is_model(name)]
         for name in models:
             check_model(name)
+        if len(sides) == 1 and models:
+            raise ValueError(
+                f"{sides[0]} is the only side; name another model or the folder of an earlier run beside it, or "
+                f"measure it with several normalizers first: attnorm analyze {sides[0]} --normalizers model,ssmax "
+                "--out DIR"
+            )
     runs = {name: _run(name) for name in sides if name not in models}
     with usage_errors():
         options = {name: value for name, value in given.items() if value is not None}

@@ -85,9 +85,12 @@ def _check_device(device: str | None) -> None:
     try:
         torch.empty(0, device=None if device == "auto" else device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = _first_line(error)
+        if reason.startswith("Expected one of"):  # and then every kind of device that torch has a name for
+            reason = "torch knows no device of that name"
         raise CannotLoad(
-            f"cannot use the device {device!r} here ({_first_line(error)}); use 'cpu', a GPU that torch sees such as "
-            "'cuda' or 'mps', or 'auto'"
+            f"cannot use the device {device!r} here ({reason}); use 'cpu', a GPU that torch sees such as 'cuda' or "
+            "'mps', or 'auto'"
         ) from error
 
 
