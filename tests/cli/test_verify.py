@@ -62,7 +62,7 @@ def test_a_counterexample_is_shown_in_full() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["verify", "corolary-3"], "unknown claim 'corolary-3'; did you mean corollary-3"),
+        (["verify", "corolary-3"], "unknown claim 'corolary-3'; did you mean 'corollary-3'"),
         (["verify", "--budget", "0"], "budget_seconds must be positive"),
         (["verify", "--replay", "corollary-3"], "expected CLAIM:SEED:ROUND:ROW"),
         (["verify", "--replay", "corollary-3:0:0:99"], "a round has 32 rows"),

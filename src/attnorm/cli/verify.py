@@ -1,6 +1,5 @@
 """attnorm verify: search every claim for counterexamples; does the table still stand?"""
 
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,14 +80,13 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _named(names: list[str]) -> "list[Claim]":
     """The claims of these names, in the table's order; all where none is named."""
+    from attnorm.analysis.hint import hint
     from attnorm.theory import claims
 
     known = {claim.id: claim for claim in claims()}
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"unknown claim {name!r}; {hint}")
+            raise ValueError(f"unknown claim {name!r}; {hint(name, known)}")
     return [claim for claim in known.values() if not names or claim.id in names]
 
 

@@ -4,11 +4,11 @@ A module of the table has an `EXPERIMENT`: an `Experiment` of the name it is lis
 the command's options stands here, so that an option that it would ignore can be refused.
 """
 
-import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from attnorm.analysis.hint import hint
 from attnorm.experiments.experiment import Experiment
 
 ALL = "all"
@@ -65,9 +65,7 @@ def named(names: Iterable[str]) -> list[Experiment]:
 
 def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
-        near = difflib.get_close_matches(name, [*EXPERIMENTS, ALL], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no experiment is called {name!r}; {hint}There are {', '.join([*EXPERIMENTS, ALL])}")
+        raise ValueError(f"no experiment is called {name!r}; {hint(name, [*EXPERIMENTS, ALL])}")
     module = EXPERIMENTS[name].module
     try:
         found = importlib.import_module(module)

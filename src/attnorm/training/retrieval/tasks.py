@@ -4,13 +4,14 @@ A draw is a function of its generator alone. Shapes: sizes (..., B) in front of 
 which the first `size` are visible, F features, the last ten of them the one-hot class.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from attnorm.analysis.hint import hint
 
 CLASSES = 10
 KEY_WIDTH = 16
@@ -46,9 +47,7 @@ def find_task(name: str) -> Task:
         ValueError: There is no task of that name.
     """
     if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(TASKS)}"
-        raise ValueError(f"unknown task {name!r}; {hint}")
+        raise ValueError(f"unknown task {name!r}; {hint(name, TASKS)}")
     return TASKS[name]
 
 
