@@ -97,6 +97,19 @@ def test_a_loaded_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
     assert torch.equal(quiet_logits(from_pretrained(tmp_path / "second"), ids), quiet_logits(model, ids))
 
 
+def test_a_pickle_is_not_read_unless_it_is_asked_for(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    recipe = json.loads((tmp_path / "attnorm.json").read_text())
+    (tmp_path / "attnorm.json").write_text(json.dumps(recipe | {"weights": {}}))
+    with pytest.raises(OSError, match=r"safetensors"):
+        from_pretrained(tmp_path)
+    assert patched_modules(from_pretrained(tmp_path, use_safetensors=False))
+
+
 def test_a_class_that_expects_no_strange_weights_is_left_as_it_was(tmp_path: Path) -> None:
     class WithExtras(LlamaForCausalLM):
         _keys_to_ignore_on_load_unexpected = (r"model\.extra",)

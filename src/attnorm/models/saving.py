@@ -72,7 +72,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """The model of a folder (or a hub repository) that `save_pretrained` wrote, with its normalizers in place.
 
-    model_class: what to load it as, unless the class that was saved. options: as for the class's from_pretrained.
+    model_class: what to load it as, unless the class that was saved. options: as for the class's from_pretrained, but
+    weights are read from safetensors only, unless use_safetensors=False allows pickles.
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
@@ -101,7 +102,7 @@ def from_pretrained(
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
     with _expecting_normalizers(chosen):
-        model: PreTrainedModel = chosen.from_pretrained(directory, **options)
+        model: PreTrainedModel = chosen.from_pretrained(directory, **{"use_safetensors": True, **options})
     restore_normalizers(model, directory, **where)
     return model
 
