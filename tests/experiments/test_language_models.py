@@ -55,6 +55,12 @@ def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFa
     return place
 
 
+def test_two_texts_of_one_name_are_named(texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    place = Workplace.open(tmp_path, TINY)
+    with pytest.raises(ValueError, match="two texts are named 'other'; "):
+        stages.prepare(place, texts[:1], texts[1], [texts[2], texts[2]])
+
+
 def test_every_piece_of_work_is_one_line(finished: Workplace) -> None:
     done = [(line["stage"], line.get("normalizer"), line.get("at_inference")) for line in finished.results()]
     assert len(done) == 1 + 2 * 2 + 2 + 3 + 3

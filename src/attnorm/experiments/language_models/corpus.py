@@ -37,8 +37,9 @@ def prepare_texts(place: Workplace, train: Sequence[Path], valid: Path, others: 
         ValueError: A file is missing, no text, or two have one name.
     """
     names = [text_name(path) for path in (valid, *others)]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two texts are named {names[0]!r}; results are told apart by file names: rename one")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two texts are named {twice!r}; results are told apart by file names: rename one")
     with place.alone("prepare"):
         if not (place.data / INDEX).exists():
             corpus = prepare(train, valid, place.data, vocab=place.plan.vocab, seed=SEED)

@@ -152,7 +152,6 @@ def _train(
     folder = worker.place.run_folder(normalizer, name)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    course: list[dict[str, float]] = []
     problem = None
     with accelerated(worker.device, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(
