@@ -39,14 +39,17 @@ def sequences(call: AttentionCall, tokens_BQ: Tensor | None, rows: Rows) -> Iter
     for item, tokens in enumerate(tokens_BQ.cpu()):
         present = tokens.nonzero().squeeze(-1)
         if len(present):
-            yield Sequences(_item(call, item), present[rows_to_measure(rows, len(present), causal=call.causal)])
+            yield Sequences(one_sequence(call, item), present[rows_to_measure(rows, len(present), causal=call.causal)])
 
 
-def _item(call: AttentionCall, item: int) -> AttentionCall:
+def one_sequence(call: AttentionCall, item: int) -> AttentionCall:
+    """The call for one item of the batch; mask and bias with four dimensions."""
+
     def one(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.dim() < 4 or tensor.shape[0] == 1:
-            return tensor  # the same for all items
-        return tensor[item : item + 1]
+        if tensor is None:
+            return None
+        tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
+        return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]  # 1: the same for all items
 
     here = slice(item, item + 1)
     return replace(

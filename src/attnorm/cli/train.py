@@ -1,6 +1,5 @@
 """attnorm train: small models, of text or of sets to pick from, and how they find what they have read."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,6 +160,8 @@ def _speed(result: dict[str, Any]) -> str:
 
 def _options(text: str) -> dict[str, Any]:
     """'alpha=1.3,learned=true' -> {"alpha": 1.3, "learned": True}; what is neither number nor truth is a word."""
+    from attnorm.training.spelling import spelled_value
+
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -168,10 +169,7 @@ def _options(text: str) -> dict[str, Any]:
             raise ValueError(
                 f"--normalizer-options takes key=value with commas between, each key once; got {part!r} in {text!r}"
             )
-        try:
-            found[key] = json.loads(value.lower())
-        except json.JSONDecodeError:
-            found[key] = value
+        found[key] = spelled_value(value)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A text file, plain or packed with xz, read whole."""
+"""A text file, plain or packed with xz."""
 
 import lzma
 import os
@@ -13,7 +13,7 @@ def read_text(path: Path) -> str:
         ValueError: No such file, not UTF-8, or not what its name says.
     """
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
@@ -28,5 +28,6 @@ def text_name(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _open(path: Path) -> TextIOWrapper:
+def open_text(path: Path) -> TextIOWrapper:
+    """Without a byte order mark; what is wrong with the file shows where it is read."""
     return lzma.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".xz" else path.open(encoding="utf-8-sig")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnorm.analysis.sequences import one_sequence
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Measured
 from attnorm.metrics.sampling import length_bins, spread
@@ -47,7 +48,7 @@ class Sampler:
     @torch.no_grad()
     def take(self, call: AttentionCall) -> Sample:
         item, rows = self._item_and_rows(call)
-        one = _sequence(call, item)
+        one = replace(one_sequence(call, item), inputs_BKC=None)
         if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
             return Sample(_copied(one), rows, None)
         mask = self._visible(call, one, item, rows)
@@ -92,27 +93,6 @@ class Sampler:
                 mask = mask.expand(1, 1, len(rows), keys)
             self._seen[key] = call.mask, mask
         return self._seen[key][1]
-
-
-def _sequence(call: AttentionCall, item: int) -> AttentionCall:
-    """One sequence of the batch; mask and bias with four dimensions."""
-
-    def one(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
-        return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]
-
-    here = slice(item, item + 1)
-    return replace(
-        call,
-        query_BHQD=call.query_BHQD[here],
-        key_BGKD=call.key_BGKD[here],
-        value_BGKE=call.value_BGKE[here],
-        mask=one(call.mask),
-        bias=one(call.bias),
-        inputs_BKC=None,
-    )
 
 
 def _copied(call: AttentionCall) -> AttentionCall:

@@ -19,8 +19,13 @@ def spelled(spelling: str) -> tuple[str, dict[str, Any]]:
                 f"options of a normalizer are written name:key=value:key=value, each key once, `heads` not among them; "
                 f"got {part!r} in {spelling!r}"
             )
-        try:
-            options[key] = json.loads(value.lower())
-        except json.JSONDecodeError:
-            options[key] = value
+        options[key] = spelled_value(value)
     return name, options
+
+
+def spelled_value(word: str) -> Any:
+    """'1.3' -> 1.3, 'true' -> True; what is neither number nor truth is a word."""
+    try:
+        return json.loads(word.lower())
+    except json.JSONDecodeError:
+        return word

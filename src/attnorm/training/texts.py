@@ -3,8 +3,9 @@
 import hashlib
 import lzma
 from collections.abc import Iterator
-from io import TextIOWrapper
 from pathlib import Path
+
+from attnorm.models.text_files import open_text
 
 PIECE = 2**18  # characters
 
@@ -18,9 +19,10 @@ def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
     Raises:
         ValueError: No such file, not UTF-8, or not what its name says.
     """
+    _check_file(path)
     rest = ""
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             while block := file.read(size):
                 rest += block
                 cut = _cut(rest)
@@ -51,13 +53,6 @@ def _check_file(path: Path) -> None:
         raise ValueError(f"{path} is a folder; name the text files in it")
     if not path.is_file():
         raise ValueError(f"no such text file: {path}")
-
-
-def _open(path: Path) -> TextIOWrapper:
-    _check_file(path)
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8-sig")
-    return path.open(encoding="utf-8-sig")
 
 
 def _cut(text: str) -> int:
