@@ -6,25 +6,23 @@ colour, so that the picture survives a grey printer.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.report.dispersion import MEANING, Curve, Dispersion, Verdict, percent, shown
 from attnorm.report.labels import spread, wrapped
+from attnorm.report.slides import INK, PALE, save_slide
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3
 SAME = 1.01  # curves that never differ by more than this factor are one line
 
-INK = "#1b2129"
-PALE = "#8b939d"
 COLOUR: dict[Verdict, str] = {"stays": "#0a4a8c", "fades": "#cf7426", "collapses": "#7d858f"}
-LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
 SMALL = 9.7  # points
 LINE_HEIGHT = 0.035  # of the plot's height
 HEADING_ROWS = 1.6
@@ -59,13 +57,7 @@ def save_dispersion_figure(dispersion: Dispersion, folder: Path) -> list[Path]:
     """Writes dispersion.svg and dispersion.png into the folder; the paths."""
     if not dispersion.curves:
         raise ValueError("there is no curve to draw: every normalizer was left out")
-    folder.mkdir(parents=True, exist_ok=True)
-    svg, png = folder / "dispersion.svg", folder / "dispersion.png"
-    with matplotlib.rc_context(LETTERING):
-        figure = dispersion_figure(dispersion)
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
-    return [svg, png]
+    return save_slide(partial(dispersion_figure, dispersion), folder, "dispersion")
 
 
 def dispersion_figure(dispersion: Dispersion) -> Figure:

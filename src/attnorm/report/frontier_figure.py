@@ -4,16 +4,16 @@ Normalizers that pay the same are one line with all their names; below the law l
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.report.dispersion_figure import INK, LETTERING, PALE
 from attnorm.report.frontier import MEASURED, label
 from attnorm.report.labels import spread, wrapped
+from attnorm.report.slides import INK, PALE, save_slide
 from attnorm.theory.placement import Frontier
 
 SAME = 1.01  # efforts that never differ by more than this factor are one line
@@ -26,13 +26,7 @@ def save_frontier_figure(placed: Frontier, folder: Path) -> list[Path]:
     """Writes frontier.svg and frontier.png into the folder; the paths."""
     if not placed.points:
         raise ValueError("there is nothing to draw: the law speaks about none of the normalizers")
-    folder.mkdir(parents=True, exist_ok=True)
-    svg, png = folder / "frontier.svg", folder / "frontier.png"
-    with matplotlib.rc_context(LETTERING):
-        figure = frontier_figure(placed)
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
-    return [svg, png]
+    return save_slide(partial(frontier_figure, placed), folder, "frontier")
 
 
 def merged(placed: Frontier) -> list[list[str]]:

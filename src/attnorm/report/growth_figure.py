@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnorm.report.benchmarks import Growth
-from attnorm.report.dispersion_figure import INK, LETTERING, PALE
+from attnorm.report.slides import INK, LETTERING, PALE
 
 OURS, PLAIN = "#0a4a8c", "#8b939d"
 

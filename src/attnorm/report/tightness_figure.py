@@ -7,14 +7,14 @@ is the median, the tick the worst row that the search found: beyond 1 it is a co
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.report.dispersion_figure import INK, LETTERING, PALE
+from attnorm.report.slides import INK, PALE, save_slide
 from attnorm.theory.search import ROUNDING, Finding
 
 LEAST, MOST = 0.01, 100.0  # ratios beyond are drawn at the edge
@@ -34,13 +34,7 @@ def save_tightness_figure(findings: Sequence[Finding], folder: Path) -> list[Pat
     pairs = matched(findings)
     if not pairs:
         raise ValueError("there is nothing to draw: name a printed claim together with its correction, or none at all")
-    folder.mkdir(parents=True, exist_ok=True)
-    svg, png = folder / "tightness.svg", folder / "tightness.png"
-    with matplotlib.rc_context(LETTERING):
-        figure = tightness_figure(pairs)
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
-    return [svg, png]
+    return save_slide(partial(tightness_figure, pairs), folder, "tightness")
 
 
 def matched(findings: Sequence[Finding]) -> list[Pair]:

@@ -1,0 +1,25 @@
+"""What the figures about normalizers, claims and costs share: inks, lettering, and files that do not change.
+
+Letters are paths and no date is inside: the same numbers give the same bytes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+INK, PALE = "#1b2129", "#8b939d"
+LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
+
+
+def save_slide(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
+    """Writes NAME.svg and NAME.png into the folder; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    with matplotlib.rc_context(LETTERING):
+        figure = draw()
+        figure.savefig(svg, metadata={"Date": None})
+        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
+    return [svg, png]
