@@ -93,9 +93,24 @@ def test_a_map_rule_selection_or_factory_can_be_registered() -> None:
     assert registry.entries()["flat"].paper == "Us 2026"
 
 
+def test_a_definition_that_is_run_again_takes_the_place_of_the_old() -> None:
+    """As a cell of a notebook is, or a module that is reloaded."""
+    cell = "@register('halved')\nclass Halved(LogitRule):\n    def forward(self, block): return block.logits / {}"
+    logits = torch.tensor([[0.0, 2.0]])
+    for divisor in (2, 4):
+        exec(cell.format(divisor), {"register": register, "LogitRule": LogitRule, "__name__": "__main__"})
+        assert torch.equal(get("halved")(logits), torch.softmax(logits / divisor, -1))
+
+
+@pytest.mark.as_installed
+def test_a_decorator_without_a_name_says_so() -> None:
+    with pytest.raises(TypeError, match=r"write @attnorm.register\('my_normalizer'\)"):
+        register(Flat)
+
+
 def test_a_name_is_taken_once() -> None:
     register("flat")(Flat)
-    register("flat")(Flat)  # the same thing again, as when a module is reloaded, is fine
+    register("flat")(Flat)
     with pytest.raises(ValueError, match=r"'flat' is already registered by .*Flat"):
         register("flat")(lambda: Flat())
     with pytest.raises(

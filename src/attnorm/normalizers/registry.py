@@ -115,19 +115,26 @@ _registered: dict[str, Entry] = {}
 
 def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
     """Decorator: make a factory - or a Map, LogitRule, Selection or Mechanism class - available as `name`."""
+    if not isinstance(name, str):  # @register without a name would give its class away for a decorator, silently
+        raise TypeError(f"register takes the name: write @attnorm.register('my_normalizer'), got {name!r}")
 
     def add(factory: F) -> F:
         if not name.isidentifier():
             raise ValueError(f"a normalizer's name must be a Python identifier, got {name!r}")
         if name in BUILT_IN:
             raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
-        known = _registered.get(name)
-        if known is not None and known.target is not factory:
+        entry, known = Entry(factory, paper, url), _registered.get(name)
+        if known is not None and known.target is not factory and not _defined_again(known, entry):
             raise ValueError(f"{name!r} is already registered by {known.target!r}; choose another name")
-        _registered[name] = Entry(factory, paper, url)
+        _registered[name] = entry
         return factory
 
     return add
+
+
+def _defined_again(known: Entry, entry: Entry) -> bool:
+    """Whether it is the same definition, run once more: a cell of a notebook, or a module that is reloaded."""
+    return known.address == entry.address and "<lambda>" not in entry.address
 
 
 def entries() -> dict[str, Entry]:
