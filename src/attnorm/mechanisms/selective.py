@@ -24,7 +24,7 @@ class Selective(Mechanism):
 
     name = "selective"
     properties = Properties(
-        row_sum="one", shift_invariant=False, permutation_equivariant=False, length="accumulates over queries"
+        row_sum="one", shift_invariant=False, permutation_equivariant=False, length="what earlier queries selected"
     )
 
     def __init__(self, *, block_elements: int = BLOCK_ELEMENTS) -> None:
