@@ -74,6 +74,12 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         load("bundled", device=device)
 
 
+@pytest.mark.as_installed
+def test_what_is_neither_a_model_nor_a_name_is_named() -> None:
+    with pytest.raises(ValueError, match="expected a transformers model, a hub name or a folder, got 3"):
+        load(3)
+
+
 def test_a_device_without_a_meaning_is_not_answered_with_a_list_of_all_there_are() -> None:
     with pytest.raises(CannotLoad) as told:
         load("bundled", device="abacus")

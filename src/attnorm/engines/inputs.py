@@ -148,8 +148,8 @@ def checked(
 ) -> Inputs:
     """Inputs in four dimensions, with zeros for keys and values that no query sees and queries that see no key."""
     _check_shapes(q, k, v)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale}; leave it out for 1/sqrt(width)")
+    if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
     q, k, v = (_four_dimensional(t) for t in (q, k, v))
     inputs = Inputs(
         q, k, v, None, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), positions, hidden_states

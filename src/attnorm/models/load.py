@@ -44,6 +44,8 @@ def load(
     """
     if isinstance(model, nn.Module):
         return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
+    if not isinstance(model, str | Path):
+        raise ValueError(f"expected a transformers model, a hub name or a folder, got {model!r}")
     _check_device(device)
     precision = _precision(dtype)
     source, name, local_only = find(model)
