@@ -13,7 +13,6 @@ import torch
 
 from attnorm.training.acceleration import check_accelerate
 from attnorm.training.architectures import ARCHITECTURES
-from attnorm.training.compilation import Attention
 from attnorm.training.devices import chosen_device
 from attnorm.training.lengths import LONGER, check_lengths
 from attnorm.training.needle import NeedleTask, among_many, find_keys, fine_tune, split_filler, summary
@@ -33,7 +32,6 @@ def train_needle(
     device: str | None = None,
     dtype: str | None = None,
     compiled: bool = False,
-    attention: Attention = "engine",
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> dict[str, Any]:
     """The record of one fine-tuning: its task, the course of its loss, and the keys found by length and depth.
@@ -65,9 +63,7 @@ def train_needle(
     wording = Wording.of(tokenizer)
     practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
     loaded: Any = load(folder, device=str(place), dtype=torch.float32).model
-    course = fine_tune(
-        loaded, settings, practised, wording, task, place, compiled=compiled, attention=attention, report=report
-    )
+    course = fine_tune(loaded, settings, practised, wording, task, place, compiled=compiled, report=report)
     found = find_keys(loaded, settings, tested, wording, task, place)
     return {
         "model": folder.name,

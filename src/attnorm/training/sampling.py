@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 
+TEMPERATURE = 0.9
 START = "\n\n"  # as after a paragraph: models read texts from anywhere, so no other opening is more natural
 
 
 @torch.inference_mode()
-def sample_text(
-    model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, temperature: float = 0.9, cached: bool = True
-) -> str:
+def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, cached: bool = True) -> str:
     """`tokens` tokens drawn one by one; beyond the model's context, the last half of it is what the model still sees.
 
     The text never ends early: the end-of-text token is not drawn. cached: keep keys and values from token to token.
@@ -27,7 +26,7 @@ def sample_text(
                 attention_mask=torch.ones_like(seen),
                 max_new_tokens=min(missing, context - seen.shape[1]),
                 do_sample=True,
-                temperature=temperature,
+                temperature=TEMPERATURE,
                 top_k=0,
                 use_cache=cached,
                 suppress_tokens=[tokenizer.eos_token_id],
