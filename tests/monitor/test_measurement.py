@@ -1,11 +1,15 @@
 """The monitor says what analyze says, of the training forward as it is, and changes nothing about it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 import attnorm
@@ -23,6 +27,13 @@ ALL = 64  # rows: more than any sequence here has
 @pytest.fixture(autouse=True)
 def the_same_rows_for_separability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "NULL_ROWS", SEPARABILITY_ROWS)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
@@ -235,6 +246,33 @@ def test_a_compiled_model_is_measured_and_compiled_again_for_nothing() -> None:
         assert bool(numbers) == (step % 2 == 0)
     assert len(graphs) == before
     assert monitor.numbers == expected
+
+
+@pytest.mark.parametrize("normalizer", ["ssmax", "sink", "entmax15"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_parameters_that_fsdp_takes_away_after_each_layer(family: str, normalizer: str, process_group: None) -> None:
+    model, ids = tiny(family).train(), tokens(2, 32)
+    patch(model, normalizer)
+    plain = measured(model, AttentionMonitor(), input_ids=ids)
+    layers = model.get_submodule("model.layers")
+    for layer in layers.children():
+        fully_shard(layer)
+    fully_shard(model)
+    assert measured(model, AttentionMonitor(), input_ids=ids) == plain
+    assert all(isinstance(parameter, DTensor) for parameter in layers.parameters())
+
+
+def test_a_constraint_that_somebody_put_on_a_parameter_holds() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    plain, constrained, ids = llama(), llama(), tokens(2, 32)
+    patch(plain, "ssmax", s=0.4)
+    for normalizer in patch(constrained, "ssmax", s=0.2).normalizers.values():
+        register_parametrization(normalizer.get_submodule("scale.0"), "s", Doubled())
+    expected = measured(plain, AttentionMonitor(), input_ids=ids)
+    assert measured(constrained, AttentionMonitor(), input_ids=ids) == expected
 
 
 def test_an_exception_gives_the_model_back() -> None:

@@ -1,19 +1,23 @@
 """What is kept of an attention call until the forward pass is over: one sequence of the batch, some of its last rows.
 
-Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing wants to free.
+Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing wants to free. Of
+the parameters too: FSDP takes them away again as soon as the layer has run.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnorm.analysis.sequences import one_sequence
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Measured
 from attnorm.metrics.sampling import length_bins, spread
 from attnorm.normalizers.contract import Mechanism
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,28 @@ class Sampler:
 def _copied(call: AttentionCall) -> AttentionCall:
     return replace(
         call,
+        normalizer=None if call.normalizer is None else _with_own_tensors(call.normalizer),
+        sinks_H=None if call.sinks_H is None else call.sinks_H.detach().clone(),
         query_BHQD=call.query_BHQD.detach().clone(),
         key_BGKD=call.key_BGKD.detach().clone(),
         value_BGKE=call.value_BGKE.detach().clone(),
     )
+
+
+def _with_own_tensors(module: Part) -> Part:
+    """As copy.deepcopy, but for the tensors alone, in a tenth of the time, and of parametrized modules too."""
+    twin = type(module).__new__(type(module))
+    vars(twin).update(
+        vars(module),
+        _parameters=_copies(module._parameters),
+        _buffers=_copies(module._buffers),
+        _modules={name: part if part is None else _with_own_tensors(part) for name, part in module._modules.items()},
+    )
+    return twin
+
+
+def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _scales_softmax(call: AttentionCall) -> bool:
