@@ -315,6 +315,28 @@ def test_an_ordinary_folder_is_refused(tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
+def test_a_path_that_is_no_folder_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path / "my-model")
+    for missing in (tmp_path / "my-modle", Path("my-modle"), "./my-modle", "a/b/my-modle", "~/my-modle"):
+        with pytest.raises(FileNotFoundError, match=r"no folder '.*my-modle'; .*that attnorm.save_pretrained wrote"):
+            from_pretrained(missing)
+    with pytest.raises(FileNotFoundError, match="did you mean 'my-model'"):
+        from_pretrained("./my-modle")
+    with pytest.raises(NotADirectoryError, match=r"config\.json is a file; give the folder"):
+        from_pretrained(tmp_path / "my-model" / "config.json")
+
+
+def test_loading_info_is_left_to_transformers(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match="output_loading_info"):
+        from_pretrained(tmp_path, output_loading_info=True)
+
+
 def test_a_misspelt_name_is_refused_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: transformers would try to connect again and again, and wait longer each time."""
     asked: list[object] = []

@@ -24,6 +24,7 @@ from attnorm.models.by_head import check_fit, checked_heads, on_heads
 from attnorm.models.hub import hub_answers
 from attnorm.models.model_card import correct_card, write_card
 from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
+from attnorm.models.source import can_only_be_a_folder, did_you_mean
 from attnorm.models.support import NORMALIZER, attention_sites
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import get
@@ -78,6 +79,9 @@ def from_pretrained(
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
     _check_directory(directory)
+    _check_place(directory)
+    if options.get("output_loading_info"):
+        raise ValueError("output_loading_info=True returns more than a model; ask transformers' from_pretrained for it")
     offline = not Path(directory).is_dir() and not hub_answers()
     if offline:
         options["local_files_only"] = True  # or transformers would try again and again
@@ -110,6 +114,16 @@ def from_pretrained(
 def _check_directory(directory: Any) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(f"expected the path of a folder, e.g. 'my-model', got {reprlib.repr(directory)}")
+
+
+def _check_place(directory: str | os.PathLike[str]) -> None:
+    """What is neither a folder nor a possible name on the hub is told here: transformers speaks of repositories."""
+    path, wanted = Path(directory), "give the folder that attnorm.save_pretrained wrote"
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file; {wanted}")
+    if can_only_be_a_folder(directory) and not (os.fspath(directory).strip() and path.is_dir()):
+        name = os.fspath(directory)
+        raise FileNotFoundError(f"there is no folder {name!r}; {did_you_mean(name)}{wanted}")
 
 
 def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str], **where: Any) -> None:

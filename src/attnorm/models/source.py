@@ -38,7 +38,7 @@ def find(model: str | Path) -> Source:
     if path.is_file():
         raise CannotLoad(f"{path} is a file; give the folder that holds config.json and model.safetensors")
     name = str(model)
-    if isinstance(model, Path) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
+    if can_only_be_a_folder(model):
         raise CannotLoad(
             f"there is no folder {name!r}; {did_you_mean(name)}give a folder, a hub name like 'gpt2', or '{BUNDLED}'"
         )
@@ -46,6 +46,13 @@ def find(model: str | Path) -> Source:
     if offline and name not in cached():
         raise CannotLoad(f"{name}: {unreachable(name)}")
     return Source(name, name, offline)
+
+
+def can_only_be_a_folder(model: str | os.PathLike[str]) -> bool:
+    """Whether this is no name that the hub could have."""
+    name = str(model)
+    given_as_path = not isinstance(model, str)
+    return given_as_path or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip()
 
 
 def unreachable(name: str) -> str:
