@@ -208,6 +208,18 @@ def test_of_several_forwards_the_first_with_gradients_counts() -> None:
     assert found == expected
 
 
+def test_beside_a_frozen_teacher_the_model_that_learns_is_measured() -> None:
+    ids = tokens(2, 32)
+    student, teacher = tiny("gpt2").eval(), llama().requires_grad_(False)
+    both = torch.nn.ModuleDict({"teacher": teacher, "student": student})
+    monitor = AttentionMonitor()
+    with monitor.measuring(both, 1) as numbers:
+        with torch.no_grad():
+            teacher(input_ids=ids)
+        student(input_ids=ids)
+    assert numbers == measured(student, AttentionMonitor(), input_ids=ids)
+
+
 def test_many_bytes_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = llama(), tokens(1, 40)
     expected = measured(model, AttentionMonitor(), input_ids=ids)

@@ -43,8 +43,13 @@ def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["
 
 
 def trained_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside wrappers (DDP, PEFT, a LightningModule): its forward is the one to look into."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    """The transformers model inside wrappers (DDP, PEFT, a LightningModule): its forward is the one to look into.
+
+    Of several the first that learns: a frozen one beside it is a teacher or a reference.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    learning = (one for one in models if any(parameter.requires_grad for parameter in one.parameters()))
+    return next(learning, models[0] if models else model)
 
 
 class Watch:
