@@ -406,6 +406,15 @@ def test_flat_logits_are_forced_under_softmax_however_it_is_rescaled() -> None:
     assert verdicts["entmax15"] == {"dispersed"}
 
 
+def test_a_ceiling_that_not_all_heads_have_is_not_told_of_all() -> None:
+    model = untrained()
+    with attnorm.swap(model, "entmax15", layers=1):
+        found = analyze(model, ids(160), rows=32, **CORE)
+    with_one = sum(not np.isnan(horizon) for horizon in found.heads["horizon"].to_pylist())
+    assert 0 < with_one < found.heads.num_rows
+    assert f"ceiling binds for all {with_one} heads that have one." in found.verdict.headline
+
+
 def test_a_patched_model_is_judged_by_what_it_runs() -> None:
     model = untrained()
     with attnorm.swap(model, "ssmax"):

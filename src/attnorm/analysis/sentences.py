@@ -45,6 +45,9 @@ def headline(
         parts.append(", ".join(rest))
     if limit is not None:
         whom = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
+        if limit.heads < total and limit.beyond:  # the others run what has no ceiling
+            several = f"{whom}{'' if whom == 'all' else ' of the'} {limit.heads} heads that have one"
+            whom = several if limit.heads > 1 else "the only head that has one"
         whose = "the" if runs is None else f"{runs}'s"
         parts.append(f"{whose} ceiling binds for {whom}")
     return "; ".join(parts) + "."
