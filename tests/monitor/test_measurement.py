@@ -309,6 +309,14 @@ def test_a_step_without_a_training_forward_is_told() -> None:
     assert numbers == {}
 
 
+def test_a_step_that_is_called_and_not_entered_is_told() -> None:
+    model, monitor = llama(), AttentionMonitor(every=1)
+    monitor.step(model)
+    model(input_ids=tokens(2, 32))
+    with pytest.raises(RuntimeError, match=r"with monitor.step\(model\) as attention:` around the forward"):
+        monitor.step(model)
+
+
 def test_mechanisms_are_left_out() -> None:
     model = llama()
     patch(model, "linear", layers=[0])

@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -55,6 +55,7 @@ class AttentionMonitor(TrainerCallback):
         self.alerts: list[Alert] = []  # one for each time that a layer enters a state anew
         self.numbers: dict[str, float] = {}  # of the last measurement
         self.steps = 0  # of a loop of one's own
+        self._called = False  # step, without `with` so far
         self._measurements = 0
         self._first_logits: dict[str, float] = {}  # by layer: the largest
         self._last_in_state: dict[tuple[str, str], int] = {}  # by kind and layer: the measurement
@@ -69,12 +70,22 @@ class AttentionMonitor(TrainerCallback):
         told = f"every={self.every}, rows={self.rows}, top_n={self.top_n}, thresholds={self.thresholds}"
         return f"AttentionMonitor({told}): {self._measurements} measurements, {len(self.alerts)} alerts"
 
-    @contextmanager
-    def step(self, model: nn.Module) -> Iterator[dict[str, float]]:
+    def step(self, model: nn.Module) -> AbstractContextManager[dict[str, float]]:
         """One step of a loop of one's own: around the forward, or forward and backward; the other steps cost nothing.
 
         What it gives is an empty dict, filled on leaving where the step was a logging step (every `every`-th).
         """
+        if self._called:
+            raise RuntimeError(
+                "monitor.step(model) was called before and not entered, so nothing was measured; write "
+                "`with monitor.step(model) as attention:` around the forward"
+            )
+        self._called = True
+        return self._entered(model)
+
+    @contextmanager
+    def _entered(self, model: nn.Module) -> Iterator[dict[str, float]]:
+        self._called = False
         self.steps += 1
         found: dict[str, float] = {}
         if self.steps % self.every:
