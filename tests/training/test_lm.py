@@ -136,6 +136,14 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(
     assert not torch.equal(*(last_state(tmp_path / name)["transformer.wte.weight"] for name in ("other", "first")))
 
 
+def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    train(tmp_path / "run", steps=2, options={"report": told.append})
+    first, second, *_ = (now for now in told if now.stage == "training")
+    assert (first.done, first.total, first.metrics) == (0, 2, None)
+    assert second.metrics
+
+
 def test_a_polite_interruption_loses_no_step(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     def interrupt(now: Progress) -> None:
         if now.stage == "training" and now.done == 10:

@@ -109,6 +109,7 @@ def train_lm(
     deadline = math.inf if max_minutes is None else started + 60 * max_minutes
     with accelerated(place, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
+        report(Progress("training", run.step, settings.steps))  # the first steps may have to be compiled
         for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
             report(Progress("training", run.step, settings.steps, entry))
     if stop.asked:
