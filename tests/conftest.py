@@ -33,7 +33,8 @@ hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, p
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-ROOMS = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])}
+# Not the kernels: Triton reads the source of a kernel and would find the wrapper.
+ROOMS = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(ROOMS)))
 
 

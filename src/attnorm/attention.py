@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
-from attnorm.engines import fused, sparse
+from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, checked
 from attnorm.normalizers.block import Positions
@@ -81,6 +81,8 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
         return fused.fused(inputs, normalizer)
     on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
     if engine == "sparse" or on_a_gpu:
+        from attnorm.engines import sparse  # loads Triton where there is one
+
         if sparse.applies(inputs, normalizer):
             return sparse.sparse(inputs, normalizer)
         if engine == "sparse":
