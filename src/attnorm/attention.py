@@ -75,10 +75,11 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
     """Output (B, H, Lq, Dv) of inputs that are checked already, on the cheapest engine or the given one."""
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
-    if engine == "fused" or (engine == "auto" and fused.applies(inputs, normalizer)):
-        if not fused.applies(inputs, normalizer):
+    if engine in ("auto", "fused"):
+        if fused.applies(inputs, normalizer):
+            return fused.fused(inputs, normalizer)
+        if engine == "fused":
             raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
-        return fused.fused(inputs, normalizer)
     on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
     if engine == "sparse" or on_a_gpu:
         from attnorm.engines import sparse  # loads Triton where there is one
