@@ -80,6 +80,7 @@ MLA = {
     "topk_group": 1,
     "num_experts_per_tok": 1,
 }
+CHOSEN = {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 8}  # keys per query; heads enough to leave no ties
 T5 = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -155,6 +156,7 @@ FAMILIES = {
     "opt": Family("OPTForCausalLM", "OPTConfig", OPT),
     "gpt_neox": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", BERT),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", LLAMA | MLA),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", LLAMA | MLA | CHOSEN),
     "bert": Family("BertForMaskedLM", "BertConfig", BERT, kinds=("encoder",)),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", BERT | {"pad_token_id": 1}, kinds=("encoder",)),
     "modernbert": Family(

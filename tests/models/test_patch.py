@@ -15,9 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.kernel import patched_attention
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
 from attnorm.models.support import KERNEL, UnsupportedModel, attention_sites
+from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
 LEARNED: dict[str, dict[str, Any]] = {
@@ -181,7 +183,7 @@ def test_attention_modules_are_patched_one_by_one() -> None:
         whole = quiet_logits(model, ids)
     first, second = (patch(layer.self_attn, "entmax15") for layer in model.model.layers)
     assert torch.equal(quiet_logits(model, ids), whole)
-    with pytest.raises(ValueError, match="LlamaAttention already has 'entmax15'"):
+    with pytest.raises(ValueError, match=r"LlamaAttention already has 'entmax15'"):
         patch(model.model.layers[0].self_attn, "ssmax")
     first.remove()
     with swap(model, "entmax15", layers=[0]):
@@ -428,6 +430,24 @@ def test_the_weights_are_shown_on_request() -> None:
     assert_close(weights[0].sum(-1), torch.ones(2, 4, 12))
     assert (weights[0].triu(1) == 0).all()
     assert (weights[0].tril() == 0).any(), "entmax sets some visible keys to zero"
+
+
+def test_keys_that_the_model_chooses_are_the_only_ones_that_are_seen() -> None:
+    """It hides the others in the masks of its own kernels alone, and hands any other kernel the choice itself."""
+    model, calls = tiny("glm_moe_dsa"), []
+    for normalizer in ("softmax", "entmax15"):
+        with swap(model, normalizer), observe(model, calls.append):
+            quiet_logits(model, tokens())
+    assert all((visible(call).sum(-1) == torch.arange(1, 13).clamp(max=4)).all() for call in calls)
+    assert len(calls) == 4
+
+
+def test_blocks_of_keys_that_a_model_chooses_are_refused() -> None:
+    model = llama()
+    patch(model, "entmax15")
+    module, q = model.model.layers[0].self_attn, torch.randn(1, 4, 6, 8)
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention chooses blocks of keys .* with layers="):
+        patched_attention(module, q, q, q, None, block_indices=torch.zeros(1, 2, 6, 1, dtype=torch.long))
 
 
 def test_an_observer_sees_the_normalizer() -> None:

@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -70,6 +72,14 @@ def _gpt_oss(**options: Any) -> PreTrainedModel:
     return GptOssForCausalLM(GptOssConfig(**_ALTERNATING, **experts, rope_parameters=rope, **options))
 
 
+def _glm_moe_dsa(**options: Any) -> PreTrainedModel:
+    """Each layer chooses the keys of every query; with heads enough for the choice no two keys tie."""
+    choice = {"index_topk": 4, "index_n_heads": 8, "index_head_dim": 8}
+    widths = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    dense = {"first_k_dense_replace": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
+    return GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**_SIZES, **choice, **widths, **dense, head_dim=4, **options))
+
+
 def _t5(**options: Any) -> PreTrainedModel:
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **options))
@@ -81,6 +91,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma2": _gemma2,
     "gemma3": lambda **options: Gemma3ForCausalLM(Gemma3TextConfig(**_ALTERNATING, **options)),
     "gpt_oss": _gpt_oss,
+    "glm_moe_dsa": _glm_moe_dsa,
     "bert": lambda **options: BertModel(BertConfig(**_SIZES, **options)),
     "t5": _t5,
 }

@@ -20,7 +20,7 @@ from attnorm.engines.inputs import Inputs, checked
 from attnorm.models.by_head import ByHead
 from attnorm.models.support import KERNEL as KERNEL
 from attnorm.models.support import NORMALIZER, mask_kernel
-from attnorm.models.visibility import HIDING
+from attnorm.models.visibility import HIDING, chosen_keys
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
 
@@ -59,11 +59,17 @@ def patched_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
     if others.get("cache") is not None:
         raise NotImplementedError("a patched model has no paged cache: use generate() instead of continuous batching")
+    if others.get("block_indices") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses blocks of keys for each query, which attnorm's kernel cannot read; "
+            "leave the layers that choose out with layers="
+        )
     normalizer: Any = getattr(module, NORMALIZER)
     queries = query.shape[2]
     masks = check_masks(module)
@@ -76,6 +82,9 @@ def patched_attention(
         query, scaling = query * scaling, 1.0
     query, key, value = _one_dtype(query, key, value)
     mask, bias = _read_mask(attention_mask, position_bias, key.shape[2], masks)
+    if indices is not None:
+        chosen = chosen_keys(indices, key.shape[2])
+        mask = chosen if mask is None else mask & chosen
     inputs = checked(
         query, key, value,
         mask=mask, causal=causal, scale=None if scaling is None else float(scaling), positions=None,

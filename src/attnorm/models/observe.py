@@ -29,7 +29,7 @@ from attnorm.models.support import (
     mask_kernel,
     what_works,
 )
-from attnorm.models.visibility import MaskReader
+from attnorm.models.visibility import MaskReader, chosen_keys
 
 __all__ = ["NORMALIZER", "check_observable", "observe"]
 
@@ -160,6 +160,10 @@ class _Observation:
         )
         if visible.bias is not None:
             bias = visible.bias if bias is None else bias + visible.bias
+        mask = visible.mask
+        if others.get("indices") is not None:
+            chosen = chosen_keys(others["indices"], key.shape[2])
+            mask = chosen if mask is None else mask & chosen
         if isinstance(scaling, Tensor) and scaling.numel() > 1:
             query, scaling = query * scaling, 1.0
         told = is_causal is not None or hasattr(module, "is_causal")
@@ -172,7 +176,7 @@ class _Observation:
             value_BGKE=value,
             scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             causal=visible.causal,
-            mask=visible.mask,
+            mask=mask,
             softcap=others.get("softcap"),
             sinks_H=others.get("s_aux"),
             bias=bias,

@@ -30,6 +30,15 @@ class Visible:
     bias: Tensor | None = None
 
 
+def chosen_keys(indices_BQN: Tensor, keys: int) -> Tensor:
+    """The mask (B, 1, Q, K) of the keys that a model chose for each query (DeepSeek 3.2, GLM 5).
+
+    Such a model hides the others in the masks of sdpa and eager, and hands any other kernel its choice as `indices`.
+    """
+    nothing = torch.zeros(*indices_BQN.shape[:-1], keys, dtype=torch.bool, device=indices_BQN.device)
+    return nothing.scatter(-1, indices_BQN.long(), True)[:, None]
+
+
 class MaskReader:
     """Reads mask arguments and remembers the last few."""
 
