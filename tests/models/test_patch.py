@@ -9,12 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LwDetrConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.lw_detr.modeling_lw_detr import LwDetrAttention
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.by_head import head_count
 from attnorm.models.kernel import patched_attention
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
@@ -448,6 +457,16 @@ def test_blocks_of_keys_that_a_model_chooses_are_refused() -> None:
     module, q = model.model.layers[0].self_attn, torch.randn(1, 4, 6, 8)
     with pytest.raises(NotImplementedError, match=r"LlamaAttention chooses blocks of keys .* with layers="):
         patched_attention(module, q, q, q, None, block_indices=torch.zeros(1, 2, 6, 1, dtype=torch.long))
+
+
+def test_heads_are_counted_where_no_module_says_how_many() -> None:
+    config = LwDetrConfig(d_model=32, decoder_self_attention_heads=4)
+    assert head_count(LwDetrAttention(config, layer_idx=0)) == 4
+    model = llama()
+    model.model.layers[0].self_attn.config = PreTrainedConfig()
+    del model.model.layers[0].self_attn.head_dim
+    with pytest.raises(ValueError, match=r"LlamaAttention does not say how many heads .* with layers="):
+        patch(model, "ssmax")
 
 
 def test_an_observer_sees_the_normalizer() -> None:

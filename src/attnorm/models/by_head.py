@@ -58,7 +58,13 @@ def head_count(module: nn.Module) -> int:
             count = getattr(holder, name, None)
             if isinstance(count, int):
                 return count
-    raise ValueError(f"{type(module).__name__} does not say how many heads it has; expected one of {', '.join(HEADS)}")
+    projection, width = getattr(module, "q_proj", None), getattr(module, "head_dim", None)
+    if isinstance(projection, nn.Linear) and isinstance(width, int):  # RF-DETR
+        return projection.out_features // width
+    raise ValueError(
+        f"{type(module).__name__} does not say how many heads it has (expected one of {', '.join(HEADS)}); patch a "
+        "part of the model without it, e.g. patch(model.get_decoder(), ...), or leave its layer out with layers="
+    )
 
 
 def whole_number(value: Any) -> int:
