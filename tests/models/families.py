@@ -171,6 +171,7 @@ FAMILIES = {
     "t5": Family("T5ForConditionalGeneration", "T5Config", T5, source_and_target, kinds=ALL_KINDS),
     "bart": Family("BartForConditionalGeneration", "BartConfig", BART, source_and_target, kinds=ALL_KINDS),
     "vit": Family("ViTModel", "ViTConfig", VIT, image, kinds=("encoder",)),
+    "dinov3_vit": Family("DINOv3ViTModel", "DINOv3ViTConfig", VIT, image, kinds=("encoder",)),
     "siglip": Family("SiglipVisionModel", "SiglipVisionConfig", VIT, image, kinds=("encoder",)),
 }
 

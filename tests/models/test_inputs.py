@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.inputs import Text, prepared, run, texts_from
@@ -178,6 +178,19 @@ def test_every_family_runs_without_its_head(name: str) -> None:
     first = result if isinstance(result, Tensor) else result[0]
     assert first.shape[-1] == 32  # hidden states, not logits
     assert not any(tensor.requires_grad for tensor in (first, calls[0].query_BHQD))
+
+
+def test_a_model_of_texts_and_images_has_no_one_thing_that_its_inputs_meet_first() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = CLIPConfig(
+        text_config=sizes | {"vocab_size": 99, "max_position_embeddings": 16},
+        vision_config=sizes | {"image_size": 16, "patch_size": 4},
+    )
+    one = load(CLIPModel(config).eval())
+    calls: list[AttentionCall] = []
+    with observe(one.model, calls.append):
+        run(one, prepared(texts_from({"input_ids": ids(), **image()})[0], one, None))
+    assert [call.kind for call in calls] == ["encoder", "decoder"]
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])

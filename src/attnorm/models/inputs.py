@@ -70,7 +70,7 @@ def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
     The logits of the head (length x vocabulary) are most of the memory of a long pass, and nobody looks at them.
     """
     model = loaded.model
-    target = model.base_model
+    target = _reader(model, model_inputs)
     head: Any = model.get_output_embeddings() if target is model else None  # type: ignore[no-untyped-call]
     options = {"use_cache": False} if "use_cache" in inspect.signature(target.forward).parameters else {}
     with torch.no_grad(), _evaluating(model), _stopping_before(head):
@@ -78,6 +78,12 @@ def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
             return target(**model_inputs, **options)
         except _HeadReached as reached:
             return reached.hidden_states
+
+
+def _reader(model: PreTrainedModel, model_inputs: Mapping[str, Tensor]) -> nn.Module:
+    """The base model, unless that is an inner part which does not take these inputs (the encoder of DINOv3)."""
+    base: nn.Module = model.base_model
+    return base if model_inputs.keys() <= inspect.signature(base.forward).parameters.keys() else model
 
 
 class _HeadReached(Exception):  # noqa: N818 - not an error
@@ -227,7 +233,7 @@ def _cut(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]
 def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
     if ids is None:
         return
-    known = loaded.model.get_input_embeddings()
+    known = _embeddings(loaded.model)
     if isinstance(known, nn.Embedding) and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= known.num_embeddings:
@@ -267,6 +273,15 @@ def _start_token(model: PreTrainedModel) -> int:
 
 def _device_of(model: PreTrainedModel) -> torch.device:
     """Where its inputs go: a model may be spread over several devices."""
-    first: Any = model.get_input_embeddings() or model
+    first = _embeddings(model) or model
     device: torch.device = next(first.parameters()).device
     return device if device.type != "meta" else model.device
+
+
+def _embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """What the model's inputs meet first; None where it has no one such thing (CLIP reads texts and images)."""
+    try:
+        found: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return found
