@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from attnorm.models.describe import describe, fingerprint
 from attnorm.models.load import LoadedModel, load, longest_context
@@ -41,6 +41,16 @@ def test_every_family_can_be_described(name: str) -> None:
     assert about["heads"] == 4
     assert about["head_dim"] == 8
     assert about["kv_heads"] in (2, 4)
+
+
+def test_what_differs_from_layer_to_layer_is_not_told() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 99, "vocab_size_per_layer_input": 99}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4TextConfig(**sizes, **heads, **layers)
+    about = describe(load(Gemma4ForCausalLM(config)))
+    assert (about["heads"], about["kv_heads"]) == (4, 2)
+    assert about["head_dim"] == (None if getattr(config, "is_heterogeneous", False) else 8)
 
 
 LIMITS = {

@@ -23,6 +23,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
     config = text_config(model)
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
     width = _first(config, "hidden_size", "n_embd", "d_model")
+    alike = not getattr(config, "is_heterogeneous", False)  # what nothing is said about follows from the rest
     weights = next(model.parameters())
     return {
         "name": loaded.name,
@@ -34,8 +35,8 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
         "device": weights.device.type,
         "layers": len(attention_sites(model)),
         "heads": heads,
-        "kv_heads": _first(config, "num_key_value_heads") or heads,
-        "head_dim": _first(config, "head_dim", "d_kv") or (width // heads if width and heads else None),
+        "kv_heads": _first(config, "num_key_value_heads") or (heads if alike else None),
+        "head_dim": _first(config, "head_dim", "d_kv") or (width // heads if alike and width and heads else None),
         "max_positions": longest_context(model)[0],
         "position_kind": position_kind(model),
         "kernel": model.config._attn_implementation,
@@ -71,5 +72,12 @@ def _plain(config: Any) -> Any:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    found = next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
-    return None if found is None else int(found)
+    """The first of these that is a number for the whole model."""
+    return next((int(found) for name in names if isinstance(found := _stated(config, name), int)), None)
+
+
+def _stated(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # what differs from layer to layer (the width of Gemma 4's heads) is not told
+        return None
