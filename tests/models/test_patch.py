@@ -16,10 +16,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     StaticCache,
+    T5Gemma2DecoderConfig,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lw_detr.modeling_lw_detr import LwDetrAttention
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttention
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
@@ -419,6 +421,15 @@ def test_order_means_nothing_in_cross_attention() -> None:
         assert not any("EncDec" in path for path in handle.normalizers)
     with swap(model, "entmax15") as handle:
         assert any("EncDec" in path for path in handle.normalizers)
+
+
+def test_order_means_nothing_where_a_layer_attends_to_both_sequences_at_once() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    merged = T5Gemma2MergedAttention(T5Gemma2DecoderConfig(**sizes), layer_idx=0)
+    with pytest.raises(ValueError, match="no meaning in cross-attention"):
+        patch(merged, "stick_breaking")
+    with swap(merged, "entmax15") as handle:
+        assert handle.normalizers
 
 
 def test_only_a_part_of_a_model_can_be_patched() -> None:

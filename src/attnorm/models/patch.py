@@ -5,6 +5,7 @@ parameters are the model's from then on. Layers and heads that are left out keep
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import nn
 
 from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
 from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.support import Site, attention_sites, check_model, check_observable
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -235,4 +237,8 @@ def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Nor
 
 
 def _is_cross_attention(site: Site, module: nn.Module) -> bool:
-    return bool(getattr(module, "is_cross_attention", False)) or CROSS_ATTENTION.search(site.path) is not None
+    """By its name, or because it cannot run without another sequence (T5Gemma 2 attends to both at once)."""
+    if getattr(module, "is_cross_attention", False) or CROSS_ATTENTION.search(site.path):
+        return True
+    parameters = inspect.signature(module.forward).parameters
+    return any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in OTHER_SEQUENCE)
