@@ -75,7 +75,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = q.new_empty(*q.shape[:-1], v.shape[-1])
     mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
-    return output, mean_u, mean_u.new_empty(mean_u.shape[:-1])
+    return output, mean_u, mean_u.new_empty((*mean_u.shape[:-1], 2))
 
 
 @torch.library.custom_op("attnorm::sparse_attention_backward", mutates_args=())

@@ -3,10 +3,11 @@
 In units of s = (alpha - 1) scale <q, k> a weight is [s - t]_+^2 (alpha = 1.5) or [s - t]_+ (2), where the threshold t
 of its row makes them sum to 1. Forward finds t by Newton's method, each step of which computes the logits again, and
 then the output. It begins at the threshold of the leaders, the largest key of each column over all tiles, which is
-found without computing logits again and is most of the way.
+found without computing logits again and is most of the way. t is counted from the largest s of its row, the peak, and
+so lies between -1 and 0: beside large logits it would lose its digits.
 
-Backward needs t alone. With u = p^(2-alpha) the gradient of a logit is u (dp - delta), where delta, the mean of dp
-under u, is <dO, mean of the values under u>: that mean is a second output of the forward pass.
+Backward needs the peak and t alone. With u = p^(2-alpha) the gradient of a logit is u (dp - delta), where delta, the
+mean of dp under u, is <dO, mean of the values under u>: that mean is a second output of the forward pass.
 """
 
 import triton
@@ -14,11 +15,15 @@ import triton.language as tl
 
 from attnorm.kernels.tiles import block_and_head, keys_of, load_rows, scores, store_rows
 
+# Weights are multiplied by this for products with values and gradients: float16 loses digits below 6e-5, where the
+# weights of long rows lie.
+LIFT = tl.constexpr(1024.0)
+
 
 @triton.jit
-def _above(s, t):
-    """[s - t]_+, and NaN where s is NaN."""
-    above = s - t[:, None]
+def _above(s, peak, t):
+    """[s - peak - t]_+, and NaN where s is NaN."""
+    above = s - peak[:, None] - t[:, None]
     return tl.where(above < 0, 0.0, above)
 
 
@@ -42,6 +47,13 @@ def _newton_step(sum_p, sum_u, SQUARED: tl.constexpr):
 
 
 @triton.jit
+def _load_threshold(threshold, at, inside):
+    """Peaks and thresholds, which lie in pairs."""
+    peak = tl.load(threshold + 2 * at, mask=inside, other=0.0)
+    return peak, tl.load(threshold + 2 * at + 1, mask=inside, other=0.0)
+
+
+@triton.jit
 def _leaders(
     found, first, last, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -61,12 +73,12 @@ def _leaders(
 
 @triton.jit
 def _sums(
-    sum_p, sum_u, first, last, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width,
-    factor,
+    sum_p, sum_u, first, last, peak, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset,
+    width, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p and u at the thresholds t over the tiles from first to last."""
+    """The sums of p and u at the thresholds t below the peaks over the tiles from first to last."""
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
@@ -74,7 +86,7 @@ def _sums(
             q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
             CAUSAL, MASKED, EDGE, PRECISION,
         )  # fmt: skip
-        p, u = _weights_and_slopes(_above(s, t), SQUARED)
+        p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
         sum_p += tl.sum(p, 1)
         sum_u += tl.sum(u, 1)
     return sum_p, sum_u
@@ -82,12 +94,12 @@ def _sums(
 
 @triton.jit
 def _outputs(
-    output, output_u, sum_p, sum_u, first, last, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row, mask_column,
-    queries, keys, offset, width, v_width, factor,
+    output, output_u, sum_p, sum_u, first, last, peak, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row,
+    mask_column, queries, keys, offset, width, v_width, factor,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, SQUARED: tl.constexpr, TRAINS: tl.constexpr,
     PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p v, u v, p and u over the tiles from first to last."""
+    """The sums of p v LIFT, u v, p and u over the tiles from first to last."""
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
@@ -96,8 +108,8 @@ def _outputs(
             q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
             CAUSAL, MASKED, EDGE, PRECISION,
         )  # fmt: skip
-        p, u = _weights_and_slopes(_above(s, t), SQUARED)
-        output = tl.dot(p.to(v_tile.dtype), v_tile, output, input_precision=PRECISION)
+        p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
+        output = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, output, input_precision=PRECISION)
         sum_p += tl.sum(p, 1)
         if TRAINS:
             output_u = tl.dot(u.to(v_tile.dtype), v_tile, output_u, input_precision=PRECISION)
@@ -136,54 +148,59 @@ def forward(
     # No weight exceeds 1, and some keys alone have a lower threshold than all of them: so t begins below its place, and
     # Newton's method keeps it there.
     largest = tl.max(leaders, 1)
-    t = tl.where(largest == float("-inf"), 0.0, largest) - 1
+    peak = tl.where(largest == float("-inf"), 0.0, largest)
+    t = tl.full([ROWS], -1.0, tl.float32)
     steps = 0
     left = tolerance + 1
     while (left > tolerance) & (steps < MOST):
-        p, u = _weights_and_slopes(_above(leaders, t), SQUARED)
+        p, u = _weights_and_slopes(_above(leaders, peak, t), SQUARED)
         excess, step = _newton_step(tl.sum(p, 1), tl.sum(u, 1), SQUARED)
+        left = tl.max(tl.where(t + step > t, excess, 0.0), 0)
         t += step
         steps += 1
-        left = tl.max(excess, 0)
     steps = 0
     left = tolerance + 1
     while (left > tolerance) & (steps < MOST):
         sum_p = tl.zeros([ROWS], tl.float32)
         sum_u = tl.zeros([ROWS], tl.float32)
         sum_p, sum_u = _sums(
-            sum_p, sum_u, 0, whole, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset,
-            width, factor, CAUSAL, MASKED, False, SQUARED, PRECISION, COLUMNS, WIDTH,
+            sum_p, sum_u, 0, whole, peak, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys,
+            offset, width, factor, CAUSAL, MASKED, False, SQUARED, PRECISION, COLUMNS, WIDTH,
         )  # fmt: skip
         sum_p, sum_u = _sums(
-            sum_p, sum_u, whole, some, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset,
-            width, factor, CAUSAL, MASKED, True, SQUARED, PRECISION, COLUMNS, WIDTH,
+            sum_p, sum_u, whole, some, peak, t, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys,
+            offset, width, factor, CAUSAL, MASKED, True, SQUARED, PRECISION, COLUMNS, WIDTH,
         )  # fmt: skip
         excess, step = _newton_step(sum_p, sum_u, SQUARED)
+        # The step after a small excess nearly squares it, unless many equal keys lie at the threshold: it is taken and
+        # not checked. Where t has no digits left to move by, no step will help.
+        left = tl.max(tl.where(t + step > t, excess, 0.0), 0)
         t += step
         steps += 1
-        left = tl.max(excess, 0)  # the step after a small excess squares it, or nearly: it is taken and not checked
 
     output = tl.zeros([ROWS, V_WIDTH], tl.float32)
     output_u = tl.zeros([ROWS, V_WIDTH], tl.float32)
     sum_p = tl.zeros([ROWS], tl.float32)
     sum_u = tl.zeros([ROWS], tl.float32)
     output, output_u, sum_p, sum_u = _outputs(
-        output, output_u, sum_p, sum_u, 0, whole, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row, mask_column,
-        queries, keys, offset, width, v_width, factor,
+        output, output_u, sum_p, sum_u, 0, whole, peak, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row,
+        mask_column, queries, keys, offset, width, v_width, factor,
         CAUSAL, MASKED, False, SQUARED, TRAINS, PRECISION, COLUMNS, WIDTH, V_WIDTH,
     )  # fmt: skip
     output, output_u, sum_p, sum_u = _outputs(
-        output, output_u, sum_p, sum_u, whole, some, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row, mask_column,
-        queries, keys, offset, width, v_width, factor,
+        output, output_u, sum_p, sum_u, whole, some, peak, t, q_tile, k, v, rows, mask, k_row, v_row, mask_row,
+        mask_column, queries, keys, offset, width, v_width, factor,
         CAUSAL, MASKED, True, SQUARED, TRAINS, PRECISION, COLUMNS, WIDTH, V_WIDTH,
     )  # fmt: skip
-    output = output / tl.where(sum_p == 0, 1.0, sum_p)[:, None]
+    output = output / (tl.where(sum_p == 0, 1.0, sum_p) * LIFT)[:, None]
     at = batch * o_batch + head * o_head
     store_rows(out + at, output.to(out.dtype.element_ty), rows, queries, o_row, v_width, V_WIDTH)
     if TRAINS:
         output_u = output_u / tl.where(sum_u == 0, 1.0, sum_u)[:, None]
         store_rows(out_u + at, output_u, rows, queries, o_row, v_width, V_WIDTH)
-        tl.store(threshold + batch_head * queries + rows, t, mask=rows < queries)
+        pair = threshold + 2 * (batch_head * queries + rows)
+        tl.store(pair, peak, mask=rows < queries)
+        tl.store(pair + 1, t, mask=rows < queries)
 
 
 @triton.jit
@@ -203,8 +220,9 @@ def backward_queries(
     rows = block * ROWS + tl.arange(0, ROWS)
     q_tile = load_rows(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH)
     grad_tile = load_rows(grad + batch * o_batch + head * o_head, rows, queries, o_row, v_width, V_WIDTH)
-    t = tl.load(threshold + batch_head * queries + rows, mask=rows < queries, other=0.0)
-    mean = tl.load(delta + batch_head * queries + rows, mask=rows < queries, other=0.0)
+    at = batch_head * queries + rows
+    peak, t = _load_threshold(threshold, at, rows < queries)
+    mean = tl.load(delta + at, mask=rows < queries, other=0.0)
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     _whole, some = keys_of(block, queries, keys, offset, CAUSAL, MASKED, ROWS, COLUMNS)
@@ -216,12 +234,12 @@ def backward_queries(
             q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
             CAUSAL, MASKED, True, PRECISION,
         )  # fmt: skip
-        _p, u = _weights_and_slopes(_above(s, t), SQUARED)
+        _p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
         grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         grad_s = u * (grad_p - mean[:, None])
         found = tl.dot(grad_s.to(k_tile.dtype), k_tile, found, input_precision=PRECISION)
-    at = grad_q + batch * gq_batch + head * gq_head
-    store_rows(at, (found * scale).to(grad_q.dtype.element_ty), rows, queries, gq_row, width, WIDTH)
+    at_q = grad_q + batch * gq_batch + head * gq_head
+    store_rows(at_q, (found * scale).to(grad_q.dtype.element_ty), rows, queries, gq_row, width, WIDTH)
 
 
 @triton.jit
@@ -253,18 +271,18 @@ def backward_keys(
             q_tile = load_rows(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH)
             grad_tile = load_rows(grad + batch * o_batch + head * o_head, rows, queries, o_row, v_width, V_WIDTH)
             at = (batch * heads + head) * queries + rows
-            t = tl.load(threshold + at, mask=rows < queries, other=0.0)
+            peak, t = _load_threshold(threshold, at, rows < queries)
             mean = tl.load(delta + at, mask=rows < queries, other=0.0)
             s = scores(
                 q_tile, k_tile, rows, columns, mask + batch * mask_batch + head * mask_head, mask_row, mask_column,
                 queries, keys, offset, factor, CAUSAL, MASKED, True, PRECISION,
             )  # fmt: skip
-            p, u = _weights_and_slopes(_above(s, t), SQUARED)
-            found_v = tl.dot(tl.trans(p.to(grad_tile.dtype)), grad_tile, found_v, input_precision=PRECISION)
+            p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
+            found_v = tl.dot(tl.trans((p * LIFT).to(grad_tile.dtype)), grad_tile, found_v, input_precision=PRECISION)
             grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
             grad_s = u * (grad_p - mean[:, None])
             found_k = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, found_k, input_precision=PRECISION)
     at_k = grad_k + batch * gk_batch + key_head * gk_head
     at_v = grad_v + batch * gv_batch + key_head * gv_head
     store_rows(at_k, (found_k * scale).to(grad_k.dtype.element_ty), columns, keys, gk_row, width, WIDTH)
-    store_rows(at_v, found_v.to(grad_v.dtype.element_ty), columns, keys, gv_row, v_width, V_WIDTH)
+    store_rows(at_v, (found_v / LIFT).to(grad_v.dtype.element_ty), columns, keys, gv_row, v_width, V_WIDTH)

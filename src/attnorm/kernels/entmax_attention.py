@@ -15,7 +15,7 @@ MOST_STEPS = 100  # rows built against Newton need 24, ordinary ones three
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, alpha: float, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output; where it trains, the mean of the values under u and the thresholds (B, H, Q) too, and else nothing.
+    """Output; where it trains, the mean of the values under u and, (B, H, Q, 2), peaks and thresholds; else nothing.
 
     mask: boolean (B, H, Q, L) or None; causal: bottom-right; alpha: 1.5 or 2.
     """
@@ -23,7 +23,7 @@ def forward(
     batch, heads, queries = q.shape[:3]
     output = q.new_empty(batch, heads, queries, v.shape[-1])
     mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
-    threshold = torch.empty(mean_u.shape[:-1], dtype=torch.float32, device=q.device)
+    threshold = torch.empty((*mean_u.shape[:-1], 2), dtype=torch.float32, device=q.device)
     rows, columns, warps, stages = _forward_tile(q, v)
     with call.device:
         entmax.forward[(triton.cdiv(queries, rows) * batch * heads,)](
