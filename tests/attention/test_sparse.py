@@ -161,6 +161,43 @@ def test_strides_of_a_model_are_taken_as_they_are() -> None:
     assert_follows([grad], [*torch.autograd.grad(exact.square().sum(), packed)], 1e-4)
 
 
+def test_what_was_saved_may_come_back_with_other_strides() -> None:
+    q, k, v = draw(SMALL)
+    expected = run((q, k, v), attnorm.get("entmax15"), "sparse")
+
+    def turned(t: Tensor) -> Tensor:
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda t: t):
+        found = run((q, k, v), attnorm.get("entmax15"), "sparse")
+    assert all(map(torch.equal, found, expected))
+
+
+def test_tf32_may_be_asked_for_in_torchs_newer_way() -> None:
+    """Then torch refuses to say what the older way would have been."""
+    tensors, products = draw(SMALL), torch.backends.cuda.matmul
+    expected = attnorm.attention(*tensors, "entmax15", engine="sparse").double()
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        found = attnorm.attention(*tensors, "entmax15", engine="sparse")
+    finally:
+        products.fp32_precision = before
+    assert_follows([found], [expected], 1e-2)
+
+
+def test_what_the_kernels_cannot_differentiate_is_said() -> None:
+    q, k, v = draw(SMALL)
+    once = torch.autograd.grad(attnorm.attention(q, k, v, "entmax15", engine="sparse").sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiated once only; use engine='blocked'"):
+        once.sum().backward()
+    untrained = torch.ops.attnorm.sparse_attention(q, k, v, None, True, 0.25, 1.5, False)[0]
+    with pytest.raises(RuntimeError, match="traced without gradients"):
+        untrained.sum().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="no kernel of our own here"):
+        attnorm.attention(q, k, v, "entmax15", engine="sparse")
+
+
 def test_compiled_code_takes_the_kernels_as_one_operator() -> None:
     q, k, v = draw(SMALL)
     normalizer = attnorm.get("entmax15")

@@ -4,10 +4,11 @@ Operators of torch.library, so that compiled code takes them as they are.
 """
 
 import importlib.util
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnorm.engines.inputs import Inputs
 from attnorm.normalizers.contract import Normalizer, ScaleRule
@@ -31,7 +32,12 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     q, v = inputs.q_BHQD, inputs.v_BKLD
     if inputs.queries < FEWEST_QUERIES or max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
         return False
-    return HAS_TRITON and _runs_on(q.device) and not torch._C._are_functorch_transforms_active()
+    return HAS_TRITON and _runs_on(q.device) and not _transformed()
+
+
+def _transformed() -> bool:
+    """In torch.func, where an operator would need more rules, or in forward mode, where it would drop the tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -53,7 +59,6 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
             assert isinstance(rule, ScaleRule)
             q = rule.scaled(q, inputs.n(), inputs.query_positions(), inputs.hidden_states)
         q = q.to(k.dtype)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     output: Tensor = _forward(q, k, v, mask, inputs.causal, inputs.scale, map_.alpha, trains)[0]
@@ -97,14 +102,21 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, causal, scale, alpha, _ = inputs
+    q, k, v, mask, causal, scale, alpha, ctx.trains = inputs
     _, mean_u, threshold = output
     ctx.save_for_backward(q, k, v, mask, mean_u, threshold)
     ctx.options = causal, scale, alpha
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.trains:
+        raise RuntimeError("this entmax attention was traced without gradients; trace it where they are enabled")
     return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
 
 
+def _second_gradients(*_: Any) -> Never:
+    raise RuntimeError("the kernels of entmax are differentiated once only; use engine='blocked'")
+
+
 _forward.register_autograd(_gradients, setup_context=_keep)
+_backward.register_autograd(_second_gradients)

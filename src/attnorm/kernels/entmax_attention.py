@@ -19,6 +19,7 @@ def forward(
 
     mask: boolean (B, H, Q, L) or None; causal: bottom-right; alpha: 1.5 or 2.
     """
+    q, k, v = _in_rows(q, k, v)
     call = _Call(q, k, v, mask, causal, scale, alpha)
     batch, heads, queries = q.shape[:3]
     output = q.new_empty(batch, heads, queries, v.shape[-1])
@@ -40,9 +41,10 @@ def backward(
     causal: bool, scale: float, alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
+    q, k, v = _in_rows(q, k, v)
     call = _Call(q, k, v, mask, causal, scale, alpha)
-    grad = grad.contiguous()
-    delta = (grad.float() * mean_u).sum(-1)
+    grad, threshold = grad.contiguous(), threshold.contiguous()
+    delta = (grad.float() * mean_u).sum(-1).contiguous()
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     given = (*call.tensors, grad, threshold, delta)
     strides = (*call.strides, *grad.stride()[:3])
@@ -95,7 +97,7 @@ class _Call:
 
     @property
     def constants(self) -> dict[str, object]:
-        exact = torch.get_float32_matmul_precision() == "highest"
+        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
         return {
             "CAUSAL": self.causal,
             "MASKED": self.mask is not None,
@@ -104,6 +106,11 @@ class _Call:
             "WIDTH": _padded(self.q),
             "V_WIDTH": _padded(self.v),
         }
+
+
+def _in_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernels take the elements of a row to lie side by side. (What was saved may come back with other strides.)"""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def _padded(t: Tensor) -> int:
