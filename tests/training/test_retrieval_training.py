@@ -171,7 +171,7 @@ def test_mechanisms_and_unknown_names_are_refused() -> None:
         normalizer_for("sofmax", 2)
     with pytest.raises(ValueError, match="did you mean 'recall'"):
         find_task("recal")
-    with pytest.raises(ValueError, match="known are max, recall, majority"):
+    with pytest.raises(ValueError, match="known are 'max', 'recall', 'majority'"):
         find_task("zzz")
 
 
