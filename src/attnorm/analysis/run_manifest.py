@@ -11,8 +11,7 @@ from attnorm.analysis.settings import Settings, description, vector_rows_at
 from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.models.inputs import Text
 from attnorm.models.load import LoadedModel, describe
-from attnorm.models.observe import NORMALIZER
-from attnorm.models.support import attention_sites
+from attnorm.models.support import attention_sites, running_normalizer
 
 _ABOUT = ("text", "length", "tokens", "seconds")
 
@@ -47,7 +46,7 @@ def new_manifest(
 
 def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
     """What stands behind the name "model" in the tables: softmax, or what was patched in; None where layers differ."""
-    patched = {site.path: getattr(module, NORMALIZER, None) for module, site in attention_sites(loaded.model).items()}
+    patched = {site.path: running_normalizer(module) for module, site in attention_sites(loaded.model).items()}
     names = {"softmax" if normalizer is None else normalizer.name for normalizer in patched.values()}
     details = {path: description(normalizer) for path, normalizer in patched.items() if normalizer is not None}
     return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}

@@ -10,7 +10,8 @@ model is a patched model, and patches of different modules know nothing of each 
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,20 @@ def detach(modules: Iterable[nn.Module]) -> None:
             module.config = getattr(module, MODEL_CONFIG)
             for name in (NORMALIZER, RECIPE, MODEL_CONFIG):
                 delattr(module, name)
+
+
+@contextmanager
+def without(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, patched modules run as they did before; what they learned stays on them."""
+    ours = {module: (module.config, normalizer_of(module)) for module in modules}
+    for module in ours:
+        module.config = getattr(module, MODEL_CONFIG)
+    try:
+        yield
+    finally:
+        for module, (config, normalizer) in ours.items():
+            if getattr(module, NORMALIZER, None) is normalizer:  # not taken off meanwhile
+                module.config = config
 
 
 def _prepare() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context, position_kind, text_config
-from attnorm.models.support import NORMALIZER, attention_sites
+from attnorm.models.support import attention_sites, running_normalizer
 
 SAMPLED = 4096  # values of each weight that enter the fingerprint
 # Of a configuration: where it was read from and by whom, not what the model is.
@@ -53,7 +53,7 @@ def fingerprint(model: PreTrainedModel) -> str:
         if weight.device.type != "meta":
             digest.update(_sample(weight))
     for path, module in model.named_modules():
-        if isinstance(normalizer := getattr(module, NORMALIZER, None), nn.Module):
+        if isinstance(normalizer := running_normalizer(module), nn.Module):
             digest.update(f"{path} {normalizer!r}".encode())
     return digest.hexdigest()
 

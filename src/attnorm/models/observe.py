@@ -22,16 +22,16 @@ from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.audit import check_output
 from attnorm.models.layers import LayerNumbers
 from attnorm.models.support import (
-    NORMALIZER,
     UnsupportedModel,
     attention_sites,
     check_observable,
     mask_kernel,
+    running_normalizer,
     what_works,
 )
 from attnorm.models.visibility import MaskReader, chosen_keys
 
-__all__ = ["NORMALIZER", "check_observable", "observe"]
+__all__ = ["check_observable", "observe"]
 
 # The parameters through which an attention module is given the states of another sequence.
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -180,7 +180,7 @@ class _Observation:
             softcap=others.get("softcap"),
             sinks_H=others.get("s_aux"),
             bias=bias,
-            normalizer=getattr(module, NORMALIZER, None),
+            normalizer=running_normalizer(module),
             inputs_BKC=_behind(key, running.source),
         )
 

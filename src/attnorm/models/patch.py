@@ -14,10 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnorm.models.attach import Recipe, attach, detach, device_of, is_patched, normalizer_of, patched_modules
+from attnorm.models.attach import (
+    Recipe,
+    attach,
+    detach,
+    device_of,
+    is_patched,
+    normalizer_of,
+    patched_modules,
+    without,
+)
 from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.models.observe import OTHER_SEQUENCE
-from attnorm.models.support import Site, attention_sites, check_model, check_observable
+from attnorm.models.support import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import as_normalizer
@@ -48,6 +57,21 @@ class Patch:
     def remove(self) -> None:
         """Gives the model its softmax back; to do it twice changes nothing."""
         detach([self._modules[path] for path in self.normalizers])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model as it was before, for the length of a with statement; what was learned stays where it is.
+
+        >>> with handle.paused():
+        ...     baseline = model(**batch).loss
+        """
+        modules = [self._modules[path] for path in self.normalizers]
+        if not modules:
+            raise RuntimeError("this patch was removed, so there is nothing to pause: the model runs without it")
+        if any(map(is_paused, modules)):
+            raise RuntimeError("this patch is paused already; leave the first paused() before entering another")
+        with without(modules):
+            yield
 
     def __repr__(self) -> str:
         normalizers = self.normalizers

@@ -76,6 +76,17 @@ def mask_kernel(module: nn.Module, kernel: str) -> str:
     return kernel if config is None else config._attn_implementation or "eager"
 
 
+def is_paused(module: nn.Module) -> bool:
+    """Whether an attention module is patched and goes by its model's config all the same: it runs as before."""
+    config = getattr(module, MODEL_CONFIG, None)
+    return config is not None and module.config is config
+
+
+def running_normalizer(module: nn.Module) -> Any:
+    """What takes softmax's place in an attention module as it runs now; None where nothing does."""
+    return None if is_paused(module) else getattr(module, NORMALIZER, None)
+
+
 def what_works() -> str:
     families = supported_families()
     familiar = [name for name in FAMILIAR.split() if name in families]
