@@ -157,3 +157,9 @@ def test_the_package_of_the_old_name_takes_it_too() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[monitor.lightning()],
     ).fit(Old(llama()), _batches())  # fmt: skip
     assert "attn/layer_01/entropy_mean" in monitor.numbers
+
+
+def test_the_monitor_itself_says_what_to_give_to_lightning() -> None:
+    trainer = _trainer(AttentionMonitor())
+    with pytest.raises(AttributeError, match=r"callbacks=\[monitor.lightning\(\)\]"):
+        trainer.fit(Module(), _batches(1))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -186,6 +186,16 @@ class AttentionMonitor(TrainerCallback):
         from attnorm.monitor.lightning import lightning_callback
 
         return lightning_callback(self)
+
+    @property
+    def setup(self) -> NoReturn:
+        """What Lightning asks a callback for first, and `on_exception` when that fails: neither is here."""
+        raise AttributeError(
+            "AttentionMonitor is a callback of transformers' Trainer; in Lightning write "
+            "Trainer(callbacks=[monitor.lightning()])"
+        )
+
+    on_exception = setup
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
