@@ -69,6 +69,14 @@ def test_a_saved_model_of_any_family_comes_back_as_it_was(family: str, tmp_path:
     assert_close(quiet_logits(again, ids), expected)
 
 
+def test_both_ways_of_loading_name_the_same_loss(tmp_path: Path) -> None:
+    """A Trainer divides by other numbers of tokens where it does not know the loss."""
+    model = tiny("gpt2")
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    assert from_pretrained(tmp_path).loss_type == load(tmp_path).model.loss_type == "ForCausalLM"
+
+
 def test_some_heads_come_back_as_some_heads(tmp_path: Path) -> None:
     model, ids = llama(), tokens()
     patch(model, "ssmax", layers={0: [3, 1]})

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from attnorm.models.describe import describe
 from attnorm.models.hub import commit_of
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.loaded import LoadedModel, with_known_loss
 from attnorm.models.positions import longest_context
 from attnorm.models.saving import restore_normalizers
 from attnorm.models.source import BUNDLED, CannotLoad, did_you_mean, find, unreachable
@@ -138,10 +138,8 @@ def _read(
             f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first is "
             f"{lost[0]!r}); they would be random. The folder is incomplete, or its config.json belongs to another model"
         )
-    if getattr(model, "loss_type", "known") is None and hasattr(model, "generate"):
-        model.loss_type = "ForCausalLM"  # what transformers takes for GPT-2 too, after a warning about its config
     loaded: PreTrainedModel = model if place == "auto" else model.to(place)
-    return loaded
+    return with_known_loss(loaded)
 
 
 def _class_of(config: Any, trust_remote_code: bool) -> Any:

@@ -13,3 +13,11 @@ class LoadedModel:
     revision: str | None = None  # commit hash where known
     tokenizer_problem: str = ""  # why there is none
     tokenizer_given: str | None = None  # where it was read from, if not from beside the model
+
+
+def with_known_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """GPT-2's class name tells transformers no loss: it would take this one after a warning, and a Trainer's logs would
+    be lower by the share of each text's first token."""
+    if getattr(model, "loss_type", "known") is None and hasattr(model, "generate"):
+        model.loss_type = "ForCausalLM"
+    return model

@@ -22,6 +22,7 @@ from attnorm.models import recipe_files
 from attnorm.models.attach import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.by_head import check_fit, checked_heads, on_heads
 from attnorm.models.hub import hub_answers
+from attnorm.models.loaded import with_known_loss
 from attnorm.models.model_card import correct_card, write_card
 from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
 from attnorm.models.source import can_only_be_a_folder, did_you_mean
@@ -108,7 +109,7 @@ def from_pretrained(
     with _expecting_normalizers(chosen):
         model: PreTrainedModel = chosen.from_pretrained(directory, **{"use_safetensors": True, **options})
     restore_normalizers(model, directory, **where)
-    return model
+    return with_known_loss(model)
 
 
 def _check_directory(directory: Any) -> None:
