@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -315,6 +316,19 @@ def test_an_option_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     patch(model, "kernel", function=torch.exp, derivative=torch.exp)
     with pytest.raises(NotSavableError, match=r"'kernel' in model.layers.0.self_attn.*JSON"):
         save_pretrained(model, tmp_path)
+
+
+def test_a_parametrized_normalizer_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    model = llama()
+    first, _ = patch(model, "ssmax").normalizers.values()
+    parametrize.register_parametrization(first.scale[0], "s", nn.Softplus())
+    with pytest.raises(NotSavableError, match=r"layers.0.self_attn.*parametrized.*remove_parametrizations"):
+        save_pretrained(model, tmp_path)
+    with pytest.warns(UserWarning, match="the normalizer was not saved"):
+        model.save_pretrained(tmp_path)
+    parametrize.remove_parametrizations(first.scale[0], "s")
+    save_pretrained(model, tmp_path)
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), tokens()), quiet_logits(model, tokens()))
 
 
 def test_an_ordinary_folder_is_refused(tmp_path: Path) -> None:

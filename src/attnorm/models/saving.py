@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
@@ -172,6 +173,11 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
             raise NotSavableError(
                 f"{path} holds {normalizer_of(module).name!r}, which was given as an object; patch by name instead, "
                 "e.g. patch(model, 'ssmax'); your own has a name after @attnorm.register('name')"
+            )
+        if any(map(is_parametrized, normalizer_of(module).modules())):
+            raise NotSavableError(
+                f"the normalizer of {path} is parametrized (torch.nn.utils.parametrize), which no name describes; save "
+                "a copy of the model without it: parametrize.remove_parametrizations(module, name)"
             )
         try:
             json.dumps(recipe.options, allow_nan=False)
