@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttenti
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.attach import device_of
 from attnorm.models.by_head import head_count
 from attnorm.models.kernel import patched_attention
 from attnorm.models.observe import observe
@@ -348,6 +350,28 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(UnsupportedModel, match="Bloom"):
         patch(model, "ssmax")
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    model = llama().to("meta")
+    state = fingerprint(model)
+    with pytest.raises(ValueError, match=r"meta device.*load the weights first"):
+        patch(model, "ssmax")
+    assert fingerprint(model) == state
+
+
+def test_a_model_whose_weights_are_offloaded_is_patched_where_it_computes() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    attention = llama().model.layers[0].self_attn
+    attention.q_proj._hf_hook = SimpleNamespace(
+        execution_device="cuda:1"
+    )  # accelerate has none on the attention itself
+    assert device_of(attention) == torch.device("cuda:1")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with swap(model, "ssmax", bias=True):  # starts at softmax
+        assert_close(quiet_logits(model, ids), plain)
 
 
 def test_a_copy_of_a_patched_model_is_patched_on_its_own() -> None:

@@ -109,8 +109,13 @@ def _prepare() -> None:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where the module computes: weights that accelerate offloads are elsewhere in between."""
-    hook = getattr(module, "_hf_hook", None)
-    placed = getattr(hook, "execution_device", None)
-    if placed is not None:
-        return torch.device(placed)
-    return next((p.device for p in module.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    placed = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
+    devices = [torch.device(device) for device in placed] or [weight.device for weight in module.parameters()]
+    found = next((device for device in devices if device.type != "meta"), None)
+    if devices and found is None:
+        raise ValueError(
+            "the model is on the meta device, where weights have no values, and to_empty() would overwrite those of a "
+            "normalizer; load the weights first, then patch"
+        )
+    return found or torch.device("cpu")
