@@ -46,6 +46,15 @@ def test_every_learned_number_gets_a_gradient(name: str) -> None:
         assert (parameter.grad != 0).all(), "one number per head, each of its own"
 
 
+@pytest.mark.parametrize("given", ["name", "object"])
+def test_a_model_patched_in_inference_mode_learns(given: str) -> None:
+    model = llama()
+    with torch.inference_mode():
+        handle = patch(model, "ssmax" if given == "name" else get("ssmax", heads=4))
+    gradients(model, tokens())
+    assert all(parameter.grad is not None and (parameter.grad != 0).all() for parameter in handle.parameters())
+
+
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:

@@ -199,6 +199,7 @@ def _refuse_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
             )
 
 
+@torch.inference_mode(mode=False)  # or what it learns would never get a gradient
 def _made(
     normalizer: str | Normalizer | Mechanism,
     options: dict[str, Any],
