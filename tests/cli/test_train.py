@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -95,13 +96,14 @@ def test_another_run_in_the_folder_is_refused(call: list[str]) -> None:
 def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
     call: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*args: Any, **options: Any) -> None:
-        raise TrainingInterrupted(7)
-
-    monkeypatch.setattr(trainer, "train_lm", stopped)
-    result = runner.invoke(app, call)
-    assert result.exit_code == 130
-    assert "interrupted after step 7; the same command continues from there" in result.stderr
+    for interruption, words in (
+        (TrainingInterrupted(7), "interrupted after step 7; the same command continues from there"),
+        (KeyboardInterrupt(), "interrupted; checkpoints written before are whole"),  # as while it learns a tokenizer
+    ):
+        monkeypatch.setattr(trainer, "train_lm", Mock(side_effect=interruption))
+        result = runner.invoke(app, call)
+        assert result.exit_code == 130
+        assert words in result.stderr
 
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")

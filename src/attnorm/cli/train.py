@@ -90,7 +90,6 @@ def lm(
     """
     import torch
 
-    from attnorm.training.interruption import TrainingInterrupted
     from attnorm.training.lm import train_lm
     from attnorm.training.settings import Settings
 
@@ -115,8 +114,8 @@ def lm(
                     lengths=numbers_of("--eval-lengths", eval_lengths),
                     sample_tokens=sample, note=note, command=command_line(), report=report,
                 )  # fmt: skip
-        except TrainingInterrupted as stopped:
-            typer.echo(str(stopped), err=True)
+        except KeyboardInterrupt as stopped:  # without words where no step was under way
+            typer.echo(str(stopped) or f"interrupted; {_SAFE}", err=True)
             raise typer.Exit(130) from None
         except OSError as error:
             typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)
