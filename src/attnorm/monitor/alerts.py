@@ -48,7 +48,7 @@ class AlertThresholds:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value >= 0:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
                 raise ValueError(f"threshold {field.name} must be a number from 0 up, got {value!r}")
         if not 0 < self.heads <= 1:
             raise ValueError(f"threshold heads is a share, expected above 0 and up to 1, got {self.heads!r}")
