@@ -38,6 +38,10 @@ def main() -> None:
     needed = chosen.steps * chosen.batch
     ids = tokenizer(text[: 16 * chosen.length * (needed + 1)], return_tensors="pt").input_ids[0]
     examples = ids[: len(ids) // chosen.length * chosen.length].reshape(-1, chosen.length)[: needed + 1]
+    if len(examples) < 2:
+        raise SystemExit(
+            f"the text has {len(ids)} tokens; give one of at least {2 * chosen.length}, or a lower --length"
+        )
     train, held_out = examples[:-1], examples[-1]  # the last is never trained on
     print(f"{len(train)} examples of {chosen.length} tokens")
     before = attnorm.analyze(model, held_out, tokenizer, metrics="core")

@@ -35,6 +35,14 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert load(tmp_path / "model").tokenizer is not None
 
 
+def test_the_example_says_that_a_text_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Once upon a time")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--text", str(short), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"the text has \d tokens; give one of at least 256"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
 def test_the_blocks_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
