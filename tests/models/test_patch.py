@@ -26,7 +26,7 @@ from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttenti
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.attach import device_of
+from attnorm.models.attach import device_of, recipe_of
 from attnorm.models.by_head import head_count
 from attnorm.models.kernel import patched_attention
 from attnorm.models.observe import observe
@@ -293,8 +293,8 @@ def test_an_exception_gives_the_model_back() -> None:
         ("sofmax", {}, "did you mean"),
         ("ssmax", {"layers": [2]}, "layers= names layer 2.*0 to 1"),
         ("ssmax", {"layers": []}, "no layer at all"),
-        ("ssmax", {"layers": {0: [4]}}, "heads 0 to 3"),
-        ("ssmax", {"layers": {0: [1, 1]}}, "each of them once"),
+        ("ssmax", {"layers": {0: [4]}}, r"heads 0 to 3; got \[4\]$"),
+        ("ssmax", {"layers": {0: [1, 1]}}, "each of the heads once"),
         ("ssmax", {"alpha": 3}, "accepts"),
         ("differential", {}, "another architecture"),
         ("soft", {}, "no causal form"),
@@ -436,6 +436,9 @@ def test_numbers_out_of_a_table_are_numbers() -> None:
         with swap(model, "ssmax", layers=layers) as handle:
             assert [*handle.normalizers] == ["model.layers.1.self_attn"]
             assert not isinstance(layers, dict) or handle.normalizers["model.layers.1.self_attn"].map.heads == (1,)
+    with swap(model, "log_scaled", train_length=np.int64(128)):
+        recipe = recipe_of(model.model.layers[0].self_attn)
+        assert type(recipe.options["train_length"]) is int, "or it could not be saved"
 
 
 def test_order_means_nothing_in_cross_attention() -> None:

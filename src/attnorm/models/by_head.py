@@ -81,8 +81,10 @@ def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
         chosen = tuple(map(whole_number, heads if isinstance(heads, Iterable) else [heads]))
     except TypeError:
         chosen = ()
-    if not chosen or not all(0 <= head < every for head in chosen) or len({*chosen}) < len(chosen):
-        raise ValueError(f"{path} has the heads 0 to {every - 1}; got {heads!r}: name each of them once")
+    if not chosen or not all(0 <= head < every for head in chosen):
+        raise ValueError(f"{path} has the heads 0 to {every - 1}; got {heads!r}")
+    if len({*chosen}) < len(chosen):
+        raise ValueError(f"{path}: name each of the heads once; got {heads!r}")
     return chosen
 
 

@@ -100,7 +100,7 @@ def patch(
     >>> patch(model, "entmax15", layers={10: [0, 3], 11: None})
     """
     check_observable(model)
-    _check_length(train_length)
+    train_length = _checked_length(train_length)
     chosen = _chosen(model, layers)
     _refuse_patched(chosen)
     parts = {}
@@ -142,11 +142,14 @@ def unpatch(model: nn.Module) -> None:
     detach(patched_modules(check_model(model)).values())
 
 
-def _check_length(train_length: Any) -> None:
-    if train_length is not None and (
-        not isinstance(train_length, int) or isinstance(train_length, bool) or train_length < 1
-    ):
+def _checked_length(train_length: Any) -> int | None:
+    try:
+        length = None if train_length is None else whole_number(train_length)
+    except TypeError:
+        length = 0
+    if length is not None and length < 1:
         raise ValueError(f"train_length must be a number of tokens, e.g. 1024, got {train_length!r}")
+    return length
 
 
 def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Site, tuple[int, ...] | None]]:
