@@ -92,8 +92,8 @@ def test_the_numbers_behind_a_curve_are_those_of_the_table(open_report: Open) ->
     for name, value in {"text": "prose", "length": 160, "normalizer": "model", "layer": 0, "head": 1}.items():
         by_length = by_length.filter(pc.equal(by_length[name], value))
     expected = sorted((row["n"], row["entropy_nats"], row["entropy_floor"]) for row in by_length.to_pylist())
+    expect(figure.locator("tbody tr")).to_have_count(len(expected))  # written once it is opened
     shown = figure.locator("tbody tr").all()
-    assert len(shown) == len(expected)
     for line, (n, entropy, floor) in zip(shown, expected, strict=True):
         cells = line.locator("th, td").all_inner_texts()
         assert cells[0] == number(n)
