@@ -14,6 +14,7 @@ from attnorm.analysis.head_rows import keys
 from attnorm.analysis.judge import Judgement, judge_head
 from attnorm.analysis.rules import Case, is_selecting, worst_norm
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative
+from attnorm.analysis.what_if import command
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 
@@ -560,6 +561,44 @@ def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
     assert advice.command == (
         "attnorm analyze pretended/gpt --text 'war and peace.txt' --lengths 256,1024 --normalizers model,ssmax,entmax15"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        ({"dtype": "bfloat16", "tokenizer": "gpt2"}, {}, "--tokenizer gpt2 --dtype bfloat16"),
+        ({"device": "cuda"}, {}, "--dtype float32"),
+        (
+            {},
+            {"top_n": [2, 7], "vectors": "inputs", "rows": 16, "seed": 3},
+            "--rows 16 --top-n 2,7 --vectors inputs --seed 3",
+        ),
+        ({}, {"metrics": ["core", "gradient"]}, "--metrics core,gradient"),
+        ({}, {"rows": None, "top_n": None, "metrics": None}, ""),  # merged runs that disagree
+    ],
+)
+def test_the_command_keeps_what_the_run_was_asked_for(
+    model: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    made = synthetic_manifest(lengths=(256,))
+    manifest = {**made, "model": made["model"] | model, "settings": made["settings"] | settings, "texts": []}
+    said = command(manifest, normalizers=["model", "ssmax"])
+    assert (
+        said.replace(" --normalizers model,ssmax", "") == f"attnorm analyze pretended/gpt --lengths 256 {words}".strip()
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"texts": [{"name": "text", "file": False}]},
+        {"model": {"name": "gpt2", "source": None}},
+        {"settings": {"normalizers": ["model", "custom"]}},
+    ],
+)
+def test_what_was_given_as_an_object_is_measured_in_python(given: dict[str, Any]) -> None:
+    said = command({**synthetic_manifest(), **given}, top_n=[5, 20, 100])
+    assert said == "attnorm.analyze(..., top_n=[5, 20, 100])"
 
 
 def test_with_several_texts_a_head_counts_once_by_its_commonest_verdict() -> None:

@@ -152,8 +152,9 @@ def test_wrong_usage_exits_with_2_and_says_why(
 def test_a_file_name_that_is_no_text_still_names_its_text(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xffar.txt"))
     path.write_text("w1 w2")
-    (name,) = texts_of([path]) or {}
+    ((name, text),) = (texts_of([path]) or {}).items()
     assert name.encode().endswith(b"/w\\xffar.txt")
+    assert text.file
 
 
 @pytest.mark.parametrize(

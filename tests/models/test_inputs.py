@@ -79,11 +79,11 @@ def test_a_path_is_read_and_gives_its_name(tmp_path: Path) -> None:
     plain, packed = tmp_path / "war.txt", tmp_path / "peace.txt.xz"
     plain.write_text("\ufeffall happy families", encoding="utf-8")
     packed.write_bytes(lzma.compress(b"are alike"))
-    assert texts_from(plain) == [Text(str(plain), "all happy families")]
+    assert texts_from(plain) == [Text(str(plain), "all happy families", file=True)]
     assert texts_from([plain, "b", packed]) == [
-        Text(str(plain), "all happy families"),
+        Text(str(plain), "all happy families", file=True),
         Text("text 2", "b"),
-        Text(str(packed), "are alike"),
+        Text(str(packed), "are alike", file=True),
     ]
     assert texts_from({"mine": packed}) == [Text("mine", "are alike")]
 

@@ -67,7 +67,7 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
             text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
             "loses was not measured.",
             heads=len(concerned),
-            command=command(manifest, **{"top-n": "5,20,100"}),
+            command=command(manifest, top_n=[5, 20, 100]),
         )
     what_if += medians(change, "keys told apart", "separability", both)
     before, after = what_if[0].before, what_if[0].after

@@ -6,7 +6,7 @@ A manifest is plain JSON:
     model       name, revision, class, fingerprint, layers, heads, dtype, device, ... (models.load.describe);
                 source: what it was loaded by, null for an object
                 runs: the normalizer behind the rows named "model", null where layers differ
-    texts       [{name, sha256, size}]         parts      [{text, length, key, tokens, seconds}]
+    texts       [{name, sha256, size, file}]   parts      [{text, length, key, tokens, seconds}]
     settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
                 epsilons, seed
     thresholds  those of the verdicts          first_thresholds   those before, where verdicts were made again

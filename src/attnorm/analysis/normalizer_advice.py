@@ -41,7 +41,7 @@ def advise_normalizer(
         text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds_of(manifest.get("thresholds", {})))]),
         heads=len(dispersed),
         what_if=tuple(what_if),
-        command=None if what_if else command(manifest, normalizers=",".join(measured)),
+        command=None if what_if else command(manifest, normalizers=measured),
     )
 
 

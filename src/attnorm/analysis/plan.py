@@ -68,7 +68,7 @@ def described(text: Text) -> dict[str, Any]:
         size = f"{content.numel()} token ids"
     else:
         size = ", ".join(f"{name} {tuple(value.shape)}" for name, value in content.items())
-    return {"name": text.name, "sha256": content_hash(content), "size": size}
+    return {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
 
 
 def _checked(lengths: Sequence[int] | int | None) -> tuple[int, ...] | None:

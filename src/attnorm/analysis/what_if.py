@@ -8,9 +8,21 @@ from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
 from attnorm.analysis.head_rows import Row, number
+from attnorm.analysis.settings import GROUPS
 from attnorm.analysis.thresholds import Thresholds, thresholds_of
+from attnorm.normalizers.registry import available
 
 Rows = Sequence[Row]
+
+# What analyze does where nothing else is asked for.
+USUAL: dict[str, Any] = {
+    "normalizers": ["model"],
+    "rows": "all",
+    "metrics": [*GROUPS],
+    "top_n": [1, 5, 10, 20, 100],
+    "vectors": "values",
+    "seed": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +49,27 @@ class Advice:
         return asdict(self)
 
 
-def command(manifest: Mapping[str, Any], **changes: str) -> str:
-    """The command line that repeats a run with changed options."""
+def command(manifest: Mapping[str, Any], **changes: Any) -> str:
+    """What repeats a run with changed options of analyze: a line to type, or a call where Python objects were given."""
     settings, model = manifest.get("settings", {}), manifest.get("model", {})
+    texts = [text for text in manifest.get("texts", []) if text["name"] not in DEFAULT_TEXTS]
+    names = changes.get("normalizers") or settings.get("normalizers") or []
+    typed = model.get("source", "") is not None and all(text.get("file", True) for text in texts)
+    if not typed or not {*names} <= {"model", *available()}:
+        return f"attnorm.analyze(..., {', '.join(f'{name}={value!r}' for name, value in changes.items())})"
     words = ["attnorm", "analyze", str(model.get("source") or model.get("name", "MODEL"))]
-    for text in manifest.get("texts", []):
-        if text["name"] not in DEFAULT_TEXTS:  # taken where no text is given
-            words += ["--text", text["name"]]
+    for text in texts:
+        words += ["--text", text["name"]]
+    on_cpu = model.get("device", "cpu") == "cpu"
     options = {
-        "lengths": ",".join(str(length) for length in settings.get("lengths") or [] if length),
-        "normalizers": ",".join(settings.get("normalizers") or []),
-        "rows": "" if settings.get("rows") in ("all", None) else str(settings["rows"]),
+        "lengths": [length for length in settings.get("lengths") or [] if length],
+        **{name: settings.get(name) for name in USUAL},
+        "tokenizer": model.get("tokenizer"),
+        "dtype": None if on_cpu and model.get("dtype") == "float32" else model.get("dtype"),
     }
-    for name, value in {**options, **changes}.items():
-        if value and (name, value) != ("normalizers", "model"):
-            words += [f"--{name}", value]
+    changed = {name: value for name, value in options.items() if value and value != USUAL.get(name)}
+    for name, value in {**changed, **changes}.items():
+        words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     judged_by = thresholds_of(manifest.get("thresholds", {}))
     for name, (threshold, _) in judged_by.differences(Thresholds()).items():
         words += ["--threshold", f"{name}={threshold:g}"]

@@ -17,6 +17,7 @@ from attnorm.cli.measuring import (
     Trust,
     check_model,
     failures,
+    files_read,
     groups_of,
     measure,
     numbers_of,
@@ -88,7 +89,7 @@ def compare(
             first, run = next(iter(runs.items()))
             options = settings_of_run(run.manifest) | options
             if "inputs" not in options:
-                options["inputs"] = texts_of_run(run.manifest, first)
+                options["inputs"] = files_read(texts_of_run(run.manifest, first))
     options |= {"tokenizer": tokenizer, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     analyses = {name: runs[name] if name in runs else measure(name, **options) for name in sides}
     with usage_errors():

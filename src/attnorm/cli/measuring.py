@@ -13,6 +13,7 @@ from attnorm.cli.progress import Watch, shown
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.thresholds import Thresholds
+    from attnorm.models.inputs import Text
 
 Texts = Annotated[
     list[Path] | None,
@@ -59,13 +60,20 @@ def check_model(name: str) -> None:
     find(name)
 
 
-def texts_of(files: list[Path] | None) -> dict[str, str] | None:
-    """Name -> content; None where no file is given, for one that is on every machine."""
+def texts_of(files: list[Path] | None) -> "dict[str, Text] | None":
+    """By name; None where no file is given, for one that is on every machine."""
     if not files:
         return None
     from attnorm.models.text_files import read_text, text_name
 
-    return {text_name(path): read_text(path) for path in files}
+    return files_read({text_name(path): read_text(path) for path in files})
+
+
+def files_read(contents: dict[str, str]) -> "dict[str, Text]":
+    """Name -> content, as analyze takes what comes from files."""
+    from attnorm.models.inputs import Text
+
+    return {name: Text(name, content, file=True) for name, content in contents.items()}
 
 
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:

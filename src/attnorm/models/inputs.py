@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Text:
 
     name: str
     content: str | Tensor | Mapping[str, Tensor]
+    file: bool = False  # of the same name, which holds it
 
 
 def texts_from(inputs: Any) -> list[Text]:
@@ -131,14 +132,14 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
 
 def _text(name: str, one: Any) -> Text:
     if isinstance(one, Text):
-        return one
+        return replace(_text(one.name, one.content), file=one.file)
     if isinstance(one, str | Path):
         content = read_text(one) if isinstance(one, Path) else one
         if not content.strip():
             raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
         if isinstance(one, str):
             _refuse_a_file_name(one)
-        return Text(name, content)
+        return Text(name, content, file=isinstance(one, Path) and text_name(one) == name)
     if isinstance(one, Mapping):
         return Text(name, _from_mapping(one)[0].content)
     if _are_ids(one):
