@@ -17,7 +17,6 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from attnorm.theory.entmax_worst_case import entmax_worst_norm
 from attnorm.theory.linearization import RowMap, power_iteration_norm
 
 # (weight w, keys n) -> the gap g at which the map gives the leading token exactly w
@@ -95,18 +94,6 @@ def entmax_gap(weight: float, n: int, alpha: float) -> float:
     return threshold_gap(lambda p: p ** (alpha - 1) / (alpha - 1), weight, n)
 
 
-def entmax_contender(alpha: float, name: str | None = None, scale: Callable[[int], float] = lambda n: 1.0) -> Contender:
-    """alpha-entmax(scale(n) z) with its exact Lipschitz constant; softmax at alpha = 1, sparsemax at 2.
-
-    scale(n) = s log n makes ssmax (alpha = 1), delta + beta log(n+1)^gamma asentmax (alpha = 1.5).
-    """
-    return Contender(
-        name or f"entmax({alpha:g})",
-        lambda weight, n: entmax_gap(weight, n, alpha) / scale(n),
-        lambda n: entmax_worst_norm(n, alpha) * scale(n),
-    )
-
-
 def kneemax_gap(weight: float, n: int, share: float = 1.0) -> float:
     """The gap kneemax needs at T = 1: phi^-1(p) = p + k above its knee k = share/n, 2 sqrt(k p) below, for z/2."""
     knee = share / n
@@ -120,19 +107,6 @@ def kneemax_weight(gap: float, n: int) -> float:
         raise ValueError(f"the gap must not be negative, got {gap}")
     b = 1 / math.sqrt(n * (n - 1))
     return 1 - (math.sqrt(b * b + max(0.0, 1 + 1 / n - gap / 2)) - b) ** 2 if gap < 2 + 2 / n else 1.0
-
-
-def kneemax_contender(share: float = 1.0) -> Contender:
-    """kneemax: Lipschitz constant 1/2 at every n."""
-    return Contender("kneemax", lambda weight, n: kneemax_gap(weight, n, share), lambda n: 0.5)
-
-
-def map_contender(
-    name: str, row_map: RowMap, lipschitz: Lipschitz | None = None, dtype: torch.dtype = torch.float64
-) -> Contender:
-    """Any map from logits (1, n) to weights (1, n), run on rows of n keys; K as given, or measured from below."""
-    constant = lipschitz or (lambda n: measured_lipschitz(row_map, n))
-    return Contender(name, lambda weight, n: gap_to_keep(row_map, weight, n, dtype), constant)
 
 
 def two_level_weight(row_map: RowMap, gap: float, n: int, dtype: torch.dtype = torch.float64) -> float:
