@@ -102,6 +102,11 @@ def test_the_sample_is_as_long_as_asked_and_longer_than_the_context(trained: tup
     assert "captain" in sample or "brother" in sample or "letter" in sample
 
 
+def test_a_model_that_sees_one_token_writes_too(train: Train, tmp_path: Path) -> None:
+    train(tmp_path, steps=1, context=1, options={"sample_tokens": 3})
+    assert (tmp_path / "sample.txt").read_text(encoding="utf-8")
+
+
 def test_the_card_and_the_record_say_what_was_done(trained: tuple[Path, dict[str, Any]], texts: Any) -> None:
     out, record = trained
     card = (out / "README.md").read_text(encoding="utf-8")

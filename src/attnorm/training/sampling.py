@@ -24,7 +24,7 @@ def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, cache
             longer = model.generate(
                 seen,
                 attention_mask=torch.ones_like(seen),
-                max_new_tokens=min(missing, context - seen.shape[1]),
+                max_new_tokens=min(missing, max(1, context - seen.shape[1])),  # the last one drawn needs no position
                 do_sample=True,
                 temperature=TEMPERATURE,
                 top_k=0,
