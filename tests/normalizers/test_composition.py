@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from attnorm.normalizers import (
     Block,
     LogitRule,
     Map,
+    Positions,
     Properties,
     Selection,
     Sink,
@@ -252,3 +254,22 @@ def test_a_normalizer_is_a_module_like_any_other(z: Tensor) -> None:
     model = nn.Sequential(nn.Linear(9, 9), compose("entmax15", scale="ssmax", sink="sink"))
     model(z.float()).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("given", ["queries", "queries and keys"])
+def test_a_sink_hands_positions_on_to_the_rules_inside_its_map(given: str) -> None:
+    """A sink so low that it takes nothing changes nothing."""
+    logits = torch.randn(2, 2, 3, 6)
+    stand = torch.tensor([[40000, 40001, 40002], [7, 8, 9]])
+    positions = stand if given == "queries" else Positions(stand, stand[:, -1:] + torch.arange(-5, 1))
+    mixed = mixture(get("log_scaled", rule="llama4"), "sparsemax")
+    sunk = compose(mixed, sink=Sink(-1e4, learned=False))
+    assert (mixed(logits, positions=positions) - mixed(logits)).abs().max() > 1e-3
+    assert_close(sunk(logits, positions=positions), mixed(logits, positions=positions))
+
+
+def test_a_sink_within_a_sink_is_no_key_either() -> None:
+    logits, low = torch.randn(2, 3, 6), Sink(-1e4, learned=False)
+    inner = compose("kneemax", sink=low)  # goes by the number of keys
+    assert_close(compose(mixture(inner, inner), sink=low)(logits), inner(logits))
+    assert_close(inner(logits), get("kneemax")(logits))

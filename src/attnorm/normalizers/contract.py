@@ -131,7 +131,10 @@ class Sink(nn.Module):
         if mask is not None:
             seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
             mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
-        weights: Tensor = map_(Block(logits, mask, hidden_states=block.hidden_states, sinks=1))
+        stand = block.given_positions
+        if isinstance(stand, Positions):
+            stand = Positions(stand.query, torch.cat([stand.key[..., :1], stand.key], dim=-1))
+        weights: Tensor = map_(Block(logits, mask, stand, block.hidden_states, block.sinks + 1))
         return weights[..., 1:]
 
 
