@@ -13,7 +13,7 @@ mean of dp under u, is <dO, mean of the values under u>: that mean is a second o
 import triton
 import triton.language as tl
 
-from attnorm.kernels.tiles import block_and_head, keys_of, load_rows, scores, store_rows
+from attnorm.kernels.tiles import block_and_head, keys_of, load_rows, scores, scores_from, store_rows
 
 # Weights are multiplied by this for products with values and gradients: float16 loses digits below 6e-5, where the
 # weights of long rows lie.
@@ -61,11 +61,9 @@ def _leaders(
 ):  # fmt: skip
     """The largest s of each column over the tiles from first to last."""
     for start in range(first, last, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
-        s = scores(
-            q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-            CAUSAL, MASKED, EDGE, PRECISION,
+        s = scores_from(
+            start, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width, factor,
+            CAUSAL, MASKED, EDGE, PRECISION, COLUMNS, WIDTH,
         )  # fmt: skip
         found = tl.maximum(found, s)
     return found
@@ -80,11 +78,9 @@ def _sums(
 ):  # fmt: skip
     """The sums of p and u at the thresholds t below the peaks over the tiles from first to last."""
     for start in range(first, last, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
-        s = scores(
-            q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-            CAUSAL, MASKED, EDGE, PRECISION,
+        s = scores_from(
+            start, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width, factor,
+            CAUSAL, MASKED, EDGE, PRECISION, COLUMNS, WIDTH,
         )  # fmt: skip
         p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
         sum_p += tl.sum(p, 1)
@@ -101,13 +97,11 @@ def _outputs(
 ):  # fmt: skip
     """The sums of p v LIFT, u v, p and u over the tiles from first to last."""
     for start in range(first, last, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
-        v_tile = load_rows(v, columns, keys, v_row, v_width, V_WIDTH)
-        s = scores(
-            q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-            CAUSAL, MASKED, EDGE, PRECISION,
+        s = scores_from(
+            start, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width, factor,
+            CAUSAL, MASKED, EDGE, PRECISION, COLUMNS, WIDTH,
         )  # fmt: skip
+        v_tile = load_rows(v, start + tl.arange(0, COLUMNS), keys, v_row, v_width, V_WIDTH)
         p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
         output = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, output, input_precision=PRECISION)
         sum_p += tl.sum(p, 1)

@@ -46,6 +46,21 @@ def scores(
 
 
 @triton.jit
+def scores_from(
+    start, q, k, rows, mask, k_row, mask_row, mask_column, queries, keys, offset, width, factor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """s of the tile whose first key is `start`."""
+    columns = start + tl.arange(0, COLUMNS)
+    k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
+    return scores(
+        q, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
+        CAUSAL, MASKED, EDGE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
 def keys_of(
     block, queries, keys, offset,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

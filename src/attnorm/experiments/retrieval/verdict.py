@@ -92,8 +92,8 @@ def _fall(numbers: Numbers) -> Finding | None:
         why.append(f"After {Recipe.steps:,} of the {LONG:,} steps: {_series(short)}; {_apart(short):.1f} points apart.")
     if falling := numbers.percents("parts", "+ cosine"):
         why.append(
-            f"After as many with a rate that falls to 0, and nothing else: {_series(falling)}. The table measures the "
-            "noise that a constant rate leaves in the order of the logits."
+            f"After {Recipe.steps:,} with a rate that falls to 0, and nothing else: {_series(falling)}. The table "
+            "measures the noise that a constant rate leaves in the order of the logits."
         )
     return Finding(
         f"A softmax head trained on at most 16 items is right in {_series(printed.BASELINE)} ({TABLE}).",
