@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.analysis.default_text import passage
 from attnorm.bench.dispersion import dispersion
+from attnorm.bench.dispersion_table import percent
 from attnorm.cli import app
 from attnorm.normalizers import registry
 from attnorm.normalizers.registry import BUILT_IN
 from attnorm.report.catalogue import catalogue, promises
-from attnorm.report.dispersion import percent
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -14,6 +14,7 @@ import attnorm
 from attnorm.bench import analyze as bench_analyze
 from attnorm.bench import memory
 from attnorm.bench.analyze import WORDS, measure_analysis
+from attnorm.bench.growth_figure import save_growth_figure
 from attnorm.bench.model_passes import (
     TOP_N,
     Cost,
@@ -25,9 +26,7 @@ from attnorm.bench.model_passes import (
     statistics_by_layer,
     tokens,
 )
-from attnorm.bench.suites import run_benchmarks
-from attnorm.cli import app
-from attnorm.report.benchmarks import (
+from attnorm.bench.results import (
     Benchmarks,
     Growth,
     GrowthPoint,
@@ -35,7 +34,8 @@ from attnorm.report.benchmarks import (
     Ratio,
     benchmark_markdown,
 )
-from attnorm.report.growth_figure import save_growth_figure
+from attnorm.bench.suites import run_benchmarks
+from attnorm.cli import app
 from tests.cli.saved_model import save_model, save_text
 
 SMALL = Shape(48, layers=2, heads=2)

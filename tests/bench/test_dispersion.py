@@ -7,8 +7,8 @@ from torch import Tensor
 
 import attnorm
 from attnorm.bench.dispersion import LENGTHS, NOT_ASKED, dispersion
+from attnorm.bench.dispersion_table import Curve, Dispersion
 from attnorm.normalizers import registry
-from attnorm.report.dispersion import Curve, Dispersion
 
 SHORT = (16, 128, 1024)
 

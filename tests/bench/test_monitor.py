@@ -5,9 +5,9 @@ import torch
 
 from attnorm.bench.model_passes import Shape, random_model, tokens
 from attnorm.bench.monitor import EVERY, MOST, training_step
+from attnorm.bench.results import Ratio, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
 from attnorm.monitor.monitor import AttentionMonitor
-from attnorm.report.benchmarks import Ratio, benchmark_markdown
 
 
 @pytest.mark.as_installed

@@ -13,7 +13,7 @@ from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, de
 from attnorm.bench.memory import peak_above
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.suites import run_benchmarks
-from attnorm.bench.timing import in_turn
+from attnorm.bench.timing import time_alternating
 
 linux_only = pytest.mark.skipif(not memory._RESET.exists(), reason="needs /proc/self/clear_refs")
 
@@ -50,7 +50,7 @@ def test_the_thread_count_is_stated_and_put_back() -> None:
 
 
 def test_a_slower_call_is_told_as_slower() -> None:
-    timed = in_turn(lambda: time.sleep(0.002), lambda: time.sleep(0.008), rounds=3)
+    timed = time_alternating(lambda: time.sleep(0.002), lambda: time.sleep(0.008), rounds=3)
     assert 2.5 < timed.speedup < 4.5
     assert timed.ours_ms < timed.theirs_ms
 

@@ -11,10 +11,10 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import attnorm
-from attnorm.bench import doctor as bench_doctor
 from attnorm.bench import suites
+from attnorm.bench.results import Ratio
 from attnorm.cli import app
-from attnorm.report.benchmarks import Ratio
+from attnorm.cli import health as bench_doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training import lm as trainer
 from attnorm.training.interruption import TrainingInterrupted
+from attnorm.training.lm import run as trainer
 
 runner = CliRunner()
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--vocab", "300", "--batch", "4"]

@@ -98,7 +98,7 @@ def test_the_tightness_figure_is_drawn(tmp_path: Path) -> None:
 
 
 def test_frontier_prints_a_table_json_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.theory.placement.LENGTHS", (16, 1024))
+    monkeypatch.setattr("attnorm.theory.normalizer_frontier.LENGTHS", (16, 1024))
     result = runner.invoke(app, ["frontier", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)

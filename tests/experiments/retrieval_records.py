@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnorm.experiments.retrieval.collect import Found
+from attnorm.experiments.retrieval.measure import Found
 from attnorm.experiments.retrieval.plan import Section, Training
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.stacks import run_key
-from attnorm.training.retrieval.trials import Trials
+from attnorm.training.retrieval.evaluate import Trials
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.trained_seeds import run_key
 
 SEEDS = (0, 1, 2)
 
@@ -20,7 +20,7 @@ def training(
     **changed: Any,
 ) -> Training:
     task = section if section in ("recall", "majority") else "max"
-    recipe = Recipe(**{"steps": 3, "batch": 4, "width": 8, **changed})
+    recipe = RetrievalRecipe(**{"steps": 3, "batch": 4, "width": 8, **changed})
     normalizer = "softmax" if section in ("parts", "steps") else label
     return Training(section, label, task, normalizer, recipe, Trials(sizes=sizes, sets=10, others=others))
 

@@ -9,22 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
-from attnorm.experiments.adaptive import (
-    AS_IT_RUNS,
-    EXPERIMENT,
-    MOST_KEYS,
-    PRINTED,
-    REACH,
-    REFIT,
-    Adaptive,
-    acting,
-    judged,
-    measure,
-    versions,
-)
+from attnorm.experiments.adaptive.experiment import AS_IT_RUNS, EXPERIMENT, judge_claims
+from attnorm.experiments.adaptive.measure import MOST_KEYS, PRINTED, REACH, REFIT, Adaptive, acting, measure, versions
+from attnorm.experiments.attention_rows import SampledRows, sample_rows
 from attnorm.experiments.experiment import Subject
 from attnorm.experiments.losses import losses, mean, windows_of
-from attnorm.experiments.sampled_rows import SampledRows, sample_rows
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
 
@@ -72,18 +61,18 @@ def test_a_refit_gives_most_winners_half_of_the_weight_on_rows_like_those_it_was
 
 def test_flat_rows_that_stay_flat_are_counted(found: Adaptive) -> None:
     shifted = replace(found, n=np.full(len(found.n), 1000.0), entropy=np.full(len(found.n), 6.2))
-    first, second = judged(shifted)[:2]
+    first, second = judge_claims(shifted)[:2]
     assert first.verdict == "does not"
     assert "100% of the rows of more than 381 keys" in second.ours
-    short = judged(replace(found, n=np.full(len(found.n), 100.0)))[1]
+    short = judge_claims(replace(found, n=np.full(len(found.n), 100.0)))[1]
     assert "no row has more than 381 keys" in short.ours
 
 
 def test_a_polynomial_that_goes_on_rising_acts_from_somewhere_on(found: Adaptive) -> None:
     rising = replace(found, rules={**found.rules, REFIT: EntropyRule((1.0, 0.0))})  # beta = H
-    assert "acts from 1.00 nats on;" in judged(rising)[2].ours
+    assert "acts from 1.00 nats on;" in judge_claims(rising)[2].ours
     falling = replace(found, rules={**found.rules, REFIT: EntropyRule()})
-    assert "acts for 0.85 to 5.95 nats;" in judged(falling)[2].ours
+    assert "acts for 0.85 to 5.95 nats;" in judge_claims(falling)[2].ours
 
 
 @pytest.mark.parametrize(
@@ -100,7 +89,7 @@ def test_a_loss_is_judged_by_its_interval_and_one_across_a_line_is_partly(
     found: Adaptive, changes: list[float], verdict: str, crossed: str
 ) -> None:
     before = np.array([2.0, 5.0, 3.0, 4.0])  # windows differ by far more than what is asked
-    told = judged(replace(found, losses={**dict.fromkeys(found.rules, before), AS_IT_RUNS: before,
+    told = judge_claims(replace(found, losses={**dict.fromkeys(found.rules, before), AS_IT_RUNS: before,
                                          PRINTED: before + np.array(changes)}))[3]  # fmt: skip
     assert told.verdict == verdict
     assert (crossed or "± ") in told.ours

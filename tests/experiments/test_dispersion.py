@@ -8,10 +8,17 @@ import pyarrow as pa
 import pytest
 import torch
 
-from attnorm.experiments.dispersion import EXPERIMENT, measure
-from attnorm.experiments.dispersion_findings import judged
-from attnorm.experiments.dispersion_reach import Reach, reach, wanted
-from attnorm.experiments.dispersion_tables import RUNS, bound_shares, head_table, kv_effect
+from attnorm.experiments.dispersion.experiment import EXPERIMENT, judge_claims
+from attnorm.experiments.dispersion.measure import (
+    RUNS,
+    Reach,
+    bound_shares,
+    head_table,
+    kv_effect,
+    measure,
+    reach,
+    wanted,
+)
 from attnorm.experiments.experiment import Outcome, Subject
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
@@ -54,7 +61,7 @@ def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -
 
 def test_a_pass_that_was_made_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(QUICK, silent, 64, 16, tmp_path)
-    monkeypatch.setattr("attnorm.experiments.dispersion.look_at", None)  # a second pass would call it
+    monkeypatch.setattr("attnorm.experiments.dispersion.experiment.look_at", None)  # a second pass would call it
     again = measure(QUICK, silent, 64, 16, tmp_path)
     names = ["layer", "head", "rows", "entropy_nats", "logit_spread"]  # without NaN, which equals nothing
     assert again.variants[RUNS]["heads"].select(names).equals(first.variants[RUNS]["heads"].select(names))
@@ -128,7 +135,7 @@ def test_slopes_of_one_are_no_confirmation_of_the_theory(outcome: Outcome) -> No
     curves = {(512, RUNS): outcome.tables["by-length"]}
     groups = {"applies": False}
     verdicts = [
-        judged({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, Reach(512, None))[1].verdict
+        judge_claims({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, Reach(512, None))[1].verdict
         for table in (flat, steep)
     ]
     assert verdicts == ["reproduces", "does not"]

@@ -8,7 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from attnorm.experiments.critical_n import (
+from attnorm.experiments.attention_rows import LastRows, joined, last_rows
+from attnorm.experiments.experiment import Subject
+from attnorm.experiments.fig2.critical_n import (
     accepted,
     bootstrap_heads,
     critical_n,
@@ -22,13 +24,10 @@ from attnorm.experiments.critical_n import (
     resampled_critical_n,
     subsampled_heads,
 )
-from attnorm.experiments.experiment import Subject
-from attnorm.experiments.fig2 import PAIRS, _compare, _fewer_heads
-from attnorm.experiments.fig2 import QUICK as SIZES
-from attnorm.experiments.fig2_findings import explained, findings
-from attnorm.experiments.fig2_measure import Distances, at_point, over_grid, whole
-from attnorm.experiments.fig2_result import PRINTED, Result
-from attnorm.experiments.subject_rows import LastRows, joined, last_rows
+from attnorm.experiments.fig2.experiment import PAIRS, _compare, _fewer_heads
+from attnorm.experiments.fig2.experiment import QUICK as SIZES
+from attnorm.experiments.fig2.findings import explained, findings
+from attnorm.experiments.fig2.measure import PRINTED, Distances, Result, at_point, over_grid, whole
 from attnorm.theory.distance import PowerLaw
 
 
@@ -162,10 +161,10 @@ def test_permuting_keeps_the_weights_and_hidden_keys_hidden() -> None:
     visible = layer.visible.clone()
     visible[..., [0, 7]] = False
     hidden = LastRows(0, torch.where(visible, layer.weights, 0.0), layer.vectors, visible)
-    dealt = hidden.permuted(torch.Generator().manual_seed(0))
-    assert dealt.weights[~visible].eq(0).all()
-    assert torch.equal(dealt.weights.sort(-1).values, hidden.weights.sort(-1).values)
-    assert not torch.equal(dealt.weights, hidden.weights)
+    permute_weights = hidden.permuted(torch.Generator().manual_seed(0))
+    assert permute_weights.weights[~visible].eq(0).all()
+    assert torch.equal(permute_weights.weights.sort(-1).values, hidden.weights.sort(-1).values)
+    assert not torch.equal(permute_weights.weights, hidden.weights)
 
 
 def test_layers_put_together_give_the_same_numbers() -> None:
@@ -225,7 +224,7 @@ def test_a_window_of_the_text_starts_where_it_is_asked_to() -> None:
     assert torch.allclose(inputs[0].weights.flatten(0, 1), first[0].weights.flatten(0, 1))
 
 
-def judged(exponent: float, low: float, high: float, at_200: Distances) -> dict[str, str]:
+def judge_claims(exponent: float, low: float, high: float, at_200: Distances) -> dict[str, str]:
     """Verdicts by the beginning of their claim, for a printed critical N that grows with this exponent."""
     comparisons = {name: _compare(name, [at_200], SIZES, 0) for name in PAIRS}
     law = PowerLaw(0.06, exponent, (low, high), math.nan)
@@ -261,19 +260,19 @@ def verdict(told: dict[str, str], claim: str) -> str:
 def test_sub_linear_growth_is_growth_and_below_linear(
     exponent: float, low: float, high: float, expected: str, at_200: Distances
 ) -> None:
-    assert verdict(judged(exponent, low, high, at_200), "sub-linearly") == expected
+    assert verdict(judge_claims(exponent, low, high, at_200), "sub-linearly") == expected
 
 
 def test_verdicts_follow_the_numbers(at_200: Distances) -> None:
-    told = judged(0.5, 0.3, 0.8, at_200)
+    told = judge_claims(0.5, 0.3, 0.8, at_200)
     critical = critical_n(at_200.measured, at_200.printed, at_200.grid) / 200
     assert verdict(told, "about 0.06 L (Fig. 2c)") == ("reproduces" if 0.03 <= critical <= 0.12 else "does not")
     assert verdict(told, "no better than chance") == "does not"
     # A distance that is what random sets give: chance selection, for once.
     random = replace(at_200, measured=at_200.upper, printed=at_200.upper * np.linspace(0.99, 1.01, 60)[:, None])
-    chance = judged(0.5, 0.3, 0.8, random)
+    chance = judge_claims(0.5, 0.3, 0.8, random)
     assert verdict(chance, "no better than chance") == "partly"
     assert verdict(chance, "about 0.06 L (Fig. 2c)") == "does not"  # the same from N = 1 on
-    never = judged(0.5, 0.3, 0.8, replace(at_200, printed=at_200.measured * 1000))
+    never = judge_claims(0.5, 0.3, 0.8, replace(at_200, printed=at_200.measured * 1000))
     assert verdict(never, "no better than chance") == "not tested"
     assert verdict(never, "0.06 L") == "does not"

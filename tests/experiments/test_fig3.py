@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.fig3 import Separabilities, measure
-from attnorm.experiments.fig3_findings import findings, words
-from attnorm.experiments.subject_rows import LastRows
+from attnorm.experiments.attention_rows import LastRows
+from attnorm.experiments.fig3.experiment import findings, words
+from attnorm.experiments.fig3.measure import Separabilities, measure
 from tests.experiments.test_fig2 import silent, synthetic
 
 TOP_N = (2, 8, 16)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judged, measure, table
-from attnorm.experiments.observed import longest_rows, look_at
+from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judge_claims, measure, table
+from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.theory.gradient import finite_difference_corrected
@@ -36,7 +36,7 @@ def test_at_the_trained_temperature_the_norm_is_that_of_the_model_as_it_runs(fou
         norm = measure_rows(call, [None], rows, (1,))["model"].values["jacobian_norm"]
         expected.append(norm.amax((0, 2)) * call.scale)
 
-    look_at(QUICK, 128, look, silent, "")
+    run_forward_pass(QUICK, 128, look, silent, "")
     np.testing.assert_allclose(found.norm[:, 4], torch.cat(expected).numpy(), rtol=1e-4)
 
 
@@ -60,8 +60,8 @@ def test_heads_above_a_quarter_refute_the_printed_bound_and_heads_below_do_not()
         small = np.minimum(norm, 0.01)
         return Sensitivity((0,), (0,), T, np.minimum(norm, 1.0), np.stack([small] * 3), 8.0)
 
-    assert judged(with_norm(0.9))[1].verdict == "does not"
-    assert judged(with_norm(0.4))[1].verdict == "reproduces"
+    assert judge_claims(with_norm(0.9))[1].verdict == "does not"
+    assert judge_claims(with_norm(0.4))[1].verdict == "reproduces"
 
 
 def test_the_outcome_is_complete(tmp_path: Path, found: Sensitivity) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.experiments.attention_rows import SampledRows
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judged, measure, toy
-from attnorm.experiments.sampled_rows import SampledRows
+from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judge_claims, measure, toy
 
 OWN = TEMPERATURES.index(1.0)
 
@@ -57,8 +57,8 @@ def test_hidden_keys_change_nothing() -> None:
 def test_a_row_above_a_quarter_refutes_corollary_3() -> None:
     high = measure(rows([20.0, 20.0, 0.0, 0.0]))
     low = measure(rows([0.0] * 64, [0.1] * 32 + [0.0] * 32))
-    assert judged(high, toy())[3].verdict == "does not"
-    assert judged(low, toy())[3].verdict == "reproduces"
+    assert judge_claims(high, toy())[3].verdict == "does not"
+    assert judge_claims(low, toy())[3].verdict == "reproduces"
 
 
 def test_on_the_bundled_model_nothing_exceeds_the_corrected_bounds(tmp_path: Path) -> None:

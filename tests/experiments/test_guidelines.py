@@ -9,16 +9,17 @@ import torch
 
 from attnorm.experiments.cooling import TEMPERATURES
 from attnorm.experiments.experiment import Finding, Outcome, Subject
-from attnorm.experiments.guideline_numbers import (
+from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
+from attnorm.experiments.guidelines.measure import (
     SHARES,
     Cooled,
     Covered,
     EarlySign,
+    Numbers,
     Selected,
     _covered,
     _triples,
 )
-from attnorm.experiments.guidelines import EXPERIMENT, Numbers, judged
 from attnorm.theory.selection import select
 
 QUICK = Subject(quick=True)
@@ -48,7 +49,7 @@ def numbers() -> Numbers:
 
 
 def test_where_every_guideline_holds_every_answer_is_yes() -> None:
-    assert [finding.verdict for finding in judged(numbers())] == ["reproduces"] * 4
+    assert [finding.verdict for finding in judge_claims(numbers())] == ["reproduces"] * 4
 
 
 def test_each_answer_can_be_no() -> None:
@@ -58,15 +59,15 @@ def test_each_answer_can_be_no() -> None:
     apart = np.stack([np.full(3, 1 - T / 4) for T in TEMPERATURES])
     frozen = Cooled(apart, 1 / good.cooled.norm, 8.0)
     bad = Numbers(lossy, blind, frozen, Covered(0.8, 0.992, 0.85, 0.8))
-    assert [finding.verdict for finding in judged(bad)] == ["does not"] * 4
-    assert all(finding.ours.startswith("no: ") for finding in judged(bad))
+    assert [finding.verdict for finding in judge_claims(bad)] == ["does not"] * 4
+    assert all(finding.ours.startswith("no: ") for finding in judge_claims(bad))
 
 
 def test_the_first_guideline_is_judged_by_the_mean_of_windows_and_its_error() -> None:
     def with_changes(*changes: float) -> Finding:
         good = numbers().selected
         lossy = replace(good, losses={**good.losses, 0.06: WINDOWS + np.array(changes)})
-        return judged(replace(numbers(), selected=lossy))[0]
+        return judge_claims(replace(numbers(), selected=lossy))[0]
 
     one_high = with_changes(0.21, 0.17, 0.18, 0.16)  # the first window alone would be a no
     assert one_high.verdict == "partly"
@@ -84,12 +85,12 @@ def test_norms_that_explode_in_few_heads_and_vanish_in_most_are_partly_what_is_s
     norm = good.cooled.norm.copy()
     norm[0, :2], norm[0, 2] = 0.0, 50.0
     apart = np.stack([np.full(3, 1 - T / 4) for T in TEMPERATURES])
-    assert judged(replace(good, cooled=Cooled(apart, norm, 8.0)))[2].verdict == "partly"
+    assert judge_claims(replace(good, cooled=Cooled(apart, norm, 8.0)))[2].verdict == "partly"
 
 
 def test_without_a_saturated_head_there_is_nothing_to_predict() -> None:
     found = replace(numbers(), early=early([0.1, 0.2], [0.9, 0.95], [0.5, 0.5]))
-    assert judged(found)[1].verdict == "not tested"
+    assert judge_claims(found)[1].verdict == "not tested"
 
 
 def test_the_area_is_the_share_of_pairs_in_the_right_order() -> None:

@@ -11,18 +11,17 @@ import torch
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.__main__ import changed
-from attnorm.experiments.language_models.plan import FULL, QUICK, Plan
-from attnorm.experiments.language_models.recipe import EXPERIMENT, outcome, texts_of
-from attnorm.experiments.language_models.statistics import attention_statistics
-from attnorm.experiments.language_models.testing import spread_chunks
-from attnorm.experiments.language_models.training import Worker, best_rate, trained_model
-from attnorm.experiments.language_models.trial import try_out
-from attnorm.experiments.language_models.workplace import Workplace
+from attnorm.experiments.language_models.engine_choice import choose_engines
+from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
+from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
+from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelPlan
+from attnorm.experiments.language_models.train import Worker, best_rate, trained_model
+from attnorm.experiments.language_models.workspace import Workspace
 from attnorm.experiments.subject import Subject
 from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
-from attnorm.training.architectures import build_model
-from attnorm.training.needle import NeedleTask
+from attnorm.training.lm.model import build_model
+from attnorm.training.needle.train import NeedleTask
 from tests.training.conftest import write_text
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
@@ -45,23 +44,23 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    place = Workplace.open(tmp_path_factory.mktemp("lm"), TINY)
-    stages.prepare(place, texts[:1], texts[1], texts[2:])
-    assert not stages.everything(place, max_minutes=0.0, device="cpu")
-    assert [line["stage"] for line in place.results()] == ["texts"]
-    assert stages.rates(place, ["softmax"], device="cpu")
-    assert stages.everything(place, device="cpu"), place.results(stage="problem")
-    return place
+def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace.open(tmp_path_factory.mktemp("lm"), TINY)
+    stages.prepare(workspace, texts[:1], texts[1], texts[2:])
+    assert not stages.everything(workspace, max_minutes=0.0, device="cpu")
+    assert [line["stage"] for line in workspace.results()] == ["texts"]
+    assert stages.rates(workspace, ["softmax"], device="cpu")
+    assert stages.everything(workspace, device="cpu"), workspace.results(stage="problem")
+    return workspace
 
 
 def test_two_texts_of_one_name_are_named(texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    place = Workplace.open(tmp_path, TINY)
+    workspace = Workspace.open(tmp_path, TINY)
     with pytest.raises(ValueError, match="two texts are named 'other'; "):
-        stages.prepare(place, texts[:1], texts[1], [texts[2], texts[2]])
+        stages.prepare(workspace, texts[:1], texts[1], [texts[2], texts[2]])
 
 
-def test_every_piece_of_work_is_one_line(finished: Workplace) -> None:
+def test_every_piece_of_work_is_one_line(finished: Workspace) -> None:
     done = [(line["stage"], line.get("normalizer"), line.get("at_inference")) for line in finished.results()]
     assert len(done) == 1 + 2 * 2 + 2 + 3 + 3
     assert done.count(("rate", "softmax", None)) == 2
@@ -78,24 +77,24 @@ def test_every_piece_of_work_is_one_line(finished: Workplace) -> None:
     assert {"torch", "transformers", "python"} <= main["versions"].keys()
 
 
-def test_what_is_finished_is_not_done_again(finished: Workplace) -> None:
+def test_what_is_finished_is_not_done_again(finished: Workspace) -> None:
     before = len(finished.results())
     assert stages.everything(finished, device="cpu")
     assert len(finished.results()) == before
 
 
-def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished: Workplace, tmp_path: Path) -> None:
+def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished: Workspace, tmp_path: Path) -> None:
     tried = {line["learning_rate"]: line["valid_loss"] for line in finished.results(stage="rate", normalizer="softmax")}
     assert best_rate(finished, "softmax") == min(tried, key=lambda rate: tried[rate])
-    place = Workplace.open(tmp_path, TINY)
-    place.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-3, "valid_loss": 3.0})
+    workspace = Workspace.open(tmp_path, TINY)
+    workspace.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-3, "valid_loss": 3.0})
     with pytest.raises(ValueError, match=r"no short run at the learning rate 0\.01 yet"):
-        best_rate(place, "softmax")
-    place.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-2, "valid_loss": None})
-    assert best_rate(place, "softmax") == 1e-3
+        best_rate(workspace, "softmax")
+    workspace.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-2, "valid_loss": None})
+    assert best_rate(workspace, "softmax") == 1e-3
 
 
-def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workplace) -> None:
+def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workspace) -> None:
     losses = finished.results(stage="measure", normalizer="softmax", at_inference=None)[0]["losses"]
     assert {name: list(by) for name, by in losses.items()} == {
         "valid": ["96", "192", "384"], "other": ["96", "192", "384"],
@@ -111,7 +110,7 @@ def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workplace) -> No
         spread_chunks(tokens, 100_000, 3)
 
 
-def test_models_are_exported_in_half_precision_with_what_they_learned(finished: Workplace) -> None:
+def test_models_are_exported_in_half_precision_with_what_they_learned(finished: Workspace) -> None:
     assert stages.export(finished, ["kneemax:knee=0.25"], device="cpu")
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
     trained, _ = trained_model(worker, "kneemax:knee=0.25", 0)
@@ -123,27 +122,27 @@ def test_models_are_exported_in_half_precision_with_what_they_learned(finished: 
     assert {normalizer_of(module).name for module in patched_modules(exported.model).values()} == {"kneemax"}
 
 
-def test_two_processes_do_not_do_the_same(finished: Workplace, tmp_path: Path) -> None:
+def test_two_processes_do_not_do_the_same(finished: Workspace, tmp_path: Path) -> None:
     with finished.claimed("softmax-seed-7") as mine:
         assert mine
-        other = Workplace.open(finished.folder, TINY)
+        other = Workspace.open(finished.folder, TINY)
         with other.claimed("softmax-seed-7") as also_mine:
             assert not also_mine
         assert not stages.main(other, ["softmax"], seeds=[7], device="cpu")
     assert not finished.results(seed=7)
 
 
-def test_a_folder_belongs_to_one_plan(finished: Workplace) -> None:
+def test_a_folder_belongs_to_one_plan(finished: Workspace) -> None:
     with pytest.raises(ValueError, match="holds another plan: width is 32 there and 64 here"):
-        Workplace.open(finished.folder, replace(TINY, width=64))
+        Workspace.open(finished.folder, replace(TINY, width=64))
 
 
-def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workplace, tmp_path: Path) -> None:
-    place = Workplace.open(tmp_path, replace(TINY, normalizers=("local", "softmax")))
+def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workspace, tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path, replace(TINY, normalizers=("local", "softmax")))
     (tmp_path / "data").symlink_to(finished.data)
     for rate in TINY.rates:
         for name in ("local", "softmax"):
-            place.add(
+            workspace.add(
                 {
                     "stage": "rate",
                     "normalizer": name,
@@ -151,12 +150,12 @@ def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workp
                     "valid_loss": None if name == "local" else 1.0,
                 }
             )
-    assert not stages.main(place, device="cpu")
-    assert "diverged at every learning rate" in place.results(stage="problem")[0]["problem"]
-    assert place.results(stage="main", normalizer="softmax")
+    assert not stages.main(workspace, device="cpu")
+    assert "diverged at every learning rate" in workspace.results(stage="problem")[0]["problem"]
+    assert workspace.results(stage="main", normalizer="softmax")
 
 
-def test_the_statistics_are_those_of_analyze(finished: Workplace) -> None:
+def test_the_statistics_are_those_of_analyze(finished: Workspace) -> None:
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
     model, _ = trained_model(worker, "kneemax:knee=0.25", 0)
     window = torch.from_numpy(worker.texts.valid[:96].astype("int64"))
@@ -175,10 +174,10 @@ def test_every_normalizer_has_statistics(name: str) -> None:
     assert found["mean"]["jacobian_norm"] > 0
 
 
-def test_a_trial_chooses_a_way_that_runs(finished: Workplace, tmp_path: Path) -> None:
-    place = Workplace.open(tmp_path, TINY)
-    try_out(place, ["kneemax:knee=0.25"], device="cpu")
-    (line,) = place.results(stage="trial")
+def test_a_trial_chooses_a_way_that_runs(finished: Workspace, tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path, TINY)
+    choose_engines(workspace, ["kneemax:knee=0.25"], device="cpu")
+    (line,) = workspace.results(stage="trial")
     assert line["attention"] == "dense"
     assert line["problem"] is None
     assert line["tokens_per_second"] > 0
@@ -186,13 +185,13 @@ def test_a_trial_chooses_a_way_that_runs(finished: Workplace, tmp_path: Path) ->
 
 
 def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
-    place = Workplace.open(tmp_path, FULL)
+    workspace = Workspace.open(tmp_path, FULL)
     for name, loss in {"softmax": 3.0, "ssmax": 2.0, "sigmoid": 2.5, "sink": 4.0, "kneemax": None}.items():
-        place.add({"stage": "main", "normalizer": name, "seed": 0, "valid_loss": loss})
-    assert stages.closest(place, 2) == ("softmax", "ssmax", "sigmoid")
+        workspace.add({"stage": "main", "normalizer": name, "seed": 0, "valid_loss": loss})
+    assert stages.closest(workspace, 2) == ("softmax", "ssmax", "sigmoid")
 
 
-def test_the_outcome_compares_with_softmax(finished: Workplace) -> None:
+def test_the_outcome_compares_with_softmax(finished: Workspace) -> None:
     made = outcome(finished.results(), TINY)
     assert {finding.claim.split(" models")[0] for finding in made.findings} == {
         "kneemax:knee=0.25",
@@ -236,7 +235,7 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
 def test_plans_change_by_name() -> None:
     plan = changed(FULL, ["main_tokens=1000", "rates=[0.1]", "needle.steps=7"])
     assert (plan.main_tokens, plan.rates, plan.needle.steps) == (1000, (0.1,), 7)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LanguageModelPlan)
     with pytest.raises(ValueError, match="'relu' is not trained here"):
         FULL.chosen(["relu"])
     model = FULL.settings("ssmax", rate=1e-3, tokens=60_000_000, seed=0)

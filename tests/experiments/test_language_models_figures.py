@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from attnorm.experiments.figures.language_models import comparison_figure, course_figure
+from attnorm.experiments.language_models.figure import comparison_figure, course_figure
 from attnorm.experiments.language_models.results import contenders
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "language-models.jsonl.xz"

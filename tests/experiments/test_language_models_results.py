@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from attnorm.experiments.language_models.learned import learned_parameters
-from attnorm.experiments.language_models.markdown import all_tables, in_words
 from attnorm.experiments.language_models.results import (
     Spread,
     contenders,
-    likely_range,
+    learned_parameters,
     rank_correlation,
     telling_length,
+    wilson_interval,
 )
+from attnorm.experiments.language_models.tables import all_tables, in_words
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 
@@ -118,9 +118,9 @@ def test_models_that_find_as_many_keys_are_all_named() -> None:
 
 
 def test_a_share_of_few_questions_is_uncertain() -> None:
-    assert likely_range(0.0, 100) == (pytest.approx(0, abs=1e-9), pytest.approx(0.037, abs=1e-3))
-    assert likely_range(0.3, 100) == (pytest.approx(0.219, abs=1e-3), pytest.approx(0.396, abs=1e-3))
-    assert likely_range(0.3, 10)[1] > likely_range(0.3, 100)[1]
+    assert wilson_interval(0.0, 100) == (pytest.approx(0, abs=1e-9), pytest.approx(0.037, abs=1e-3))
+    assert wilson_interval(0.3, 100) == (pytest.approx(0.219, abs=1e-3), pytest.approx(0.396, abs=1e-3))
+    assert wilson_interval(0.3, 10)[1] > wilson_interval(0.3, 100)[1]
 
 
 def test_what_normalizers_learned_is_given_as_it_acts() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from attnorm.experiments import fig2
 from attnorm.experiments.experiment import Subject
+from attnorm.experiments.fig2 import experiment as fig2
 from attnorm.experiments.paper_setting import EXPERIMENTS, default_model, setting
 
 GPT2 = {"name": "gpt2", "layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024, "kv_heads": 12}

@@ -11,12 +11,19 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.figures.style import style
-from attnorm.experiments.retrieval import answer, collect, printed
-from attnorm.experiments.retrieval.collect import Found, records_in
+from attnorm.experiments.figure_style import style
+from attnorm.experiments.retrieval import experiment as answer
+from attnorm.experiments.retrieval import measure as collect
+from attnorm.experiments.retrieval.experiment import Numbers, findings, words
 from attnorm.experiments.retrieval.lines import lines_of, scales_of
-from attnorm.experiments.retrieval.plan import PAPERS_RECIPE, Plan
-from attnorm.experiments.retrieval.verdict import Numbers, findings, words
+from attnorm.experiments.retrieval.measure import Found, records_in
+from attnorm.experiments.retrieval.plan import (
+    PAPERS_RECIPE,
+    PRINTED_ADAPTIVE,
+    PRINTED_SIZES,
+    PRINTED_SOFTMAX,
+    RetrievalPlan,
+)
 from tests.experiments.retrieval_records import SEEDS, found, record, training
 
 
@@ -24,7 +31,7 @@ def quiet(what: str, done: int, total: int) -> None:
     pass
 
 
-SMALL = Plan(
+SMALL = RetrievalPlan(
     SEEDS,
     (
         training("paper", "softmax"),
@@ -116,7 +123,9 @@ def test_records_of_one_device_only(tmp_path: Path, no_training: None) -> None:
         found(first, {"own": (98, 94), "hard": (99, 95)}, device="cuda"), found(first, {"own": (1, 1), "hard": (1, 1)})
     ]  # fmt: skip
     written(tmp_path / "some.jsonl.xz", both)
-    (taken,) = collect.collect(Plan(SEEDS, (first,)), tmp_path / "x", [tmp_path / "some.jsonl.xz"], "cpu", quiet)
+    (taken,) = collect.collect(
+        RetrievalPlan(SEEDS, (first,)), tmp_path / "x", [tmp_path / "some.jsonl.xz"], "cpu", quiet
+    )
     assert {one["device"] for one in taken.records} == {"cpu"}
     assert taken.complete
 
@@ -130,7 +139,7 @@ def test_the_rest_is_trained_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         return train(normalizers, *args, **options)
 
     monkeypatch.setattr(collect, "train_retrieval", watched)
-    two = Plan(SEEDS, SMALL.trainings[:2])
+    two = RetrievalPlan(SEEDS, SMALL.trainings[:2])
     written(tmp_path / "known.jsonl.xz", [found(two.trainings[0], {"own": (98, 94), "hard": (99, 95)})])
     for _ in range(2):
         taken = collect.collect(two, tmp_path / "t", [tmp_path / "known.jsonl.xz"], "cpu", quiet)
@@ -148,7 +157,7 @@ def test_what_a_cpu_began_is_finished_on_a_cpu(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(collect, "train_retrieval", noted)
     monkeypatch.setattr(collect, "chosen_device", lambda name: torch.device(name or "cuda"))
-    two = Plan(SEEDS, SMALL.trainings[:2])
+    two = RetrievalPlan(SEEDS, SMALL.trainings[:2])
     for device, known in (("cpu", "cpu"), (None, "cuda")):
         written(tmp_path / f"{known}.jsonl.xz", [found(two.trainings[0], {"own": (98, 94)}, device=known)])
         collect.collect(two, tmp_path / "t", [tmp_path / f"{known}.jsonl.xz"], None, quiet)
@@ -164,9 +173,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert records_in(tmp_path / "nothing.jsonl.xz") == []
 
 
-def judged(own: list[float], hard: list[float], adaptive: list[float], ours: list[float]) -> dict[str, str]:
+def judge_claims(own: list[float], hard: list[float], adaptive: list[float], ours: list[float]) -> dict[str, str]:
     """Verdicts by the first word of the claim."""
-    at = tuple(printed.SIZES)
+    at = tuple(PRINTED_SIZES)
     paper = training("paper", "softmax", at, ("hard", "adaptive_temperature"))
     members = [
         found(
@@ -185,22 +194,22 @@ def judged(own: list[float], hard: list[float], adaptive: list[float], ours: lis
     return {one.claim.split()[0]: one.verdict for one in findings(numbers, quick=False)}
 
 
-PRINTED, BETTER = list(printed.BASELINE.values()), list(printed.ADAPTIVE.values())
+PRINTED, BETTER = list(PRINTED_SOFTMAX.values()), list(PRINTED_ADAPTIVE.values())
 GOOD = [99.0] * 6
 
 
 def test_verdicts_follow_the_numbers() -> None:
-    as_printed = judged(PRINTED, GOOD, [value + 3 for value in PRINTED], PRINTED)
+    as_printed = judge_claims(PRINTED, GOOD, [value + 3 for value in PRINTED], PRINTED)
     assert as_printed == {"A": "reproduces", "Adaptive": "reproduces", "The": "reproduces", "Softmax": "reproduces"}
-    other = judged(GOOD, [value / 2 for value in GOOD], [value - 1 for value in GOOD], GOOD)
+    other = judge_claims(GOOD, [value / 2 for value in GOOD], [value - 1 for value in GOOD], GOOD)
     assert other == {"A": "does not", "Adaptive": "does not", "The": "does not", "Softmax": "partly"}
-    slightly = judged([value - 10 for value in PRINTED], [value - 5 for value in PRINTED], PRINTED, GOOD)
+    slightly = judge_claims([value - 10 for value in PRINTED], [value - 5 for value in PRINTED], PRINTED, GOOD)
     assert slightly["A"] == "partly"
     assert record(training(), 16, 0, "own", 0.5)["dispersed"] == 0.125
 
 
 def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
-    at, tests = tuple(printed.SIZES), ("hard", "adaptive_temperature")
+    at, tests = tuple(PRINTED_SIZES), ("hard", "adaptive_temperature")
     short = found(training("paper", "softmax", at, tests), dict.fromkeys(("own", *tests), PRINTED))
     long = found(training("steps", PAPERS_RECIPE, at, tests, steps=9), dict.fromkeys(("own", *tests), GOOD))
     numbers = Numbers(lines_of([short, long]), scales_of([short, long]))

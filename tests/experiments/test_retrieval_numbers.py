@@ -7,11 +7,10 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 
-from attnorm.experiments.retrieval.comparison import against, holm
-from attnorm.experiments.retrieval.lines import lines_of, scales_of
+from attnorm.experiments.retrieval.lines import against, holm, lines_of, scales_of
 from attnorm.experiments.retrieval.ranking import needed_margin, predicted_right
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.tasks import CLASSES
+from attnorm.training.retrieval.data import CLASSES
+from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training
 
 

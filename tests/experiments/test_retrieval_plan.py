@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from attnorm.experiments.retrieval.collect import collect
+from attnorm.experiments.retrieval.measure import collect
 from attnorm.experiments.retrieval.plan import BASELINE, BEST, FOR_SETS, OUR_RECIPE, PAPERS_RECIPE, PARTS, ours, plan
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import BUILT_IN, get
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.stacks import run_key
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.trained_seeds import run_key
 
 
 def test_every_normalizer_for_which_a_set_has_no_order_takes_part() -> None:
@@ -33,7 +33,7 @@ def test_conditions_are_equal_within_a_comparison(quick: bool) -> None:
     assert all(one.recipe.largest == 16 for one in made.trainings)
     if not quick:
         assert len(made.seeds) >= 10
-        assert made.of("paper")[0].recipe == Recipe(steps=20_000)
+        assert made.of("paper")[0].recipe == RetrievalRecipe(steps=20_000)
 
 
 def test_the_parts_are_added_and_taken_away_one_by_one() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.figures.spread import figure
-from attnorm.experiments.spread import EXPERIMENT, lengths_up_to, measure
-from attnorm.experiments.spread_findings import judged, words
-from attnorm.experiments.spread_table import Spreads, common_keys, heads_table, spread_table
+from attnorm.experiments.spread.experiment import EXPERIMENT, judge_claims, words
+from attnorm.experiments.spread.figure import figure
+from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.projections import projections
@@ -52,12 +51,12 @@ def test_proposition_31_holds_in_every_head(found: Spreads) -> None:
 def test_a_bound_below_the_spread_would_be_reported(found: Spreads) -> None:
     wrong = replace(found, model="wrong", bound=found.last / 2)
     unknown = replace(found, model="unknown", bound=found.bound * math.nan)
-    assert judged([found])[1].verdict == "reproduces"
-    assert judged([wrong])[1].verdict == "does not"
-    assert judged([unknown])[1].verdict == "not tested"
-    assert judged([found, wrong])[1].verdict == "does not"  # one counterexample is enough
-    assert judged([unknown, found])[1].verdict == "reproduces"
-    assert "unknown: not applicable" in judged([unknown, found])[1].ours
+    assert judge_claims([found])[1].verdict == "reproduces"
+    assert judge_claims([wrong])[1].verdict == "does not"
+    assert judge_claims([unknown])[1].verdict == "not tested"
+    assert judge_claims([found, wrong])[1].verdict == "does not"  # one counterexample is enough
+    assert judge_claims([unknown, found])[1].verdict == "reproduces"
+    assert "unknown: not applicable" in judge_claims([unknown, found])[1].ours
 
 
 def test_the_table_has_the_papers_models_and_ours(found: Spreads, tmp_path: Path) -> None:
@@ -89,10 +88,10 @@ def test_several_models_share_one_table_one_figure_and_one_verdict(found: Spread
     assert [row["keys"] for row in rows[2:]] == [96, 192, 192]
     assert {row["common_keys"] for row in rows[2:]} == {common_keys([found, small, large])} == {91}
     assert rows[4]["mean_at_common_keys"] == pytest.approx(100 * found.at(91).mean())
-    assert judged([small])[0].verdict == "reproduces"
-    assert judged([large])[0].verdict == "does not"
-    assert judged([small, large])[0].verdict == "partly"
-    assert "owner/small: 5.70 ±" in judged([small, large])[0].ours
+    assert judge_claims([small])[0].verdict == "reproduces"
+    assert judge_claims([large])[0].verdict == "does not"
+    assert judge_claims([small, large])[0].verdict == "partly"
+    assert "owner/small: 5.70 ±" in judge_claims([small, large])[0].ours
     assert "At 91 keys, the most that all have: owner/small 5." in words([small, found])
     assert "the most that all have" not in words([found])
     heads = heads_table([found, small]).to_pylist()

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attnorm.experiments import catalogue
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject
 
 FINDINGS = (
     Finding("a | b <i>", "1 of 2", "does not", "because"),
@@ -38,10 +38,10 @@ class Toy:
             name, f"The {name}", "Someone 2025", "Is it so?", self.run, needs_model, (tokens, -(-tokens // 2)), passing
         )
 
-    def run(self, subject: Subject, tell: Tell, parts: Path) -> Outcome:
+    def run(self, subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         self.runs += 1
         self.parts.append(parts)
-        tell("playing", 1, 2)
+        progress("playing", 1, 2)
         if self.experiment.passing:
             parts.mkdir(parents=True)
         if self.fails is not None:

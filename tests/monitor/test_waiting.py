@@ -10,7 +10,7 @@ from attnorm.metrics import heaviest, logits
 from attnorm.models.patch import patch
 from attnorm.monitor import watch as watching
 from attnorm.monitor.monitor import AttentionMonitor
-from attnorm.theory import secular
+from attnorm.theory import rank_one_eigenvalues as secular
 from tests.models.tiny import tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnorm.report.benchmarks import Benchmarks, Footprint, Machine, Ratio, benchmark_markdown, relative
+from attnorm.bench.results import Benchmarks, Footprint, Machine, Ratio, benchmark_markdown, relative
 
 MACHINE = Machine(processor="a processor", cores=2, threads=1, torch="2.13", python="3.11", system="Linux")
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from attnorm.report.dispersion import Curve, Dispersion, percent
-from attnorm.report.dispersion_figure import dispersion_figure, merged, save_dispersion_figure
-from attnorm.report.labels import spread, wrapped
+from attnorm.bench.dispersion_figure import dispersion_figure, merged, save_dispersion_figure
+from attnorm.bench.dispersion_table import Curve, Dispersion, percent
+from attnorm.line_labels import spread, wrapped
 
 LENGTHS = tuple(2**power for power in range(4, 18))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.report.claims_page import built_in_claims, claims_markdown, updated
+from attnorm.claims.page import built_in_claims, claims_markdown, updated
 from attnorm.theory import Claim, claims
 from attnorm.theory.catalogue.cases import draw_case
 from attnorm.theory.catalogue.claim import Sizes, at_least, at_most, between, equals
@@ -70,7 +70,7 @@ def test_links_between_the_pages_of_the_theory_lead_somewhere() -> None:
 
 def test_the_table_in_the_docs_is_up_to_date() -> None:
     page = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
-    assert page == updated(page), "run python -m attnorm.report.claims_page docs/theory.md"
+    assert page == updated(page), "run python -m attnorm.claims.page docs/theory.md"
     for claim in built_in_claims():
         assert claim.id in page
 

@@ -16,7 +16,7 @@ from attnorm.theory.entmax_worst_case import (
     one_against_equals_norm,
 )
 from attnorm.theory.gradient import entmax_jacobian_norm
-from attnorm.theory.secular import rank_one_eigenvalue
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
 from tests.theory.reference.threshold_maps import entmax
 
 ALPHAS = (1.0, 1.05, 1.25, 1.5, 1.75, 1.95, 2.0)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnorm.theory import gradient, secular
+from attnorm.theory import gradient
+from attnorm.theory import rank_one_eigenvalues as secular
 from attnorm.theory.linearization import linearize, power_iteration_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax, kneemax_slopes
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from attnorm.training.lm import train_lm
-from attnorm.training.settings import Settings
+from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.settings import LMSettings
 
 SUBJECTS = ("the old captain", "a young woman", "her brother", "the prince", "nobody")
 VERBS = ("saw", "never forgot", "asked for", "lost", "had always known")
@@ -47,9 +47,9 @@ def train(texts: tuple[Path, Path], encoded: Path) -> Callable[..., dict[str, An
     return run
 
 
-def tiny(**changed: Any) -> Settings:
+def tiny(**changed: Any) -> LMSettings:
     small: dict[str, Any] = {
         "layers": 2, "heads": 2, "width": 32, "context": 32, "vocab": 300, "steps": 30, "batch": 8,
         "learning_rate": 1e-2, "warmup": 5,
     }  # fmt: skip
-    return Settings(**{**small, **changed})
+    return LMSettings(**{**small, **changed})

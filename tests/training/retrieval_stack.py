@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 
-from attnorm.training.retrieval.evaluation import evaluate
-from attnorm.training.retrieval.model import Retrievers
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.tasks import find_task
-from attnorm.training.retrieval.training import Trained, train
+from attnorm.training.retrieval.data import find_task
+from attnorm.training.retrieval.evaluate import evaluate
+from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.train import Trained, train
 
 CPU = torch.device("cpu")
 
 
-def small(**changed: Any) -> Recipe:
+def small(**changed: Any) -> RetrievalRecipe:
     usual: dict[str, Any] = {"steps": 200, "batch": 64, "width": 32, "learning_rate": 5e-3}
-    return Recipe(**{**usual, **changed})
+    return RetrievalRecipe(**{**usual, **changed})
 
 
 def trained(normalizer: str = "softmax", seeds: Sequence[int] = (0,), task: str = "max", **changed: Any) -> Trained:

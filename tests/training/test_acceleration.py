@@ -14,13 +14,13 @@ from accelerate.state import AcceleratorState, GradientState
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training.acceleration import accelerated
-from attnorm.training.lm import train_lm
-from attnorm.training.needle import NeedleTask
-from attnorm.training.needle_run import train_needle
-from attnorm.training.retrieval.recipe import Recipe
+from attnorm.training.device import accelerated
+from attnorm.training.lm.run import train_lm
+from attnorm.training.needle.run import train_needle
+from attnorm.training.needle.train import NeedleTask
+from attnorm.training.retrieval.evaluate import Trials
+from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.run import train_retrieval
-from attnorm.training.retrieval.trials import Trials
 from tests.training.conftest import tiny
 from tests.training.retrieval_stack import CPU, trained
 
@@ -146,7 +146,7 @@ def test_several_processes_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         train_lm([texts[0]], texts[1], out, tiny(), device="cpu")
     with pytest.raises(ValueError, match=message):
-        train_retrieval(["softmax"], out, recipe=Recipe(steps=1), trials=Trials(sizes=(4,)), device="cpu")
+        train_retrieval(["softmax"], out, recipe=RetrievalRecipe(steps=1), trials=Trials(sizes=(4,)), device="cpu")
     with pytest.raises(ValueError, match=message):
         train_needle("bundled", texts[0], NeedleTask(), device="cpu")
     assert not out.exists()
@@ -171,7 +171,8 @@ def test_without_accelerate_one_is_told_what_to_install(
 
 def test_accelerate_is_imported_only_to_train() -> None:
     code = (
-        "import sys, attnorm.cli, attnorm.training.lm, attnorm.training.needle_run, attnorm.training.retrieval.run\n"
+        "import sys, attnorm.cli, attnorm.training.lm.run, attnorm.training.needle.run\n"
+        "import attnorm.training.retrieval.run\n"
         "sys.exit('accelerate' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,8 +5,8 @@ from math import log
 import numpy as np
 import pytest
 
-from attnorm.training import baselines as module
-from attnorm.training.baselines import baselines
+from attnorm.training.lm import evaluate as module
+from attnorm.training.lm.evaluate import baselines
 
 
 def test_a_text_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

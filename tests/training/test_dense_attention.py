@@ -8,9 +8,8 @@ import torch
 from transformers import AttentionInterface
 
 from attnorm.models import kernel
-from attnorm.training.architectures import build_model
-from attnorm.training.compilation import Attention, in_training
-from attnorm.training.dense_attention import dense_attention
+from attnorm.training.lm.attention import Attention, dense_attention, in_training
+from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
 from tests.training.test_lm import metrics
 from tests.training.test_normalizers_in_training import Train

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.training import evaluation
-from attnorm.training.architectures import build_model
-from attnorm.training.evaluation import validation_loss
-from attnorm.training.windows import validation_windows
+from attnorm.training.lm import evaluate as evaluation
+from attnorm.training.lm.data import validation_windows
+from attnorm.training.lm.evaluate import validation_loss
+from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
 
 

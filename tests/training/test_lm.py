@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from attnorm.training import checkpoints
 from attnorm.training.interruption import TrainingInterrupted
-from attnorm.training.lm import Progress
+from attnorm.training.lm.run import LMProgress
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -142,7 +142,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(
 
 
 def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[LMProgress] = []
     train(tmp_path / "run", steps=2, options={"report": told.append})
     first, second, *_ = (now for now in told if now.stage == "training")
     assert (first.done, first.total, first.metrics) == (0, 2, None)
@@ -150,7 +150,7 @@ def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Pat
 
 
 def test_a_polite_interruption_loses_no_step(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
-    def interrupt(now: Progress) -> None:
+    def interrupt(now: LMProgress) -> None:
         if now.stage == "training" and now.done == 10:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -171,12 +171,12 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
     program = f"""
 import os, signal
 from pathlib import Path
-from attnorm.training.lm import train_lm
-from attnorm.training.settings import Settings
+from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.settings import LMSettings
 def kill(now):
     if now.stage == "training" and now.done == 20:
         os.kill(os.getpid(), signal.SIGKILL)
-settings = Settings(**{tiny().as_dict()!r})
+settings = LMSettings(**{tiny().as_dict()!r})
 train_lm([Path({str(texts[0])!r})], Path({str(texts[1])!r}), Path({str(out)!r}), settings,
          data=Path({str(encoded)!r}), device="cpu", checkpoint_every=8, report=kill)
 """

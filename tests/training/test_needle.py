@@ -10,11 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training.architectures import build_model
-from attnorm.training.needle import NeedleTask, among_many, answer_loss, find_keys, fine_tune, split_filler, summary
-from attnorm.training.needle_run import settings_of, train_needle, usual_longer
-from attnorm.training.passkeys import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
-from attnorm.training.tokenizer import train_tokenizer
+from attnorm.training.lm.data import train_tokenizer
+from attnorm.training.lm.model import build_model
+from attnorm.training.needle.data import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.needle.evaluate import among_many, find_keys, summary
+from attnorm.training.needle.run import settings_of, train_needle, usual_longer
+from attnorm.training.needle.train import NeedleTask, answer_loss, fine_tune, split_filler
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 

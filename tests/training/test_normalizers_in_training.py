@@ -11,11 +11,10 @@ import torch
 from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
 from attnorm.models.saving import from_pretrained
-from attnorm.training.architectures import build_model
-from attnorm.training.evaluation import validation_loss
-from attnorm.training.optimization import make_optimizer
-from attnorm.training.tokens import prepare
-from attnorm.training.windows import validation_windows
+from attnorm.training.lm.data import prepare, validation_windows
+from attnorm.training.lm.evaluate import validation_loss
+from attnorm.training.lm.model import build_model
+from attnorm.training.lm.train import make_optimizer
 from tests.training.conftest import tiny
 from tests.training.test_lm import assert_equal_runs, last_state, metrics
 

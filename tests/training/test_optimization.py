@@ -2,8 +2,8 @@
 
 import pytest
 
-from attnorm.training.architectures import build_model
-from attnorm.training.optimization import learning_rate, make_optimizer
+from attnorm.training.lm.model import build_model
+from attnorm.training.lm.train import learning_rate, make_optimizer
 from tests.training.conftest import tiny
 
 

@@ -5,14 +5,22 @@ from itertools import islice
 import pytest
 import torch
 
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.streams import STEPS_AT_ONCE, Batch, sets_for_testing, stream, training_batches
-from attnorm.training.retrieval.tasks import CLASSES, TASKS, find_task
+from attnorm.training.retrieval.data import (
+    CLASSES,
+    STEPS_AT_ONCE,
+    TASKS,
+    Batch,
+    find_task,
+    sets_for_testing,
+    stream,
+    training_batches,
+)
+from attnorm.training.retrieval.recipe import RetrievalRecipe
 from tests.training.retrieval_stack import CPU
 
 
 def batches(seeds: list[int], steps: int, task: str = "max", **changed: float) -> list[Batch]:
-    recipe = Recipe(steps=steps, batch=8, **changed)  # type: ignore[arg-type]
+    recipe = RetrievalRecipe(steps=steps, batch=8, **changed)  # type: ignore[arg-type]
     return list(training_batches(find_task(task), seeds, recipe, CPU))
 
 

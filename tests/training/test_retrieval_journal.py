@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from attnorm.files import read_jsonl
 from attnorm.training.checkpoints import finished_checkpoints
 from attnorm.training.interruption import TrainingInterrupted
-from attnorm.training.retrieval import training
-from attnorm.training.retrieval.journal import Journal
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.records import read_records
+from attnorm.training.retrieval import train as training
+from attnorm.training.retrieval.data import find_task
+from attnorm.training.retrieval.evaluate import Trials
+from attnorm.training.retrieval.model import normalizer_for
+from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.run import train_retrieval
-from attnorm.training.retrieval.tasks import find_task
-from attnorm.training.retrieval.training import Trained, train
-from attnorm.training.retrieval.trials import Trials
+from attnorm.training.retrieval.train import Journal, Trained, train
 from tests.training.retrieval_stack import CPU
 
-RECIPE = Recipe(steps=70, batch=4, width=8, leak_penalty=1.0, leak_from=0.5, squeezed=0.5, cosine=True)
+RECIPE = RetrievalRecipe(steps=70, batch=4, width=8, leak_penalty=1.0, leak_from=0.5, squeezed=0.5, cosine=True)
 
 
 class DyingJournal(Journal):
@@ -76,7 +75,7 @@ def test_losses_are_on_record_once_for_every_seed(tmp_path: Path) -> None:
         go(DyingJournal(tmp_path, "a", every=15))
     Journal(tmp_path, "another stack").log(50, [0.5, float("nan")], 1.0)
     whole = go(Journal(tmp_path, "a", every=15))
-    lines = read_records(tmp_path / "metrics.jsonl")
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
     ours = [line for line in lines if line["stack"] == "a"]
     assert [line["step"] for line in ours] == [*range(4, 70, 4), 70]
     assert ours[-1]["losses"] == pytest.approx(whole.losses, abs=1e-6)
@@ -103,9 +102,11 @@ def test_a_signal_stops_between_two_steps_with_a_checkpoint(
 def test_checkpoints_of_other_models_and_damaged_ones_are_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         go(DyingJournal(tmp_path, "a", every=15))
+    recipe = RetrievalRecipe(steps=70, batch=4, width=8)
     with pytest.raises(ValueError, match="belongs to another model"):
-        train(find_task("recall"), normalizer_for("ssmax", 2), (0, 1), Recipe(steps=70, batch=4, width=8), device=CPU,
-              journal=Journal(tmp_path, "a"))  # fmt: skip
+        train(
+            find_task("recall"), normalizer_for("ssmax", 2), (0, 1), recipe, device=CPU, journal=Journal(tmp_path, "a")
+        )
     (checkpoint,) = finished_checkpoints(tmp_path / "checkpoints" / "a")
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])

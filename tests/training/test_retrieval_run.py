@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.training.retrieval import evaluate as trials
 from attnorm.training.retrieval import run as runner
-from attnorm.training.retrieval import trials
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.records import append_records, read_records
-from attnorm.training.retrieval.run import Progress, Results, train_retrieval
-from attnorm.training.retrieval.trials import Trials
+from attnorm.training.retrieval.evaluate import Trials
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.run import Results, RetrievalProgress, train_retrieval
 
-RECIPE = Recipe(steps=3, batch=4, width=8)
+RECIPE = RetrievalRecipe(steps=3, batch=4, width=8)
 TRIALS = Trials(sizes=(4, 32), sets=10)
 
 
@@ -45,7 +45,7 @@ def test_one_record_per_normalizer_test_size_and_seed(tmp_path: Path) -> None:
         (name, test, size, seed)
         for name in ("ssmax", "softmax") for test in ("own", "hard") for size in (4, 32) for seed in (0, 1)
     ]  # fmt: skip
-    assert sorted(map(str, read_records(tmp_path / "records.jsonl"))) == sorted(map(str, results.records))
+    assert sorted(map(str, read_jsonl(tmp_path / "records.jsonl"))) == sorted(map(str, results.records))
     for record in results.records:
         assert record["accuracy"] + record["logits_wrong"] + record["dispersed"] == pytest.approx(1)
         assert {"leak", "slope", "train_loss", "steps", "run", "task", "sets", "device"} <= set(record)
@@ -73,7 +73,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, trainings: list[list
     assert trainings == [[0, 1]]
     assert (tmp_path / "records.jsonl").read_text() == text
     go(tmp_path, "softmax", "entmax15")
-    go(tmp_path, recipe=Recipe(steps=4, batch=4, width=8))
+    go(tmp_path, recipe=RetrievalRecipe(steps=4, batch=4, width=8))
     assert len(trainings) == 3
     assert go(tmp_path).records == first.records
 
@@ -97,7 +97,7 @@ def test_more_sizes_and_tests_use_the_trained_weights(tmp_path: Path, trainings:
     more = go(tmp_path, trials=Trials(sizes=(4, 32, 64), sets=10, others=("hard", "softmax")))
     assert len(trainings) == 1
     assert len(more.records) == 2 * 3 * 3
-    assert len(read_records(tmp_path / "records.jsonl")) == 2 * 3 * 3, "no line twice"
+    assert len(read_jsonl(tmp_path / "records.jsonl")) == 2 * 3 * 3, "no line twice"
 
 
 def test_a_run_killed_while_testing_goes_on(
@@ -114,23 +114,23 @@ def test_a_run_killed_while_testing_goes_on(
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path)
     path = tmp_path / "records.jsonl"
-    assert {record["size"] for record in read_records(path)} == {4}
+    assert {record["size"] for record in read_jsonl(path)} == {4}
     path.write_text(path.read_text() + '{"run": "max-soft')  # and in the middle of a line
     monkeypatch.setattr(trials, "evaluate", evaluate)
-    assert len(go(tmp_path).records) == len(read_records(path)) == 8
+    assert len(go(tmp_path).records) == len(read_jsonl(path)) == 8
     assert trainings == [[0, 1]]
 
 
 def test_appending_after_half_a_line_loses_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    append_records(path, [{"a": 1}])
+    append_jsonl(path, [{"a": 1}])
     path.write_text(path.read_text() + '{"b": ')
-    append_records(path, [{"c": 3}])
-    assert read_records(path) == [{"a": 1}, {"c": 3}]
+    append_jsonl(path, [{"c": 3}])
+    assert read_jsonl(path) == [{"a": 1}, {"c": 3}]
 
 
 def test_progress_tells_every_stage(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[RetrievalProgress] = []
     go(tmp_path, "softmax", "ssmax", report=told.append)
     assert [(p.normalizer, p.stage, p.done, p.total) for p in told if p.number == 2] == [
         ("ssmax", "training", 0, 3), ("ssmax", "training", 3, 3),
@@ -153,7 +153,7 @@ def test_tasks_without_priorities_have_no_leak(tmp_path: Path, task: str) -> Non
         ({"seeds": ()}, "no seeds"),
         ({"seeds": (1, 1)}, "1 is among the seeds twice"),
         ({"seeds": (-1,)}, "must not be negative, got -1"),
-        ({"task": "recall", "recipe": Recipe(steps=1, squeezed=0.5)}, "leave it at 0"),
+        ({"task": "recall", "recipe": RetrievalRecipe(steps=1, squeezed=0.5)}, "leave it at 0"),
         ({"device": "abacus"}, "cannot use device 'abacus'"),
     ],
 )

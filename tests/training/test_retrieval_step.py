@@ -3,20 +3,18 @@
 import pytest
 import torch
 
-from attnorm.training.retrieval.model import Retrievers
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.stacks import run_key
-from attnorm.training.retrieval.streams import training_batches
-from attnorm.training.retrieval.tasks import find_task
-from attnorm.training.retrieval.training import _loss, _standardized
+from attnorm.training.retrieval.data import find_task, training_batches
+from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.train import _loss, _standardized
+from attnorm.training.retrieval.trained_seeds import run_key
 from tests.training.retrieval_stack import CPU, outcomes, trained
 
 
 @pytest.mark.parametrize("normalizer", ["softmax", "entmax15", "topk"])
 def test_a_step_is_one_graph(normalizer: str) -> None:
     """fullgraph refuses whatever would make a GPU wait for the CPU, such as reading a number off it."""
-    task, recipe = find_task("max"), Recipe(steps=1, batch=4, width=8, leak_penalty=1.0, leak_from=0.0)
+    task, recipe = find_task("max"), RetrievalRecipe(steps=1, batch=4, width=8, leak_penalty=1.0, leak_from=0.0)
     models = Retrievers(task, normalizer_for(normalizer, 2), (0, 1), 8)
     batch = next(training_batches(task, (0, 1), recipe, CPU))
     torch.compiler.reset()
@@ -37,18 +35,24 @@ def test_bfloat16_is_for_the_products_in_training_alone() -> None:
 @pytest.mark.parametrize("changed", [{"squeezed": 0.5}, {"leak_penalty": 1.0}, {"standardized": 6.0}])
 def test_bfloat16_is_refused_where_small_differences_count(changed: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="steps of 1/256"):
-        Recipe(dtype="bfloat16", **changed)  # type: ignore[arg-type]
+        RetrievalRecipe(dtype="bfloat16", **changed)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float32 or bfloat16, got 'float8'"):
-        Recipe(dtype="float8")
+        RetrievalRecipe(dtype="float8")
 
 
 def test_the_key_of_a_run_names_what_is_switched_on() -> None:
     """An option that a later version adds, switched off, must not hide the runs of this one."""
-    assert set(Recipe().identity()) == {
+    assert set(RetrievalRecipe().identity()) == {
         "steps", "batch", "smallest", "largest", "width", "learning_rate", "weight_decay",
     }  # fmt: skip
-    assert Recipe(squeezed=0.5).identity() == {**Recipe().identity(), "squeezed": 0.5}
-    recipes = (Recipe(), Recipe(squeezed=0.5), Recipe(dtype="bfloat16"), Recipe(steps=1), Recipe(cosine=True))
+    assert RetrievalRecipe(squeezed=0.5).identity() == {**RetrievalRecipe().identity(), "squeezed": 0.5}
+    recipes = (
+        RetrievalRecipe(),
+        RetrievalRecipe(squeezed=0.5),
+        RetrievalRecipe(dtype="bfloat16"),
+        RetrievalRecipe(steps=1),
+        RetrievalRecipe(cosine=True),
+    )
     assert len({run_key("max", "softmax", recipe, "cpu") for recipe in recipes}) == len(recipes)
 
 

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnorm.training.retrieval.leak import class_leak, leak_at_top, leaked_share
-from attnorm.training.retrieval.model import Retrievers
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.recipe import Recipe
-from attnorm.training.retrieval.streams import training_batches
-from attnorm.training.retrieval.tasks import TASKS, find_task
-from attnorm.training.retrieval.training import Trained
-from attnorm.training.spelling import spelled
+from attnorm.normalizers.spec import parse_spec
+from attnorm.training.retrieval.class_leak import class_leak, leak_at_top, leaked_share
+from attnorm.training.retrieval.data import TASKS, find_task, training_batches
+from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.train import Trained
 from tests.training.retrieval_stack import CPU, learned, outcomes, small, trained
 
 
@@ -155,7 +153,7 @@ def test_the_cosine_ends_near_zero_and_the_rate_is_kept_without_it() -> None:
 )
 def test_a_recipe_out_of_range_is_refused(changed: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Recipe(**changed)  # type: ignore[arg-type]
+        RetrievalRecipe(**changed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not task.has_priority])
@@ -176,8 +174,8 @@ def test_mechanisms_and_unknown_names_are_refused() -> None:
 
 
 def test_options_stand_behind_the_name() -> None:
-    assert spelled("entmax:alpha=1.3:learned=true") == ("entmax", {"alpha": 1.3, "learned": True})
-    assert spelled("topk:k=sqrt") == ("topk", {"k": "sqrt"})
+    assert parse_spec("entmax:alpha=1.3:learned=true") == ("entmax", {"alpha": 1.3, "learned": True})
+    assert parse_spec("topk:k=sqrt") == ("topk", {"k": "sqrt"})
     row = torch.tensor([[[[3.0, 2.0, 1.0]]]])
     assert int((normalizer_for("topk:k=2", 1)(row) > 0).sum()) == 2
     learned = normalizer_for("entmax:learned=true", 3)

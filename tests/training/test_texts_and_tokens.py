@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnorm.training import texts as texts_module
-from attnorm.training.texts import pieces
-from attnorm.training.tokenizer import as_transformers, token_bytes, train_tokenizer
-from attnorm.training.tokens import prepare
+from attnorm.training.lm import data as texts_module
+from attnorm.training.lm.data import as_transformers, pieces, prepare, token_bytes, train_tokenizer
 
 
 @pytest.fixture(scope="module")

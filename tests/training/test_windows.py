@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.training.windows import check_length, training_windows, validation_windows
+from attnorm.training.lm.data import check_length, training_windows, validation_windows
 
 TOKENS = np.arange(100, dtype=np.uint16)
 

@@ -16,39 +16,18 @@ A manifest is plain JSON:
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnorm.provenance import now as now
+from attnorm.provenance import versions as versions
+
 SCHEMA = 2
 
-_PACKAGES = ("attnorm", "torch", "transformers", "numpy", "pyarrow")
 _WORDS = {"name": "model", "fingerprint": "weights"}
-
-
-@cache  # reading the metadata of five packages takes a tenth of a second
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # a source tree that was never installed
-            found[package] = "unknown"
-    return found
-
-
-def versions() -> dict[str, str]:
-    return dict(_versions())
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:

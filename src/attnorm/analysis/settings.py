@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from attnorm.analysis.hint import hint
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
+from attnorm.suggest import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
 Vectors = Literal["values", "inputs"]
@@ -54,7 +54,7 @@ def settings_of(
     if rows not in ("all", "last") and not (_is_integer(rows) and int(rows) >= 1):
         raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
-        raise ValueError(f"unknown vectors {vectors!r}; {hint(vectors, get_args(Vectors))}")
+        raise ValueError(f"unknown vectors {vectors!r}; {did_you_mean(vectors, get_args(Vectors))}")
     if vector_rows is None and not _is_integer(rows):
         vector_rows = 64
     if vector_rows is not None and (not _is_integer(vector_rows) or vector_rows < 1):
@@ -93,7 +93,7 @@ def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
     asked = [metrics] if isinstance(metrics, str) else list(metrics)
     for name in asked:
         if name not in GROUPS:
-            raise ValueError(f"unknown metric group {name!r}; {hint(name, ('all', *GROUPS))}")
+            raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *GROUPS))}")
     return tuple(name for name in GROUPS if name in ("core", "gradient", *asked))
 
 

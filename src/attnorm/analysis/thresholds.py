@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from attnorm.analysis.hint import hint
 from attnorm.analysis.tables import QUANTILES
+from attnorm.suggest import did_you_mean
 
 # The first that holds is the head's verdict; the others that hold are its flags. A head frozen onto its first key is
 # parked there, which is the more useful word; a head that disperses has no selection left to be judged further.
@@ -87,7 +87,7 @@ class Thresholds:
             if not equals:
                 raise ValueError(f"a threshold is set as NAME=VALUE, e.g. dispersed_entropy=0.95; got {word!r}")
             if name not in self.as_dict():
-                raise ValueError(f"unknown threshold {name!r}; {hint(name, self.as_dict())}")
+                raise ValueError(f"unknown threshold {name!r}; {did_you_mean(name, self.as_dict())}")
             if name in values:
                 raise ValueError(f"threshold {name} is set twice")
             values[name] = _read(name, value, whole=isinstance(getattr(self, name), int))

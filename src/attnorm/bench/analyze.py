@@ -14,8 +14,8 @@ import torch
 from attnorm.bench.fresh import told_by
 from attnorm.bench.memory import MEGABYTE
 from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_fresh_process, pass_of, random_model, tokens
-from attnorm.bench.timing import in_turn
-from attnorm.report.benchmarks import Growth, GrowthPoint, ModelRun, Ratio
+from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio
+from attnorm.bench.timing import time_alternating
 
 CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups over the plain pass, the same, over eager
 MEMORY = 1.5  # promised: at most so many times the plain pass
@@ -55,7 +55,7 @@ def _against_plain(shape: Shape, quick: bool) -> Iterator[Ratio]:
     model, ids = random_model(shape), tokens(shape.length)
     ways: list[tuple[Way, float]] = [("core", CORE), ("full", FULL)]
     for way, target in ways:
-        timed = in_turn(pass_of(way, model, ids), pass_of("plain", model, ids), rounds=1 if quick else 5)
+        timed = time_alternating(pass_of(way, model, ids), pass_of("plain", model, ids), rounds=1 if quick else 5)
         yield Ratio(
             topic=_topic(shape), what=WORDS[way], against=WORDS["plain"], target=None if quick else target,
             **asdict(timed),

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention
-from attnorm.bench.timing import Call, in_turn
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import Call, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import checked
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
-from attnorm.report.benchmarks import Ratio
 
 RESCALED = 1 / 1.15  # promised: at most this much of SDPA's speed is lost
 ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
@@ -23,7 +23,7 @@ WIDTH = 64
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """One shape of attention, batch 1 and width 64."""
 
     length: int
@@ -43,9 +43,9 @@ class Case:
 
 
 FUSED_CASES = [
-    Case(1024, False), Case(1024, True), Case(2048, False), Case(2048, True), Case(4096, False), Case(4096, True),
-    Case(2048, True, key_heads=2),
-]  # fmt: skip
+    *(AttentionCase(length, causal) for length in (1024, 2048, 4096) for causal in (False, True)),
+    AttentionCase(2048, True, key_heads=2),
+]
 
 
 def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
@@ -56,7 +56,7 @@ def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Rati
 
 
 def _against_sdpa(quick: bool) -> Iterator[Ratio]:
-    cases = [Case(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
+    cases = [AttentionCase(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
     promises = {"softmax": RESCALED, "ssmax": RESCALED, "log_scaled": RESCALED, "softmax1": None, "sink": None}
     for name, target in promises.items():
         for case in cases:
@@ -72,7 +72,11 @@ def _against_sdpa(quick: bool) -> Iterator[Ratio]:
 def _adaptive(quick: bool) -> Iterator[Ratio]:
     normalizer = get("adaptive_temperature")
     assert isinstance(normalizer, Normalizer)
-    for case in [Case(256, True, 2, 2)] if quick else [Case(4096, False, 4, 4), Case(4096, True, 4, 4)]:
+    for case in (
+        [AttentionCase(256, True, 2, 2)]
+        if quick
+        else [AttentionCase(4096, False, 4, 4), AttentionCase(4096, True, 4, 4)]
+    ):
         q, k, v = case.tensors()
         ours = partial(attention, q, k, v, normalizer, causal=case.causal)
         for against, theirs, target in [
@@ -90,11 +94,11 @@ def _forward_ratio(
     topic: str, what: str, against: str, ours: Call, theirs: Call, target: float | None, *, rounds: int
 ) -> Ratio:
     with torch.no_grad():
-        timed = in_turn(ours, theirs, rounds=rounds)
+        timed = time_alternating(ours, theirs, rounds=rounds)
     return Ratio(topic=topic, what=what, against=against, target=target, **asdict(timed))
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.key_heads != case.heads)
 
 
@@ -125,7 +129,7 @@ def blocked_normalizers() -> list[str]:
 
 
 def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
-    case = Case(192, True, 2, 2) if quick else Case(2048, True, 4, 4)
+    case = AttentionCase(192, True, 2, 2) if quick else AttentionCase(2048, True, 4, 4)
     q, k, v = case.tensors()
     for name in blocked_normalizers():
         normalizer = get(name)
@@ -134,7 +138,9 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
         theirs = partial(dense, normalizer=normalizer, causal=True)
         for way, run in [("forward", _forward), ("forward + backward", _forward_and_backward)]:
             try:
-                timed = in_turn(partial(run, ours, q, k, v), partial(run, theirs, q, k, v), rounds=1 if quick else 5)
+                timed = time_alternating(
+                    partial(run, ours, q, k, v), partial(run, theirs, q, k, v), rounds=1 if quick else 5
+                )
             except (TypeError, ValueError, NotImplementedError) as error:  # a registered one that wants more
                 notes.append(f"{name} was not timed: {error}")
                 break

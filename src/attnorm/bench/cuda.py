@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention
 from attnorm.bench.attention import dense
-from attnorm.bench.timing import Call, in_turn
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import Call, time_alternating
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
-from attnorm.report.benchmarks import Ratio
 
 BATCH, HEADS, WIDTH = 2, 12, 64
 FUSED = ("softmax", "ssmax", "log_scaled", "sink", "adaptive_temperature")
@@ -43,7 +43,7 @@ def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
             }
             for against, theirs in others.items():
                 for way, run in (("forward", _forward), ("forward + backward", _forward_and_backward)):
-                    timed = in_turn(run(ours, q, k, v), run(theirs, q, k, v), rounds=1 if quick else 7)
+                    timed = time_alternating(run(ours, q, k, v), run(theirs, q, k, v), rounds=1 if quick else 7)
                     yield Ratio(topic=topic, what=f"{name} ({engine}), {way}", against=against, **asdict(timed))
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attnorm.attention import attention
+from attnorm.bench.dispersion_table import Curve, Dispersion
 from attnorm.mechanisms.differential import Differential
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import available, get
-from attnorm.report.dispersion import Curve, Dispersion
 
 LENGTHS = tuple(2**power for power in range(4, 18))  # 16 .. 131,072
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from attnorm.report.benchmarks import Machine
+from attnorm.bench.results import Machine
 
 
 def this_machine() -> Machine:

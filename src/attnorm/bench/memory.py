@@ -18,8 +18,8 @@ import torch
 from attnorm.attention import attention
 from attnorm.bench.attention import WIDTH, blocked_normalizers
 from attnorm.bench.fresh import told_by
+from attnorm.bench.results import Footprint
 from attnorm.normalizers.registry import get
-from attnorm.report.benchmarks import Footprint
 
 MEGABYTE = 10**6
 PROMISED_MB = 400.0

@@ -53,11 +53,11 @@ class Cost:
 
 def random_model(shape: Shape) -> Any:
     """A GPT-2 in evaluation mode; its weights depend on nothing but the shape."""
-    from attnorm.training.architectures import build_model
-    from attnorm.training.settings import Settings
+    from attnorm.training.lm.model import build_model
+    from attnorm.training.lm.settings import LMSettings
 
     width = shape.heads * HEAD_WIDTH
-    settings = Settings(layers=shape.layers, heads=shape.heads, width=width, context=shape.length, vocab=VOCABULARY)
+    settings = LMSettings(layers=shape.layers, heads=shape.heads, width=width, context=shape.length, vocab=VOCABULARY)
     model = build_model(settings, VOCABULARY, 0).eval()
     with torch.no_grad():
         for layer in model.transformer.h:
@@ -96,7 +96,7 @@ def statistics_by_layer(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 
 def statistics_of(weights: Tensor) -> dict[str, Tensor]:
     """From causal weights (B, H, L, L), the numbers (B, H, L), and top_mass (B, H, L, N)."""
-    from attnorm.theory.secular import rank_one_eigenvalue
+    from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
 
     length = weights.shape[-1]
     ahead = torch.ones(length, length, dtype=torch.bool).triu(1)

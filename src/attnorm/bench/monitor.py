@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnorm.bench.model_passes import Shape, random_model, tokens
-from attnorm.bench.timing import in_turn
-from attnorm.report.benchmarks import Ratio
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import time_alternating
 
 MOST = 1.03  # promised: times the plain step, at the default setting
 EVERY = 25  # the default of AttentionMonitor
@@ -47,7 +47,7 @@ def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: boo
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionAlert)  # random weights do select at random
-        timed = in_turn(watched_step, step, rounds=1 if quick else 7)
+        timed = time_alternating(watched_step, step, rounds=1 if quick else 7)
     where = f"{device}{', bfloat16 autocast' if half else ''}"
     topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {where}"
     runs = normalizer or "softmax"

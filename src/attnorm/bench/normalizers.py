@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.bench.timing import Call, in_turn
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import Call, time_alternating
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
-from attnorm.report.benchmarks import Ratio
 
 Map = Callable[[Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def _kneemax_beside(rows: int, keys: int, quick: bool) -> Iterator[Ratio]:
 
     for way, call in (("forward", forward), ("forward + backward", both)):
         for name in BESIDE_KNEEMAX:
-            timed = in_turn(call("kneemax"), call(name), rounds=1 if quick else 11)
+            timed = time_alternating(call("kneemax"), call(name), rounds=1 if quick else 11)
             yield Ratio(topic=topic, what=f"kneemax, {way}", against=name, **asdict(timed))
 
 
@@ -97,7 +97,7 @@ def _compare(topic: str, rival: Rival, ours: Map, theirs: Map, logits: Tensor, q
     def ratio(
         way: str, against: str, a: Call, b: Call, target: float | None, errors: tuple[float | None, ...]
     ) -> Ratio:
-        timed = in_turn(a, b, rounds=1 if quick else 11)
+        timed = time_alternating(a, b, rounds=1 if quick else 11)
         return Ratio(
             topic=topic, what=f"{rival.name}, {way}", against=against, target=None if quick else target,
             error=errors[0], their_error=errors[1], **asdict(timed),

@@ -14,7 +14,7 @@ from attnorm.bench.machine import this_machine
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
-from attnorm.report.benchmarks import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
+from attnorm.bench.results import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
 
 Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "monitor", "all"]
 

@@ -17,7 +17,7 @@ class Timed:
     speedup: float  # median over the rounds of theirs / ours
 
 
-def in_turn(ours: Call, theirs: Call, *, rounds: int) -> Timed:
+def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
     """Medians of both over the rounds, after a first call of each; which goes first alternates.
 
     A single round times a single call of each: enough to see that it runs.

@@ -27,8 +27,8 @@ def bench(
 
     Exit code 1: a promise is missed.
     """
+    from attnorm.bench.results import benchmark_markdown, benchmark_tables
     from attnorm.bench.suites import run_benchmarks
-    from attnorm.report.benchmarks import benchmark_markdown, benchmark_tables
 
     if as_json and markdown:
         raise typer.BadParameter("choose one of --json and --markdown")
@@ -53,7 +53,7 @@ def bench(
     else:
         show(benchmark_tables(results))
     if out is not None:
-        from attnorm.report.growth_figure import save_growth_figure
+        from attnorm.bench.growth_figure import save_growth_figure
 
         for growth in results.growth:
             typer.echo(f"wrote {save_growth_figure(growth, out)}", err=True)

@@ -18,7 +18,7 @@ def dispersion(
 ) -> None:
     """For every normalizer: the weight a clear winner keeps among 16 to 131,072 keys, as a table and a figure."""
     from attnorm.bench.dispersion import dispersion as measure
-    from attnorm.report.dispersion import dispersion_table
+    from attnorm.bench.dispersion_table import dispersion_table
 
     with status("measuring") as line, usage_errors():
         measured = measure(
@@ -29,7 +29,7 @@ def dispersion(
     else:
         show(dispersion_table(measured))
     if out is not None:
-        from attnorm.report.dispersion_figure import save_dispersion_figure
+        from attnorm.bench.dispersion_figure import save_dispersion_figure
 
         for path in save_dispersion_figure(measured, out):
             typer.echo(f"wrote {path}", err=True)

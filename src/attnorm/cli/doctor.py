@@ -7,8 +7,7 @@ from attnorm.cli.output import Json, show, show_json, status
 
 def doctor(as_json: Json = False) -> None:
     """Tell versions, devices and optional packages, and check attnorm on this machine. Exit code 1 if a check fails."""
-    from attnorm.bench.doctor import examine
-    from attnorm.report.health import health_tables
+    from attnorm.cli.health import examine, health_tables
 
     with status("examining"):
         health = examine()

@@ -16,8 +16,8 @@ def frontier(
 
     Every registered normalizer is placed, or it is said why the law does not speak about it.
     """
-    from attnorm.report.frontier import frontier_table
-    from attnorm.theory.placement import place_on_frontier
+    from attnorm.claims.frontier_table import frontier_table
+    from attnorm.theory.normalizer_frontier import place_on_frontier
 
     with status("measuring") as line:
         placed = place_on_frontier(progress=lambda name: line.update(f"measuring {name}"))
@@ -26,7 +26,7 @@ def frontier(
     else:
         show(frontier_table(placed))
     if out is not None:
-        from attnorm.report.frontier_figure import save_frontier_figure
+        from attnorm.claims.frontier_figure import save_frontier_figure
 
         for path in save_frontier_figure(placed, out):
             typer.echo(f"wrote {path}", err=True)

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from attnorm.cli.command_line import command_line
 from attnorm.cli.measuring import failures
 from attnorm.cli.output import Json, show, show_json
+from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.experiments.experiment import Tell
+    from attnorm.experiments.experiment import ProgressCallback
     from attnorm.experiments.run import Written
 
 _SAFE = "what is finished is kept, and the same command goes on"
@@ -79,7 +79,7 @@ def reproduce(
         return
     from attnorm.experiments.catalogue import MODEL, named
     from attnorm.experiments.index_page import INDEX
-    from attnorm.experiments.refusals import refuse_unused
+    from attnorm.experiments.option_checks import check_options
     from attnorm.experiments.run import reproduce as run
     from attnorm.experiments.subject import Subject
 
@@ -100,10 +100,10 @@ def reproduce(
         failures(lambda: f"Interrupted; {_SAFE}."),
         _default_explained(first, asked=bool(model)),
         _short_of_memory(),
-        _progress() as tell,
+        _progress() as progress,
     ):
-        refuse_unused([one.name for one in named(names)], {MODEL: model or ()})
-        written = run(names, subject, out, fresh=fresh, tell=tell, command=command_line())
+        check_options([one.name for one in named(names)], {MODEL: model or ()})
+        written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_told(one) for one in written]})
     else:
@@ -204,7 +204,7 @@ def _short_of_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> "Iterator[Tell]":
+def _progress() -> "Iterator[ProgressCallback]":
     """A bar on stderr; where that is no terminal, a few lines per experiment."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
@@ -212,7 +212,7 @@ def _progress() -> "Iterator[Tell]":
         task = bar.add_task("loading", total=None)
         before: tuple[str, int] = ("", -1)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int) -> None:
             nonlocal before
             bar.update(task, description=what, completed=done, total=total)
             at = (what, _LOGGED * done // max(total, 1))
@@ -220,4 +220,4 @@ def _progress() -> "Iterator[Tell]":
                 typer.echo(what if total <= 1 else f"{what}, {done} of {total}", err=True)
             before = at
 
-        yield tell
+        yield progress

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from attnorm.cli.command_line import command_line
 from attnorm.cli.measuring import numbers_of
 from attnorm.cli.output import Json, show, show_json, usage_errors
 from attnorm.cli.train_needle import needle
 from attnorm.cli.train_retrieval import retrieval
+from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.training.lm import Progress as Stage
+    from attnorm.training.lm.run import LMProgress as Stage
 
 _SAFE = "checkpoints written before are whole, and the same command continues from the last one"
 
@@ -90,8 +90,8 @@ def lm(
     """
     import torch
 
-    from attnorm.training.lm import train_lm
-    from attnorm.training.settings import Settings
+    from attnorm.training.lm.run import train_lm
+    from attnorm.training.lm.settings import LMSettings
 
     with usage_errors():
         if steps is not None and tokens is not None:
@@ -99,7 +99,7 @@ def lm(
         if tokens is not None:
             steps = -(-tokens // max(1, batch * context))
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-        settings = Settings(
+        settings = LMSettings(
             architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
             steps=1000 if steps is None else steps, batch=batch, learning_rate=lr, warmup=warmup,
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
@@ -112,7 +112,7 @@ def lm(
                     attention="dense" if dense else "engine", resume=resume,
                     evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
                     lengths=numbers_of("--eval-lengths", eval_lengths),
-                    sample_tokens=sample, note=note, command=command_line(), report=report,
+                    sample_tokens=sample, note=note, command=recorded_command(), report=report,
                 )  # fmt: skip
         except KeyboardInterrupt as stopped:  # without words where no step was under way
             typer.echo(str(stopped) or f"interrupted; {_SAFE}", err=True)
@@ -123,7 +123,7 @@ def lm(
     if as_json:
         show_json(record)
         return
-    from attnorm.training.card import rise_in_words
+    from attnorm.training.lm.card import rise_in_words
 
     show(_losses(record["result"]))
     if record["result"]["rise"]:
@@ -159,7 +159,7 @@ def _speed(result: dict[str, Any]) -> str:
 
 def _options(text: str) -> dict[str, Any]:
     """'alpha=1.3,learned=true' -> {"alpha": 1.3, "learned": True}; what is neither number nor truth is a word."""
-    from attnorm.training.spelling import spelled_value
+    from attnorm.normalizers.spec import parse_value
 
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -168,7 +168,7 @@ def _options(text: str) -> dict[str, Any]:
             raise ValueError(
                 f"--normalizer-options takes key=value with commas between, each key once; got {part!r} in {text!r}"
             )
-        found[key] = spelled_value(value)
+        found[key] = parse_value(value)
     return found
 
 

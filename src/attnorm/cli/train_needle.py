@@ -40,8 +40,8 @@ def needle(
 
     Only the answers are learned. The folder of the model is left as it is.
     """
-    from attnorm.training.needle import NeedleTask
-    from attnorm.training.needle_run import train_needle, usual_longer
+    from attnorm.training.needle.run import train_needle, usual_longer
+    from attnorm.training.needle.train import NeedleTask
 
     def report(step: int, loss: float) -> None:
         typer.echo(f"step {step:,} of {steps:,}: loss {loss:.3f}", err=True)

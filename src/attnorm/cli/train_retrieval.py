@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from attnorm.cli.command_line import command_line
 from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.training.retrieval.run import Progress
+    from attnorm.training.retrieval.run import RetrievalProgress
 
 _SAFE = "what is finished is kept, and the same command continues"
 _LOGGED = 4  # lines per training where stderr is no terminal
@@ -81,15 +81,15 @@ def retrieval(
     Exit code 130: interrupted.
     """
     with usage_errors():
-        from attnorm.training.retrieval.recipe import Recipe
+        from attnorm.training.retrieval.evaluate import Trials
+        from attnorm.training.retrieval.recipe import RetrievalRecipe
+        from attnorm.training.retrieval.records import summarise
         from attnorm.training.retrieval.run import train_retrieval
-        from attnorm.training.retrieval.summary import summarise
-        from attnorm.training.retrieval.trials import Trials
 
         usual = _QUICK if quick else _FULL
         given = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
         chosen = usual | {name: value for name, value in given.items() if value is not None}
-        recipe = Recipe(
+        recipe = RetrievalRecipe(
             **{name: chosen[name] for name in ("steps", "batch", "width", "learning_rate")},
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
             leak_from=leak_from, squeezed=squeezed, standardized=standardized, cosine=cosine, dtype=dtype,
@@ -100,7 +100,7 @@ def retrieval(
                 results = train_retrieval(
                     _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
                     device=device, compiled=compiled, checkpoint_every=checkpoint_every,
-                    command=command_line(), report=report,
+                    command=recorded_command(), report=report,
                 )  # fmt: skip
         except KeyboardInterrupt as stopped:
             typer.echo(f"interrupted; {_SAFE}" if not str(stopped) else str(stopped), err=True)
@@ -112,7 +112,7 @@ def retrieval(
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
         return
-    from attnorm.report.retrieval import tables
+    from attnorm.training.retrieval.table import tables
 
     show(tables(task, rows))
     typer.echo(f"wrote {out}", err=True)
@@ -130,7 +130,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[Progress], None]]":
+def _progress() -> "Iterator[Callable[[RetrievalProgress], None]]":
     """A bar on stderr; where that is no terminal, a few lines per normalizer."""
     console = Console(stderr=True)
     columns = (
@@ -141,7 +141,7 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
         task = bar.add_task("starting", total=None, loss="")
         before = ("", "", -1)
 
-        def report(now: "Progress") -> None:
+        def report(now: "RetrievalProgress") -> None:
             nonlocal before
             loss = "" if now.loss is None else f"loss {now.loss:.4f}"
             bar.update(task, description=_where(now), completed=now.done, total=now.total, loss=loss)
@@ -155,5 +155,5 @@ def _progress() -> "Iterator[Callable[[Progress], None]]":
         yield report
 
 
-def _where(now: "Progress") -> str:
+def _where(now: "RetrievalProgress") -> str:
     return f"{now.normalizer} ({now.number} of {now.of}): {now.stage}"

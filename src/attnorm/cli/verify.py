@@ -40,7 +40,7 @@ def verify(
             _replay(again, as_json)
             return
         chosen = _named(names or [])
-    from attnorm.report.verification import findings_as_dict, findings_table
+    from attnorm.claims.search_report import findings_as_dict, findings_table
     from attnorm.theory.search import SearchInterrupted, table_stands
     from attnorm.theory.search import verify as search
 
@@ -60,7 +60,7 @@ def verify(
         typer.echo("Interrupted: these are the claims searched so far.", err=True)
         raise typer.Exit(130)
     if figure is not None:
-        from attnorm.report.tightness_figure import save_tightness_figure
+        from attnorm.claims.tightness_figure import save_tightness_figure
 
         with usage_errors():
             for path in save_tightness_figure(findings, figure):
@@ -80,18 +80,18 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _named(names: list[str]) -> "list[Claim]":
     """The claims of these names, in the table's order; all where none is named."""
-    from attnorm.analysis.hint import hint
+    from attnorm.suggest import did_you_mean
     from attnorm.theory import claims
 
     known = {claim.id: claim for claim in claims()}
     for name in names:
         if name not in known:
-            raise ValueError(f"unknown claim {name!r}; {hint(name, known)}")
+            raise ValueError(f"unknown claim {name!r}; {did_you_mean(name, known)}")
     return [claim for claim in known.values() if not names or claim.id in names]
 
 
 def _replay(address: str, as_json: bool) -> None:
-    from attnorm.report.verification import counterexample_as_dict, counterexample_text
+    from attnorm.claims.search_report import counterexample_as_dict, counterexample_text
     from attnorm.theory import replay
     from attnorm.theory.catalogue.cases import ROWS
 

@@ -8,8 +8,8 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from attnorm.analysis.hint import hint
 from attnorm.experiments.experiment import Experiment
+from attnorm.suggest import did_you_mean
 
 ALL = "all"
 MODEL, TEXT, VALID, ONLY, LONGEST = "--model", "--text", "--valid", "--only", "--longest"
@@ -26,26 +26,30 @@ class Entry:
 # The papers' figures, tables and guidelines: what "all" runs, in this order.
 PAPERS = {
     "fig1": Entry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
-    "fig2": Entry("attnorm.experiments.fig2", "distances, and the critical N by a Kolmogorov-Smirnov test"),
-    "fig3": Entry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
+    "fig2": Entry("attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"),
+    "fig3": Entry("attnorm.experiments.fig3.experiment", "separability of the selected keys, with its nulls"),
     "fig4": Entry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
     "dispersion": Entry(
-        "attnorm.experiments.dispersion",
+        "attnorm.experiments.dispersion.experiment",
         "entropy and effective gap against context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "spread": Entry(
-        "attnorm.experiments.spread", "the spread of the logits, next to Proposition 3.1", {**ONE_OF_EACH, MODEL: None}
+        "attnorm.experiments.spread.experiment",
+        "the spread of the logits, next to Proposition 3.1",
+        {**ONE_OF_EACH, MODEL: None},
     ),
-    "adaptive": Entry("attnorm.experiments.adaptive", "where the adaptive temperature acts"),
+    "adaptive": Entry("attnorm.experiments.adaptive.experiment", "where the adaptive temperature acts"),
     "gradients": Entry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
-    "guidelines": Entry("attnorm.experiments.guidelines", "each practical guideline: yes, no or partly"),
+    "guidelines": Entry("attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"),
 }
 # Experiments that train models, hours long: only by name.
 TRAINED = {
-    "retrieval": Entry("attnorm.experiments.retrieval", "models that pick from sets, on sets far larger", {ONLY: None}),
+    "retrieval": Entry(
+        "attnorm.experiments.retrieval.experiment", "models that pick from sets, on sets far larger", {ONLY: None}
+    ),
     "language-models": Entry(
-        "attnorm.experiments.language_models",
+        "attnorm.experiments.language_models.experiment",
         "small language models of every normalizer",
         {TEXT: None, VALID: None, ONLY: None},
     ),
@@ -65,7 +69,7 @@ def named(names: Iterable[str]) -> list[Experiment]:
 
 def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
-        raise ValueError(f"no experiment is called {name!r}; {hint(name, [*EXPERIMENTS, ALL])}")
+        raise ValueError(f"no experiment is called {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
     module = EXPERIMENTS[name].module
     try:
         found = importlib.import_module(module)

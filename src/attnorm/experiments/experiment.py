@@ -5,17 +5,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from attnorm.experiments.subject import Subject
+from attnorm.experiments.subject import ProgressCallback, Subject
 
-__all__ = ["Experiment", "Finding", "Outcome", "Subject", "Tell", "Verdict"]
+__all__ = ["Experiment", "Finding", "Outcome", "ProgressCallback", "Subject", "Verdict"]
 
 Verdict = Literal["reproduces", "partly", "does not", "not tested"]
-
-# What is being done, how many steps of it are done, and of how many.
-Tell = Callable[[str, int, int], None]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Experiment:
     title: str
     source: str  # "Mudarisov et al. 2025, Figure 2"
     question: str
-    run: Callable[[Subject, Tell, Path], Outcome]
+    run: Callable[[Subject, ProgressCallback, Path], Outcome]
     needs_model: bool = True
     tokens: tuple[int, int] = (1, 1)  # of the text, at least: in full, and with --quick
     passing: bool = False  # its parts are of no use once it is finished

@@ -8,16 +8,19 @@ and so who is inside the ball. The plane is that of s and of the direction in wh
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 from torch import Tensor
 
-from attnorm.experiments.arrays import Floats
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
-from attnorm.experiments.figures import fig1 as draw
-from attnorm.experiments.subject_rows import LastRows, last_rows
+from attnorm.experiments.attention_rows import LastRows, last_rows
+from attnorm.experiments.experiment import Experiment, Finding, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.figure_style import INK, PALE, note
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
 
@@ -25,6 +28,9 @@ LENGTH = 48  # tokens: as many as a picture can show
 TOP_N = 5
 TOY_TOKENS = 24
 DRAWS = 20
+OTHER: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "color": INK, "alpha": 0.75}
+SELECTED: dict[str, Any] = {"linestyle": "none", "marker": "*", "markersize": 9.5, "markeredgecolor": INK}
+MAGENTA = "#d81b79"
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,9 @@ def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
     return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
 
 
-def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
+def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     (length,) = subject.lengths([LENGTH])
-    layers = [one.on_sphere() for one in last_rows(subject, length, tell=tell) if one.keys == length]
+    layers = [one.on_sphere() for one in last_rows(subject, length, progress=progress) if one.keys == length]
     if not layers:
         raise ValueError(f"no layer of this model looks at all {length} tokens; Figure 1 draws a row that does")
     layer, head, rows = typical(layers)
@@ -123,13 +129,13 @@ def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
         scene(rows, f"{subject.loaded().name}, layer {layer}, head {head}"),
     )
     shares = torch.cat([separability(one.selected(TOP_N)).flatten() for one in layers]).numpy()
-    chance = _by_dimension(layers, subject, tell)
+    chance = _by_dimension(layers, subject, progress)
     finding = _finding(scenes, shares, chance)
     setting = f"{subject.passages()[0].name}; last of {length} tokens, vectors: values on the sphere"
     return Outcome(
         words=_words(scenes, shares, chance),
         findings=(finding,),
-        figures={"fig1": draw.figure(scenes, TOP_N, setting)},
+        figures={"fig1": figure(scenes, TOP_N, setting)},
         tables={"fig1": pa.concat_tables([one.table() for one in scenes])},
         parameters={
             "length": length,
@@ -143,7 +149,7 @@ def _run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
     )
 
 
-def _by_dimension(layers: list[LastRows], subject: Subject, tell: Tell) -> dict[int, float]:
+def _by_dimension(layers: list[LastRows], subject: Subject, progress: ProgressCallback) -> dict[int, float]:
     """Mean N_s / N of the heads' own weights on uniform directions: in the plane of the picture, and in the model's."""
     generator = torch.Generator().manual_seed(subject.seed)
     found = {}
@@ -153,7 +159,7 @@ def _by_dimension(layers: list[LastRows], subject: Subject, tell: Tell) -> dict[
             normal = torch.randn(*layer.vectors.shape[:2], dimension, generator=generator, dtype=torch.float64)
             rows = LastRows(layer.layer, layer.weights, on_sphere(normal), layer.visible).selected(TOP_N)
             values.append(separability_null(rows, DRAWS, "isotropic", None, generator).mean.flatten())
-            tell(f"uniform directions in {dimension} dimensions", place + 1, len(layers))
+            progress(f"uniform directions in {dimension} dimensions", place + 1, len(layers))
         found[dimension] = float(torch.cat(values).mean())
     return found
 
@@ -192,3 +198,68 @@ EXPERIMENT = Experiment(
     run=_run,
     tokens=(LENGTH, LENGTH),
 )
+
+
+def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
+    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65), facecolor="white")
+    rows = drawn.subplots(
+        len(scenes), 3, squeeze=False,
+        gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
+    )  # fmt: skip
+    for axes, one in zip(rows, scenes, strict=True):
+        _circle(axes[0], one)
+        _scaled(axes[1], one)
+        _ball(axes[2], one)
+        title = axes[0].annotate(
+            one.title, (-0.26, 0.5), xycoords="axes fraction", rotation=90, fontsize=9, ha="center", va="center",
+        )  # fmt: skip
+        title.set_parse_math(False)
+        along, across = ("$x_1$", "$x_2$") if one.dimension == 2 else ("along $s$", "across $s$ (widest direction)")
+        for panel in axes:
+            panel.set_xlabel(along, fontsize=8)
+            panel.set_ylabel(across, fontsize=8, labelpad=1)
+    handles, labels = rows[0][2].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="upper center", ncols=5, columnspacing=1.4, handletextpad=0.3)
+    exact = "real head: lengths (middle) and distances from s (right) are exact, angles are those in a plane"
+    note(drawn, f"{setting}, N = {top_n}; {exact}")
+    return drawn
+
+
+def _circle(axes: Axes, one: Scene) -> None:
+    axes.add_patch(Circle((0, 0), 1, fill=False, color=PALE, linewidth=0.8))
+    _points(axes, one, np.ones_like(one.lengths), one.directions, (0.0, 0.0))
+    _frame(axes, 1.15, (0.0, 0.0))
+    axes.set_title(r"tokens $x_i$ on the sphere", fontsize=9)
+
+
+def _scaled(axes: Axes, one: Scene) -> None:
+    _points(axes, one, one.lengths, one.directions, (0.0, 0.0))
+    axes.plot(0, 0, "+", color=PALE, markersize=8)
+    _frame(axes, 1.15 * float(one.lengths.max()), (0.0, 0.0))
+    axes.set_title(r"scaled by attention: $\alpha_i x_i$", fontsize=9)
+
+
+def _ball(axes: Axes, one: Scene) -> None:
+    s = one.context
+    axes.add_patch(Circle(s, one.radius, facecolor="#e6e9ee", edgecolor=PALE, linewidth=0.9, label=r"ball $B_r(s)$"))
+    _points(axes, one, one.distances, one.from_context, s)
+    axes.plot(*s, "X", color="white", markeredgecolor=INK, markersize=8, label="context vector $s$")
+    farthest = float(one.distances[one.chosen > 0].max())
+    _frame(axes, 1.25 * max(farthest, one.radius), s)
+    axes.set_title(rf"inside the ball: {int(one.inside.sum())} of {int(one.chosen.sum())}", fontsize=9)
+
+
+def _points(axes: Axes, one: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
+    x, y = centre[0] + radii * np.cos(angles), centre[1] + radii * np.sin(angles)
+    outside, lost, kept = one.chosen == 0, (one.chosen > 0) & (one.inside == 0), one.inside > 0
+    axes.plot(x[outside], y[outside], label="not selected", **OTHER)
+    axes.plot(x[lost], y[lost], label="selected, outside the ball", markerfacecolor="white", **SELECTED)
+    axes.plot(x[kept], y[kept], label="selected, distinguishable", markerfacecolor=MAGENTA, **SELECTED)
+
+
+def _frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
+    axes.set_aspect("equal")
+    axes.set_xlim(centre[0] - half, centre[0] + half)
+    axes.set_ylim(centre[1] - half, centre[1] + half)
+    axes.locator_params(nbins=4)
+    axes.tick_params(labelsize=7)

@@ -7,17 +7,19 @@ the rounding of a float32 logit moves the weights more than eps = 1e-3 does. Whi
 does not say: here the longest rows of every head, and one random direction for each.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnorm.experiments.arrays import Floats
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, Subject, Tell
-from attnorm.experiments.observed import longest_rows, look_at
+from attnorm.experiments.experiment import Experiment, Finding, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
+from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -29,6 +31,8 @@ LOWEST, HIGHEST = -3.0, 1.5  # powers of ten of the temperature, as in the paper
 TWO_ORDERS = 50.0  # what reads as a factor of 100 on a logarithmic axis
 AT_THE_BOUND = 0.8
 ROUNDING = 1e-9  # relative: a number counts as above a bound from here on
+SHADES = ("#0b3d66", "#3f8fcf", "#9cc3e4")
+MARKERS = ("v", "D", "s")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Sensitivity:
     trained_temperature: float  # at which the model runs
 
 
-def measure(subject: Subject, tell: Tell, length: int, rows: int, temperatures: Floats) -> Sensitivity:
+def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, temperatures: Floats) -> Sensitivity:
     generator = torch.Generator().manual_seed(subject.seed)
     layers: list[int] = []
     heads: list[int] = []
@@ -51,7 +55,7 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, temperatures: 
     gains: list[Floats] = []
     scales: list[float] = []
 
-    def look(call: AttentionCall) -> None:
+    def on_call(call: AttentionCall) -> None:
         raw = replace(call, query_BHQD=call.query_BHQD.double(), key_BGKD=call.key_BGKD.double(), scale=1.0)
         chosen = longest_rows(call, rows)
         found = measure_sensitivity(raw, [None], chosen, temperatures.tolist(), EPSILONS, generator)[MODEL]
@@ -62,7 +66,7 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, temperatures: 
         gains.append(np.stack([found[f"gain_{eps:g}"].amax((0, 2)).cpu().numpy() for eps in EPSILONS]))
         scales.append(call.scale)
 
-    look_at(subject, length, look, tell, "sensitivity of every head")
+    run_forward_pass(subject, length, on_call, progress, "sensitivity of every head")
     return Sensitivity(
         layers=tuple(layers),
         heads=tuple(heads),
@@ -73,14 +77,12 @@ def measure(subject: Subject, tell: Tell, length: int, rows: int, temperatures: 
     )
 
 
-def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
+def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
     temperatures = np.logspace(LOWEST, HIGHEST, 10 if subject.quick else 19)
-    found = measure(subject, tell, length, rows, temperatures)
-    from attnorm.experiments.figures.fig4 import figure
-
-    findings = judged(found)
+    found = measure(subject, progress, length, rows, temperatures)
+    findings = judge_claims(found)
     about = (
         f"{subject.loaded().name}, {subject.passages()[0].name}; {len(found.heads)} heads, {length:,} tokens, "
         f"{rows} of the longest rows each"
@@ -103,7 +105,7 @@ def run(subject: Subject, tell: Tell, parts: Path) -> Outcome:
     )
 
 
-def judged(found: Sensitivity) -> tuple[Finding, ...]:
+def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
     T = found.temperatures
     largest, norm = found.gain.max(1), found.norm.max(0)
     printed, corrected = (bound(T) for bound in (_printed, _corrected))
@@ -219,3 +221,43 @@ EXPERIMENT = Experiment(
     run=run,
     tokens=(LENGTHS[0], QUICK_LENGTH),
 )
+
+
+def figure(found: Sensitivity, about: str) -> Figure:
+    drawing = Figure(figsize=(6.6, 5.4), facecolor="white")
+    axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
+    T = found.temperatures
+    bare = {"marker": None}
+    axes.plot(
+        T, corollary3_corrected(torch.from_numpy(T)).numpy(), **{**CORRECTED, **bare}, label="correct bound 1/(2T)"
+    )
+    axes.plot(
+        T, corollary3_printed(torch.from_numpy(T)).numpy(), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}"
+    )
+    axes.plot(T, found.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
+    for eps, curve, colour, marker in zip(EPSILONS, found.gain.max(1), SHADES, MARKERS, strict=True):
+        label = f"g(T, ε), ε = {eps:g}, largest over heads"
+        axes.plot(
+            T, curve, color=colour, marker=marker, markersize=3.8, linewidth=1.2, markeredgecolor=INK,
+            markeredgewidth=0.4, label=label,
+        )  # fmt: skip
+        cap = math.sqrt(2) / eps
+        if cap < corollary3_corrected(T[0]):
+            axes.axhline(cap, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
+            axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
+    axes.axvline(found.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.text(
+        found.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
+        transform=axes.get_xaxis_transform(),
+    )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(T[0] * 0.9, T[-1] * 1.12)
+    drawn = np.concatenate([found.gain.max(1).ravel(), found.norm.max(0)])
+    axes.set_ylim(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3)
+    axes.set_xlabel("temperature T on the raw logits q·k")
+    axes.set_ylabel("change of the weights per change of the logits")
+    drawing.legend(loc="upper left", bbox_to_anchor=(0.095, 0.995), fontsize=7.5, ncols=2)
+    tidy(axes)
+    note(drawing, about)
+    return drawing

@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from attnorm.experiments.catalogue import EXPERIMENTS
-from attnorm.training.atomic import write_text
+from attnorm.files import write_text
 
 INDEX = "index.html"
 MARKS = {"reproduces": "yes", "partly": "half", "does not": "no", "not tested": "open"}  # verdict -> class of its mark

@@ -14,17 +14,16 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from attnorm.experiments.arrays import Floats
-from attnorm.experiments.experiment import Subject, Tell, Verdict
+from attnorm.experiments.experiment import Floats, ProgressCallback, Subject, Verdict
 from attnorm.models.patch import swap
 from attnorm.normalizers.contract import Normalizer
-from attnorm.training.evaluation import predicted_loss
+from attnorm.training.lm.evaluate import predicted_loss
 
 AS_IT_RUNS = "as it runs"
 
 
 @dataclass(frozen=True)
-class Mean:
+class WindowMean:
     """Of a number for each window."""
 
     value: float
@@ -41,12 +40,12 @@ class Mean:
         return f"{self.value:+.3f} ± {self.error:.3f}"
 
 
-def mean(values: Floats) -> Mean:
+def mean(values: Floats) -> WindowMean:
     """Of two windows or more."""
-    return Mean(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))), len(values))
+    return WindowMean(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))), len(values))
 
 
-def weighed(change: Mean, little: float, much: float) -> tuple[Verdict, str]:
+def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, str]:
     """Whether a loss stays as it is, and how sure that is: below one line, above the other, or not known to be either.
 
     little, much: changes in nats per token, up to and from which the answer is plain.
@@ -72,7 +71,10 @@ def windows_of(subject: Subject, length: int, count: int) -> Tensor:
 
 @torch.inference_mode()
 def losses(
-    subject: Subject, tell: Tell, normalizers: Mapping[str, Normalizer | None], windows: Sequence[Tensor] | Tensor
+    subject: Subject,
+    progress: ProgressCallback,
+    normalizers: Mapping[str, Normalizer | None],
+    windows: Sequence[Tensor] | Tensor,
 ) -> dict[str, Floats]:
     """By name, a number for each window; None is the model as it runs. Every layer gets the normalizer at once."""
     model = subject.loaded().model
@@ -80,7 +82,7 @@ def losses(
     for place, (name, normalizer) in enumerate(normalizers.items()):
 
         def told(done: int, name: str = name, place: int = place) -> None:
-            tell(f"loss: {name}", place * len(windows) + done, len(normalizers) * len(windows))
+            progress(f"loss: {name}", place * len(windows) + done, len(normalizers) * len(windows))
 
         if normalizer is None:
             found[name] = _losses(model, windows, told)

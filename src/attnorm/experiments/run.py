@@ -26,13 +26,13 @@ import pyarrow.parquet
 
 from attnorm.analysis.manifest import now, versions
 from attnorm.experiments.catalogue import named
-from attnorm.experiments.experiment import Experiment, Outcome, Subject, Tell
-from attnorm.experiments.figures.style import save, style
+from attnorm.experiments.experiment import Experiment, Outcome, ProgressCallback, Subject
+from attnorm.experiments.figure_style import save, style
 from attnorm.experiments.index_page import write_index
+from attnorm.experiments.option_checks import check_text_lengths, check_unused_options
 from attnorm.experiments.paper_setting import setting
-from attnorm.experiments.refusals import refuse_short_texts, refuse_unused_options
+from attnorm.files import atomic_replace
 from attnorm.report.analysis_json import finite
-from attnorm.training.atomic import replacing
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
@@ -59,7 +59,7 @@ def reproduce(
     out: Path,
     *,
     fresh: bool = False,
-    tell: Tell = lambda what, done, total: None,
+    progress: ProgressCallback = lambda what, done, total: None,
     command: str = "",
 ) -> list[Written]:
     """Runs the experiments of these names and writes them to the folder, with an index page over all that is there.
@@ -71,40 +71,46 @@ def reproduce(
             or whose place in the folder holds one of other settings.
     """
     chosen = named(names)
-    refuse_unused_options(chosen, subject)
+    check_unused_options(chosen, subject)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; name a folder for the output")
-    refuse_short_texts(chosen, subject)
+    check_text_lengths(chosen, subject)
     identities = [_identity(one, subject) for one in chosen]
     if not fresh:
         for one, identity in zip(chosen, identities, strict=True):
-            _refuse_other_settings(out / one.name, identity)
+            _require_same_settings(out / one.name, identity)
     _make(out)
     written = []
     for place, (one, identity) in enumerate(zip(chosen, identities, strict=True)):
 
         def told(what: str, done: int, total: int, name: str = one.name) -> None:
-            tell(f"{name}: {what}" if what else name, done, total)
+            progress(f"{name}: {what}" if what else name, done, total)
 
-        tell(f"{one.name} ({place + 1} of {len(chosen)})", 0, 1)
+        progress(f"{one.name} ({place + 1} of {len(chosen)})", 0, 1)
         written.append(_one(one, subject, identity, out, fresh, told, command))
         write_index(out)
     return written
 
 
 def _one(
-    one: Experiment, subject: Subject, identity: dict[str, Any], out: Path, fresh: bool, tell: Tell, command: str
+    one: Experiment,
+    subject: Subject,
+    identity: dict[str, Any],
+    out: Path,
+    fresh: bool,
+    progress: ProgressCallback,
+    command: str,
 ) -> Written:
     folder = out / one.name
     if not fresh and (record := _finished(folder, identity)):
-        tell("found finished", 1, 1)
+        progress("found finished", 1, 1)
         return Written(one.name, folder, record, found=True)
     parts = out / PARTS / f"{one.name}-{_key(identity)}"
     if fresh:
         shutil.rmtree(parts, ignore_errors=True)
     started = time.perf_counter()
     with style():
-        outcome = one.run(subject, tell, parts)
+        outcome = one.run(subject, progress, parts)
         manifest = {
             "created": now(),
             "seconds": round(time.perf_counter() - started, 1),
@@ -168,7 +174,7 @@ def _record(one: Experiment, outcome: Outcome, identity: dict[str, Any], manifes
 
 
 def _write(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
-    with replacing(folder) as draft:
+    with atomic_replace(folder) as draft:
         draft.mkdir(parents=True)
         for name, figure in outcome.figures.items():
             save(figure, draft / name)
@@ -239,7 +245,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _refuse_other_settings(folder: Path, identity: Mapping[str, Any]) -> None:
+def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
     if folder.exists() and not (folder / OUTCOME).is_file():
         raise ValueError(f"{folder} exists and holds no finished experiment; choose another --out, or remove it")
     record = read_record(folder)

@@ -1,7 +1,7 @@
 """What an experiment runs on: a model and texts, loaded once for all experiments of a call."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from attnorm.models.loaded import LoadedModel
 
 BUNDLED = "bundled"
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with what is being done, how many steps of it are finished, and the total."""
 
 
 @dataclass(frozen=True)

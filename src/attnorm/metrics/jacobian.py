@@ -24,7 +24,7 @@ from attnorm.normalizers.relu import Relu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory.linearization import power_iteration_norm
-from attnorm.theory.secular import rank_one_eigenvalue, rank_two_singular_value
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 
 KEY_BY_KEY = (Sigmoid, Relu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)

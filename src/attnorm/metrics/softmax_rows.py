@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from attnorm.metrics.heaviest import heaviest
 from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace, too_few_to_wait
-from attnorm.theory.secular import rank_one_root
+from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
 # exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnorm.theory.linearization import RowMap, random_directions
-from attnorm.theory.secular import rank_one_eigenvalue, rank_two_singular_value
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32, visible_keys
 from attnorm.theory.temperature import positive_temperature
 

@@ -1,1 +1,4 @@
-"""Small trainers that one person can read: text in, a standard Hugging Face folder out."""
+"""Small trainers: language models (lm), pass keys (needle), and picking from sets (retrieval).
+
+At this level: what the three share, namely the device, checkpoints and interruption.
+"""

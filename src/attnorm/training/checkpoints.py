@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attnorm.training import atomic
+from attnorm.files import atomic_replace, write_json
 
 
 def save_checkpoint(
@@ -21,12 +21,12 @@ def save_checkpoint(
     """Adds `step-<step>` to the folder and removes every older one. `record` is JSON that comes back with it."""
     from safetensors.torch import save
 
-    with atomic.replacing(folder / f"step-{step:08d}") as draft:
+    with atomic_replace(folder / f"step-{step:08d}") as draft:
         draft.mkdir()
         weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
         for name, tensors in (("model", weights), ("optimizer", _optimizer_tensors(model, optimizer))):
             (draft / f"{name}.safetensors").write_bytes(save(tensors))  # so that a full disk is an ordinary OSError
-        atomic.write_json(draft / "state.json", {"step": step, **record})
+        write_json(draft / "state.json", {"step": step, **record})
     for useless in (*finished_checkpoints(folder)[:-1], *folder.glob(".step-*.tmp")):  # drafts of a killed program
         shutil.rmtree(useless)
 

@@ -1,23 +1,13 @@
-"""Language models that differ in nothing but their normalizer, trained and tested under equal conditions.
+"""Language models that differ only in their normalizer, trained and tested under equal conditions.
 
-    plan          what is run: sizes, tokens, learning rates, seeds
-    workplace     one folder that several processes share: what is finished, who works on what, one line per result
-    corpus        the texts as tokens, made once
-    training      short runs that choose the learning rate, and the main runs
-    testing       loss at one, two and four times the training length; finding a pass key; what attention does
-    stages        all of it in order, resumable, under a time limit
-    results       the lines together: one record per model
-    learned       what the normalizers themselves learned
-    markdown      all of it as tables, and in words
+    plan           what is run: sizes, tokens, learning rates, seeds
+    workspace      a folder that several processes share: texts as tokens, claimed work, one line per result
+    train          short runs that choose the learning rate, and the main runs
+    evaluate       loss at 1, 2 and 4 times the training length, pass keys, attention statistics
+    engine_choice  which way to compute attention trains fastest on this machine
+    stages         all of it in order, resumable, under a time limit
+    results        one record per model, mean over its seeds
+    tables, figure, experiment   what `attnorm reproduce language-models` prints, draws and concludes
 
-Neither pyarrow nor matplotlib is needed to train and measure; `EXPERIMENT`, which draws, is loaded when asked for.
+Training and measuring import neither pyarrow nor matplotlib.
 """
-
-from importlib import import_module
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name == "EXPERIMENT":
-        return import_module(f"{__name__}.recipe").EXPERIMENT
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

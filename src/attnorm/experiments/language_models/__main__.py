@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.experiments.language_models import stages
-from attnorm.experiments.language_models.markdown import all_tables
-from attnorm.experiments.language_models.plan import FULL, QUICK, Plan, on_this_machine
+from attnorm.experiments.language_models.engine_choice import choose_engines
+from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelPlan, on_this_machine
 from attnorm.experiments.language_models.results import contenders
-from attnorm.experiments.language_models.trial import try_out
-from attnorm.experiments.language_models.workplace import RESULTS, Workplace
-from attnorm.training import atomic
+from attnorm.experiments.language_models.tables import all_tables
+from attnorm.experiments.language_models.workspace import RESULTS, Workspace
+from attnorm.files import write_text
 from attnorm.training.interruption import TrainingInterrupted
 
 STARTED = time.monotonic()
@@ -33,30 +33,30 @@ def main(arguments: list[str] | None = None) -> int:
         raise ValueError("prepare needs texts: --train FILE [FILE ...] --valid FILE, and --other FILE for more")
     if told.stage == "tables" and not (Path(told.folder) / RESULTS).exists():
         raise ValueError(f"{told.folder} has no {RESULTS}; name the folder that the stages wrote to")
-    place = Workplace.open(Path(told.folder), plan)
+    workspace = Workspace.open(Path(told.folder), plan)
     only = [name for name in told.only.split(",") if name] or None
     seeds = [int(seed) for seed in told.seeds.split(",")]
-    limits: dict[str, Any] = {"max_minutes": told.minutes, "device": told.device, "say": say}
+    limits: dict[str, Any] = {"max_minutes": told.minutes, "device": told.device, "say": log}
     if told.stage == "prepare":
-        stages.prepare(place, told.train, told.valid, told.other)
+        stages.prepare(workspace, told.train, told.valid, told.other)
         finished = True
     elif told.stage == "tables":
-        finished = write_tables(place.results(), place.folder)
+        finished = write_tables(workspace.results(), workspace.folder)
     elif told.stage == "try":
-        try_out(place, only, **limits)
+        choose_engines(workspace, only, **limits)
         finished = True
     elif told.stage == "rates":
-        finished = stages.rates(place, only, **limits)
+        finished = stages.rates(workspace, only, **limits)
     elif told.stage == "second-seed":
-        names = only or list(stages.closest(place, told.closest))
-        finished = stages.everything(place, names, seeds=[1], **limits)
+        names = only or list(stages.closest(workspace, told.closest))
+        finished = stages.everything(workspace, names, seeds=[1], **limits)
     else:
-        finished = getattr(stages, told.stage)(place, only, seeds=seeds, **limits)
-    say(f"{told.stage} {told.only}: {'finished' if finished else 'not all of it is finished'}")
+        finished = getattr(stages, told.stage)(workspace, only, seeds=seeds, **limits)
+    log(f"{told.stage} {told.only}: {'finished' if finished else 'not all of it is finished'}")
     return 0 if finished else 3
 
 
-def changed(plan: Plan, changes: list[str]) -> Plan:
+def changed(plan: LanguageModelPlan, changes: list[str]) -> LanguageModelPlan:
     """NAME=VALUE with VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300.
 
     Raises:
@@ -86,10 +86,10 @@ def write_tables(lines: list[dict[str, Any]], folder: Path) -> bool:
     """
     if not contenders(lines):
         raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
-    atomic.write_text(folder / "tables.md", all_tables(lines))
+    write_text(folder / "tables.md", all_tables(lines))
     try:
-        from attnorm.experiments.figures.language_models import comparison_figure, course_figure
-        from attnorm.experiments.figures.style import save, style
+        from attnorm.experiments.figure_style import save, style
+        from attnorm.experiments.language_models.figure import comparison_figure, course_figure
     except ModuleNotFoundError:
         return False
     with style():
@@ -98,7 +98,7 @@ def write_tables(lines: list[dict[str, Any]], folder: Path) -> bool:
     return True
 
 
-def say(words: str) -> None:
+def log(words: str) -> None:
     sys.stdout.write(f"[{time.monotonic() - STARTED:6.1f} s] {words}\n")
     sys.stdout.flush()
 
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except TrainingInterrupted as stopped:
-        say(str(stopped))
+        log(str(stopped))
         sys.exit(130)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -4,15 +4,15 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attnorm.training.needle import NeedleTask
-from attnorm.training.settings import Settings
-from attnorm.training.spelling import spelled
+from attnorm.normalizers.spec import parse_spec
+from attnorm.training.lm.settings import LMSettings
+from attnorm.training.needle.train import NeedleTask
 
 SOFTMAX = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LanguageModelPlan:
     """Equal conditions for every normalizer: only it and its learning rate differ."""
 
     normalizers: tuple[str, ...] = (
@@ -42,10 +42,10 @@ class Plan:
     dtype: str = "bfloat16"
     compiled: bool = True
 
-    def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> Settings:
+    def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
         steps = max(1, math.ceil(tokens / (self.batch * self.context)))
-        name, options = spelled(normalizer)
-        return Settings(
+        name, options = parse_spec(normalizer)
+        return LMSettings(
             architecture="llama", layers=self.layers, heads=self.heads, width=self.width, context=self.context,
             vocab=self.vocab, steps=steps, batch=self.batch, learning_rate=rate,
             warmup=max(1, round(self.warmup_share * steps)), weight_decay=self.weight_decay, seed=seed,
@@ -69,8 +69,8 @@ class Plan:
         return asdict(self)
 
 
-FULL = Plan()
-QUICK = Plan(
+FULL = LanguageModelPlan()
+QUICK = LanguageModelPlan(
     normalizers=(SOFTMAX, "ssmax", "entmax15"),
     layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
     rates=(3e-3, 1e-2), rate_tokens=5_000, main_tokens=20_000, chunks=4, observed=2,
@@ -79,7 +79,7 @@ QUICK = Plan(
 )  # fmt: skip
 
 
-def on_this_machine(plan: Plan) -> Plan:
+def on_this_machine(plan: LanguageModelPlan) -> LanguageModelPlan:
     """The plan as it can be run here: without a GPU nothing is compiled and nothing rounded to half precision."""
     import torch
 

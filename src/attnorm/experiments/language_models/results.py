@@ -1,11 +1,13 @@
 """The lines of results.jsonl put together: one record per model, mean over its seeds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
 Line = Mapping[str, Any]
+Heads = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def telling_length(found: Sequence[Contender]) -> int | None:
     return max(ranges, key=lambda n: max(ranges[n]) - min(ranges[n]), default=None)
 
 
-def likely_range(share: float, questions: int) -> tuple[float, float]:
+def wilson_interval(share: float, questions: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share that so many questions gave."""
     z2 = 1.96**2
     middle = (share + z2 / (2 * questions)) / (1 + z2 / questions)
@@ -162,3 +164,53 @@ def _ranks(values: Sequence[float]) -> list[float]:
     """From 0; equal values share the mean of theirs."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+AS_IT_ACTS: dict[str, tuple[str, Callable[[float], float]]] = {
+    "s": ("s", lambda raw: raw),
+    "logit": ("sink logit", lambda raw: raw),
+    "raw_beta": ("beta", lambda raw: math.log1p(math.exp(raw))),
+    "raw_gamma": ("gamma", lambda raw: 2 * math.tanh(raw)),
+}
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A parameter of a normalizer over all heads of a model."""
+
+    normalizer: str
+    seed: int
+    what: str
+    mean: float
+    smallest: float
+    largest: float
+
+
+def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> list[Learned]:
+    """In the order of the runs; with lengths also the factor on the logits of rows with so many keys."""
+    found = []
+    for run in (line for line in lines if line["stage"] == "main" and line.get("learned")):
+        heads = _by_parameter(run["learned"])
+        heads |= {f"factor at {n:,} keys": factors for n in lengths if (factors := _factors(heads, n))}
+        found += [
+            Learned(run["normalizer"], run["seed"], what, mean(values), min(values), max(values))
+            for what, values in heads.items()
+        ]
+    return found
+
+
+def _by_parameter(learned: Heads) -> Heads:
+    found: Heads = {}
+    for name, values in learned.items():
+        last = name.rpartition(".")[2]
+        what, acting = AS_IT_ACTS.get(last, (last, float))
+        found.setdefault(what, []).extend(acting(value) for value in values)
+    return found
+
+
+def _factors(heads: Heads, n: int) -> list[float]:
+    """Of ssmax s log n, of asentmax 1 + beta log(n + 1)^gamma; of others none."""
+    if "s" in heads:
+        return [s * math.log(n) for s in heads["s"]]
+    pairs = zip(heads.get("beta", []), heads.get("gamma", []), strict=True)
+    return [1 + beta * math.log(n + 1) ** gamma for beta, gamma in pairs]

@@ -8,107 +8,108 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnorm.experiments.language_models.corpus import Texts, prepare_texts, read_texts
+from attnorm.experiments.language_models.evaluate import measure as measure_one
+from attnorm.experiments.language_models.evaluate import needle as needle_one
 from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.testing import measure as measure_one
-from attnorm.experiments.language_models.testing import needle as needle_one
-from attnorm.experiments.language_models.training import (
+from attnorm.experiments.language_models.train import (
+    Log,
     OutOfTimeError,
-    Say,
     Worker,
     export_main,
     forget,
     train_main,
     try_rates,
 )
-from attnorm.experiments.language_models.workplace import Workplace
+from attnorm.experiments.language_models.workspace import Texts, Workspace, prepare_texts, read_texts
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
 MOST_PROBLEMS = 3  # a GPU that was full for a moment is worth another try, but not for ever
 
 
-def prepare(place: Workplace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
+def prepare(workspace: Workspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
     """The texts as tokens; everything else needs them."""
-    return prepare_texts(place, train, valid, others)
+    return prepare_texts(workspace, train, valid, others)
 
 
 def rates(
-    place: Workplace, normalizers: Names = None, *, max_minutes: float | None = None, device: str | None = None,
-    say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, max_minutes: float | None = None, device: str | None = None,
+    log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """Short runs at every learning rate."""
-    return _each(place, [try_rates], normalizers, (0,), max_minutes, device, say)
+    return _each(workspace, [try_rates], normalizers, (0,), max_minutes, device, log)
 
 
 def main(
-    place: Workplace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """The long runs, at the best learning rate."""
-    return _each(place, [train_main], normalizers, seeds, max_minutes, device, say)
+    return _each(workspace, [train_main], normalizers, seeds, max_minutes, device, log)
 
 
 def needle(
-    place: Workplace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """Fine-tuning on pass keys, and whether they are found."""
-    return _each(place, [needle_one], normalizers, seeds, max_minutes, device, say)
+    return _each(workspace, [needle_one], normalizers, seeds, max_minutes, device, log)
 
 
 def measure(
-    place: Workplace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """Losses by length and attention statistics."""
-    return _each(place, [measure_one], normalizers, seeds, max_minutes, device, say)
+    return _each(workspace, [measure_one], normalizers, seeds, max_minutes, device, log)
 
 
 def export(
-    place: Workplace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """The trained models as Hugging Face folders in bfloat16."""
-    return _each(place, [export_main], normalizers, seeds, max_minutes, device, say)
+    return _each(workspace, [export_main], normalizers, seeds, max_minutes, device, log)
 
 
 def everything(
-    place: Workplace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, say: Say = lambda words: None,
+    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda words: None,
 ) -> bool:  # fmt: skip
     """All stages of one normalizer before the next one's, so that a time limit leaves whole results."""
-    return _each(place, [try_rates, train_main, measure_one, needle_one], normalizers, seeds, max_minutes, device, say)
+    return _each(
+        workspace, [try_rates, train_main, measure_one, needle_one], normalizers, seeds, max_minutes, device, log
+    )
 
 
-def closest(place: Workplace, count: int, seed: int = 0) -> tuple[str, ...]:
+def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
     """The normalizers whose main runs of the first seed end lowest: those worth a second seed, softmax among them."""
     ended = {
         each["normalizer"]: each["valid_loss"]
-        for each in place.results(stage="main", seed=seed)
+        for each in workspace.results(stage="main", seed=seed)
         if each["valid_loss"] is not None
     }
     best = {SOFTMAX, *sorted(ended, key=lambda name: ended[name])[:count]}
-    return tuple(name for name in place.plan.normalizers if name in best and name in ended)
+    return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
 
 
 def _each(
-    place: Workplace,
+    workspace: Workspace,
     works: Sequence[Work],
     normalizers: Names,
     seeds: Sequence[int],
     max_minutes: float | None,
     device: str | None,
-    say: Say,
+    log: Log,
 ) -> bool:
-    worker = Worker.at(place, read_texts(place), device=device, max_minutes=max_minutes, say=say)
+    worker = Worker.at(workspace, read_texts(workspace), device=device, max_minutes=max_minutes, log=log)
     finished = True
     for seed in seeds:
-        for normalizer in place.plan.chosen(list(normalizers or ())):
-            if len(place.results(stage="problem", normalizer=normalizer, seed=seed)) >= MOST_PROBLEMS:
+        for normalizer in workspace.plan.chosen(list(normalizers or ())):
+            if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MOST_PROBLEMS:
                 finished = False
                 continue
-            with place.claimed(f"{normalizer}-seed-{seed}") as mine:
+            with workspace.claimed(f"{normalizer}-seed-{seed}") as mine:
                 finished &= mine and _done(worker, works, normalizer, seed)
     return finished
 
@@ -120,8 +121,8 @@ def _done(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> 
     except OutOfTimeError:
         return False
     except Exception as error:  # whatever a compiler or a full GPU may say: it must not keep the others from their turn
-        worker.say(f"{normalizer} seed {seed}: {traceback.format_exc()[-2000:]}")
-        worker.place.add(
+        worker.log(f"{normalizer} seed {seed}: {traceback.format_exc()[-2000:]}")
+        worker.workspace.add(
             {"stage": "problem", "normalizer": normalizer, "seed": seed, "problem": f"{type(error).__name__}: {error}"}
         )
         forget()

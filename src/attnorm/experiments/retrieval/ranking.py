@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from attnorm.normalizers.contract import Normalizer
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.tasks import CLASSES
+from attnorm.training.retrieval.data import CLASSES
+from attnorm.training.retrieval.model import normalizer_for
 
 HALF = 0.5  # of the weight
 LARGEST_MARGIN = 1e3

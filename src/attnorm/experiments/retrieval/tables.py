@@ -1,12 +1,20 @@
 """Results as tables for programs: one row per training, test and size, and one on the scale of the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from attnorm.experiments.retrieval.lines import Line, Scale
-from attnorm.training.retrieval.summary import Mean
+from attnorm.experiments.retrieval.lines import Line, Scale, compared
+from attnorm.experiments.retrieval.plan import PRINTED_ADAPTIVE, PRINTED_SOFTMAX, SECTIONS, Section
+from attnorm.training.retrieval.evaluate import OWN
+from attnorm.training.retrieval.records import Mean
+
+ALPHA = 0.05
+MARKS = (
+    "% right, mean over {seeds} seeds ± 95 % confidence. ▲ ▼: differs from the first of our rows in a paired t-test, "
+    "p < 0.05 after Holm's correction over the rows at that size."
+)
 
 
 def accuracy_table(lines: Sequence[Line]) -> pa.Table:
@@ -60,3 +68,119 @@ def _accuracy(line: Line) -> dict[str, Any]:
 
 def _value(mean: Mean | None) -> float | None:
     return None if mean is None else mean.value
+
+
+def fragments(lines: Sequence[Line], scales: Sequence[Scale]) -> dict[str, str]:
+    """By file stem."""
+    made: dict[str, str] = {}
+    for section in dict.fromkeys(line.section for line in lines):
+        mine = [line for line in lines if line.section == section]
+        made[section] = _section(section, mine)
+        own = [line for line in mine if line.row.tested_with == OWN and line.row.dispersed is not None]
+        if own:
+            made[f"{section}-errors"] = _errors(section, own)
+        ranked = [scale for scale in scales if scale.training.section == section]
+        if ranked:
+            made[f"{section}-scale"] = _scales(section, ranked)
+    return made
+
+
+def _section(section: Section, lines: Sequence[Line]) -> str:
+    rows = _printed_rows() if section == "paper" else []
+    shown = [line for line in lines if compared(line.training, line.row.tested_with)]
+    for label, tested_with in dict.fromkeys((line.label, line.row.tested_with) for line in shown):
+        cells = {
+            line.row.size: _cell(line) for line in lines if (line.label, line.row.tested_with) == (label, tested_with)
+        }
+        rows.append(([label, "" if tested_with == OWN else tested_with], cells))
+    seeds = max(line.row.seeds for line in lines)
+    table = _by_size(["trained with" if section != "parts" else "recipe", "tested with"], rows, _sizes(lines))
+    return f"{_heading(SECTIONS[section])}\n\n{table}\n\n{MARKS.format(seeds=seeds)}\n"
+
+
+def _printed_rows() -> list[tuple[list[str], dict[int, str]]]:
+    names = (("softmax", ""), ("softmax", "adaptive_temperature"))
+    return [
+        ([f"*{trained}, as printed*", tested], {size: f"*{value}*" for size, value in numbers.items()})
+        for (trained, tested), numbers in zip(names, (PRINTED_SOFTMAX, PRINTED_ADAPTIVE), strict=True)
+    ]
+
+
+def _errors(section: Section, lines: Sequence[Line]) -> str:
+    def cell(line: Line) -> str:
+        assert line.row.logits_wrong is not None
+        assert line.row.dispersed is not None
+        return f"{100 * line.row.logits_wrong.value:.1f} + {100 * line.row.dispersed.value:.1f}"
+
+    rows = [
+        ([label], {line.row.size: cell(line) for line in lines if line.label == label})
+        for label in dict.fromkeys(line.label for line in lines)
+    ]
+    heading = _heading(f"What the errors are: {SECTIONS[section]}")
+    table = _by_size(["trained with"], rows, _sizes(lines))
+    told = "Errors in %: logits wrong (the largest is not the right item's) + dispersed (it is, the answer is not)."
+    return f"{heading}\n\n{table}\n\n{told}\n"
+
+
+def _scales(section: Section, scales: Sequence[Scale]) -> str:
+    def rows(cell: Callable[[Scale], str]) -> dict[str, dict[int, str]]:
+        found: dict[str, dict[int, str]] = {}
+        for scale in scales:
+            found.setdefault(scale.training.label, {})[scale.size] = cell(scale)
+        return found
+
+    margins = rows(lambda s: f"{_plain(s.delivered)} / {_plain(s.needed)} / {_plain(s.class_noise)}")
+    rights = rows(lambda s: f"{100 * s.logits_right:.0f} / {_percents(s.predicted_right)}")
+    first = {scale.training.label: scale for scale in scales}
+    sizes = sorted({scale.size for scale in scales})
+    about = {label: [label, f"{s.slope:,.0f}", f"{s.leak:.1e}"] for label, s in first.items()}
+    head = ["trained with", "slope", "class leak"]
+    tables = (
+        _by_size(head, [(about[label], cells) for label, cells in margins.items()], sizes),
+        _by_size(["trained with"], [([label], cells) for label, cells in rights.items()], sizes),
+    )
+    margin_told = (
+        "Slope of the logit in the priority and class leak in units of priority, from 0.9 to 1. By size, in logits: "
+        "margin between the two best that is delivered / needed for half of the weight (-: no margin alone decides) / "
+        "moved by the class (one standard deviation; a margin below it is a guess; -: not measured among the best)."
+    )
+    right_told = "Sets whose largest logit is the right item's, in %: measured / predicted from the class leak alone."
+    parts = "\n\n".join(f"{table}\n\n{line}" for table, line in zip(tables, (margin_told, right_told), strict=True))
+    return f"{_heading('The scale of the logits: ' + SECTIONS[section])}\n\n{parts}\n"
+
+
+def _percents(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
+
+
+def _plain(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _cell(line: Line) -> str:
+    difference = line.difference
+    mark = ""
+    if difference is not None and difference.p_holm < ALPHA:
+        mark = " ▲" if difference.mean.value > 0 else " ▼"
+    return percent(line.row.accuracy) + mark
+
+
+def percent(mean: Mean) -> str:
+    return f"{100 * mean.value:.1f}" + ("" if mean.half_width is None else f" ± {100 * mean.half_width:.1f}")
+
+
+def _sizes(lines: Sequence[Line]) -> list[int]:
+    return sorted({line.row.size for line in lines})
+
+
+def _heading(text: str) -> str:
+    return f"### {text[0].upper()}{text[1:]}"
+
+
+def _by_size(names: list[str], rows: Sequence[tuple[list[str], dict[int, str]]], sizes: Sequence[int]) -> str:
+    head = f"| {' | '.join([*names, *(f'{size:,}' for size in sizes)])} |"
+    rule = f"|{'---|' * len(names)}{'---:|' * len(sizes)}"
+    body = [f"| {' | '.join([*first, *(cells.get(size, '-') for size in sizes)])} |" for first, cells in rows]
+    return "\n".join([head, rule, *body])

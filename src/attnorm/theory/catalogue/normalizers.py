@@ -18,7 +18,7 @@ from attnorm.theory.catalogue.dispersion import weights_between
 from attnorm.theory.catalogue.jacobian import jacobian_norm
 from attnorm.theory.dispersion import Bounds
 from attnorm.theory.lemma1 import lemma1_constants_of, not_covered
-from attnorm.theory.placement import outside_the_law
+from attnorm.theory.normalizer_frontier import outside_the_law
 
 FEW_ROWS = 4
 MOST_LOGIT = 50.0  # e^50 is still an ordinary number

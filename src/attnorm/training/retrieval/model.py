@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnorm.normalizers.contract import Normalizer
-from attnorm.training.retrieval.streams import stream
-from attnorm.training.retrieval.tasks import CLASSES, Task
+from attnorm.normalizers.registry import get
+from attnorm.normalizers.spec import parse_spec
+from attnorm.training.retrieval.data import CLASSES, Task, stream
 
 
 class StackedLinear(nn.Module):
@@ -88,3 +89,31 @@ class Retrievers(nn.Module):
 
 def mixture(weights_SBN: Tensor, values_SBND: Tensor) -> Tensor:
     return (weights_SBN[:, :, None] @ values_SBND).squeeze(2)
+
+
+def normalizer_for(spelling: str, copies: int) -> Normalizer:
+    """The normalizer of that name and options, with parameters for each copy where it learns any.
+
+    Raises:
+        ValueError: Unknown, or one that cannot be asked for the weights of a set.
+    """
+    name, options = parse_spec(spelling)
+    try:
+        chosen = get(name, **options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(chosen, Normalizer):
+        raise ValueError(
+            f"{name!r} is a mechanism: it needs q, k and v of a sequence, and sets of items are rows of logits; "
+            "choose a normalizer, `attnorm normalizers` lists them"
+        )
+    if not any(True for _ in chosen.parameters()):
+        return chosen
+    try:
+        per_copy = get(name, heads=copies, **options)
+    except TypeError:
+        raise ValueError(
+            f"{name!r} learns parameters but has no option `heads`, so the models of a stack would share them"
+        ) from None
+    assert isinstance(per_copy, Normalizer)
+    return per_copy

@@ -9,7 +9,7 @@ OF_THE_PAPER = ("steps", "batch", "smallest", "largest", "width", "learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class RetrievalRecipe:
     """The defaults are those of Velickovic et al. 2024 (https://arxiv.org/abs/2410.01104), with fewer steps.
 
     Raises:

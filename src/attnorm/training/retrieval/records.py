@@ -1,35 +1,70 @@
-"""Results as JSONL, written as they come: a line per normalizer, seed, size and normalizer at test time."""
+"""Results of the tests: one JSONL record per normalizer, seed, size and test normalizer, and their means over seeds."""
 
-import json
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 RECORDS = "records.jsonl"
 
 Record = dict[str, Any]
 
 
-def read_records(path: Path) -> list[Record]:
-    """Whole lines only: one during which the program was killed is left out."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+CONFIDENCE = 0.95
 
 
-def append_records(path: Path, records: Sequence[Record]) -> None:
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":  # half a line of a killed program
-                text = "\n" + text
-        file.write(text.encode())
+@dataclass(frozen=True)
+class Mean:
+    """Of independent seeds; the true mean lies within `value` +- `half_width` with 95 % confidence (Student's t)."""
+
+    value: float
+    half_width: float | None  # None for a single seed
+
+
+@dataclass(frozen=True)
+class Row:
+    """Errors and leak are None where the task does not define them."""
+
+    normalizer: str
+    tested_with: str
+    size: int
+    seeds: int
+    sets: int
+    accuracy: Mean
+    logits_wrong: Mean | None
+    dispersed: Mean | None
+    winner_weight: Mean | None
+    leak: Mean | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(records: Sequence[Record]) -> list[Row]:
+    """Records of one task and recipe; they may come in any order, rows come in the order of the first of each."""
+    groups: dict[tuple[str, str, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["normalizer"], record["tested_with"], record["size"]), []).append(record)
+    rows = []
+    for (normalizer, tested_with, size), group in groups.items():
+        accuracy = mean_of(group, "accuracy")
+        assert accuracy is not None
+        others = (mean_of(group, name) for name in ("logits_wrong", "dispersed", "winner_weight", "leak"))
+        rows.append(Row(normalizer, tested_with, size, len(group), group[0]["sets"], accuracy, *others))
+    return rows
+
+
+def mean_of(records: Sequence[Record], name: str) -> Mean | None:
+    """None where a record lacks the number: a mean over some of the seeds would be one of the better ones."""
+    values = [record.get(name) for record in records]
+    if not values or any(value is None for value in values):
+        return None
+    numbers = np.asarray(values, dtype=np.float64)
+    if len(numbers) < 2:
+        return Mean(float(numbers[0]), None)
+    from scipy.stats import t
+
+    error = float(numbers.std(ddof=1)) / math.sqrt(len(numbers))
+    return Mean(float(numbers.mean()), float(t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)) * error)

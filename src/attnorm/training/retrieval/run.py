@@ -19,25 +19,31 @@ from typing import Any
 
 import torch
 
-from attnorm.analysis.manifest import now, versions
-from attnorm.training import atomic
-from attnorm.training.acceleration import check_accelerate
-from attnorm.training.devices import chosen_device
-from attnorm.training.retrieval.journal import CHECKPOINTS, METRICS, Journal
-from attnorm.training.retrieval.normalizer import normalizer_for
-from attnorm.training.retrieval.recipe import Recipe
+from attnorm.files import write_json
+from attnorm.provenance import now, versions
+from attnorm.run_folder import require_only
+from attnorm.training.device import check_accelerate, chosen_device
+from attnorm.training.retrieval.data import Task, find_task
+from attnorm.training.retrieval.evaluate import Trials, records_of
+from attnorm.training.retrieval.model import normalizer_for
+from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.records import RECORDS, Record
-from attnorm.training.retrieval.stacks import FOLDER, Stack, found_stacks, run_key, save_stack, stack_name
-from attnorm.training.retrieval.tasks import Task, find_task
-from attnorm.training.retrieval.training import check_recipe, train
-from attnorm.training.retrieval.trials import Trials, records_of
+from attnorm.training.retrieval.train import CHECKPOINTS, METRICS, Journal, check_recipe, train
+from attnorm.training.retrieval.trained_seeds import (
+    FOLDER,
+    TrainedSeeds,
+    find_trained_seeds,
+    run_key,
+    save_trained_seeds,
+    trained_seeds_name,
+)
 
 MANIFEST = "manifest.json"
 SEEDS = tuple(range(10))
 
 
 @dataclass(frozen=True)
-class Progress:
+class RetrievalProgress:
     """Training steps (with the loss) or test sizes done, of the normalizer at hand, which is the number-th of `of`."""
 
     normalizer: str
@@ -49,7 +55,7 @@ class Progress:
     loss: float | None = None
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[RetrievalProgress], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def train_retrieval(
     *,
     task: str = "max",
     seeds: Sequence[int] = SEEDS,
-    recipe: Recipe | None = None,
+    recipe: RetrievalRecipe | None = None,
     trials: Trials | None = None,
     device: str | None = None,
     compiled: bool | None = None,
@@ -88,16 +94,17 @@ def train_retrieval(
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     check_accelerate()
-    recipe, trials = recipe or Recipe(), trials or Trials()
+    recipe, trials = recipe or RetrievalRecipe(), trials or Trials()
     sort, place = find_task(task), chosen_device(device)
     compiled = place.type == "cuda" if compiled is None else compiled
     check_recipe(recipe, sort)
     _check_names(normalizers, seeds)
-    _claim(out)
+    require_only(out, {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}, "files of something else")
+    out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
     manifest: dict[str, Any] = {}
     for number, name in enumerate(normalizers, 1):
-        here = Progress(name, number, len(normalizers), "training", 0, recipe.steps)
+        here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
         job = _Job(sort, name, recipe, place, compiled, checkpoint_every, command)
         for stack in _stacks(out, job, seeds, here, report):
             testing = replace(here, stage="testing", total=len(trials.sizes))
@@ -113,22 +120,22 @@ class _Job:
 
     task: Task
     normalizer: str
-    recipe: Recipe
+    recipe: RetrievalRecipe
     device: torch.device
     compiled: bool
     checkpoint_every: int
     command: str
 
 
-def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: Report) -> list[Stack]:
+def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: RetrievalProgress, report: Report) -> list[TrainedSeeds]:
     """Those in the folder that hold the seeds; seeds that none holds are trained as one more."""
     key = run_key(job.task.name, job.normalizer, job.recipe, job.device.type)
-    held = [stack for stack in found_stacks(out, key) if set(stack.seeds) & set(seeds)]
+    held = [stack for stack in find_trained_seeds(out, key) if set(stack.seeds) & set(seeds)]
     missing = sorted(set(seeds) - {seed for stack in held for seed in stack.seeds})
     if not missing:
         return held
     report(here)
-    journal = Journal(out, stack_name(key, missing), job.checkpoint_every)
+    journal = Journal(out, trained_seeds_name(key, missing), job.checkpoint_every)
     trained = train(
         job.task,
         normalizer_for(job.normalizer, len(missing)),
@@ -150,7 +157,7 @@ def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: Progress, report: 
         "command": job.command,
         "versions": versions(),
     }
-    stack = save_stack(out, key, missing, trained.models, about)
+    stack = save_trained_seeds(out, key, missing, trained.models, about)
     journal.close()
     return [*held, stack]
 
@@ -161,13 +168,15 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
         "written": now(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
-        "models": [{"file": stack.path.relative_to(out).as_posix(), **stack.about} for stack in found_stacks(out)],
+        "models": [
+            {"file": stack.path.relative_to(out).as_posix(), **stack.about} for stack in find_trained_seeds(out)
+        ],
     }
-    atomic.write_json(out / MANIFEST, manifest)
+    write_json(out / MANIFEST, manifest)
     return manifest
 
 
-def _tell_trials(report: Report, testing: Progress, done: int) -> None:
+def _tell_trials(report: Report, testing: RetrievalProgress, done: int) -> None:
     report(replace(testing, done=done))
 
 
@@ -182,16 +191,6 @@ def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
         raise ValueError(f"seeds must not be negative, got {min(seeds)}")
     for name in normalizers:
         normalizer_for(name, len(seeds))
-
-
-def _claim(out: Path) -> None:
-    """Makes the folder; one with files of another kind is left alone."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; name a folder for the output")
-    ours = {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}
-    if out.is_dir() and any(not path.name.startswith(".") and path.name not in ours for path in out.iterdir()):
-        raise ValueError(f"{out} holds files of something else; choose an empty or a new folder")
-    out.mkdir(parents=True, exist_ok=True)
 
 
 def _in_order(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:

@@ -1,0 +1,213 @@
+"""The dispersion picture: weight kept against context length, both logarithmic, every line named where it ends.
+
+Lines that lie on top of each other are drawn once and share a label. Groups differ in lightness and weight, not only in
+colour, so that the picture survives a grey printer.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnorm.bench.dispersion_table import MEANING, Curve, Dispersion, Verdict, percent, shown
+from attnorm.figure_files import INK, PALE, save_slide
+from attnorm.line_labels import spread, wrapped
+
+FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
+CEILING = 1.3
+SAME = 1.01  # curves that never differ by more than this factor are one line
+
+COLOUR: dict[Verdict, str] = {"stays": "#0a4a8c", "fades": "#cf7426", "collapses": "#7d858f"}
+SMALL = 9.7  # points
+LINE_HEIGHT = 0.035  # of the plot's height
+HEADING_ROWS = 1.6
+HIGHEST = 1.13  # where the first heading may stand, in heights of the plot: beside the title
+LABEL_WIDTH = 44  # characters
+
+
+@dataclass(frozen=True)
+class Line:
+    """One or more curves that coincide, softmax first."""
+
+    curves: tuple[Curve, ...]
+
+    @property
+    def shape(self) -> Curve:
+        return self.curves[0]
+
+    @property
+    def names(self) -> list[str]:
+        return [curve.label.replace(", ", " ") for curve in self.curves]
+
+    @property
+    def is_softmax(self) -> bool:
+        return self.shape.name == "softmax"
+
+    @property
+    def colour(self) -> str:
+        return INK if self.is_softmax else COLOUR[self.shape.verdict]
+
+
+def save_dispersion_figure(dispersion: Dispersion, folder: Path) -> list[Path]:
+    """Writes dispersion.svg and dispersion.png into the folder; the paths."""
+    if not dispersion.curves:
+        raise ValueError("there is no curve to draw: every normalizer was left out")
+    return save_slide(partial(dispersion_figure, dispersion), folder, "dispersion")
+
+
+def dispersion_figure(dispersion: Dispersion) -> Figure:
+    figure = Figure(figsize=(12.8, 7.2), facecolor="white")  # a 16:9 slide
+    axes = figure.add_axes((0.07, 0.135, 0.525, 0.69))
+    lengths = dispersion.curves[0].lengths
+    _draw_axes(axes, lengths)
+    lines = merged(dispersion)
+    for line in sorted(lines, key=lambda line: (line.is_softmax, line.shape.verdict == "stays")):
+        _draw_line(axes, line)
+    _label_ends(axes, lines)
+    _label_falls(axes, [line for line in lines if line.shape.kept[-1] < FLOOR])
+    _write_around(figure, dispersion)
+    return figure
+
+
+def merged(dispersion: Dispersion) -> list[Line]:
+    """The lines to draw, from the most to the least kept."""
+    lines: list[list[Curve]] = []
+    for _, curves in dispersion.groups():
+        for curve in curves:
+            twin = next((line for line in lines if _coincide(line[0], curve)), None)
+            if twin is None:
+                lines.append([curve])
+            else:
+                twin.append(curve)
+    return [Line(tuple(sorted(line, key=lambda curve: curve.name != "softmax"))) for line in lines]
+
+
+def _coincide(a: Curve, b: Curve) -> bool:
+    pairs = [(max(x, FLOOR), max(y, FLOOR)) for x, y in zip(a.kept, b.kept, strict=True)]
+    return a.verdict == b.verdict and all(1 / SAME < x / y < SAME for x, y in pairs)
+
+
+def _draw_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(lengths[0], lengths[-1])
+    axes.set_ylim(FLOOR, CEILING)
+    ticks = [lengths[index] for index in shown(lengths)]
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xticks([], minor=True)
+    shares = [1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5]
+    axes.set_yticks(shares, [f"{100 * share:g} %" for share in shares])
+    axes.set_yticks([], minor=True)
+    axes.tick_params(length=0, labelsize=10.5, labelcolor=INK, pad=7)
+    axes.set_xlabel("keys in the context", fontsize=11, color=INK, labelpad=8)
+    axes.grid(axis="y", color="#e9ebee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(PALE)
+    axes.plot(lengths, [1 / n for n in lengths], color=PALE, linewidth=1.1, linestyle=(0, (1, 3)))
+    at = lengths[len(lengths) // 2]
+    axes.text(
+        at, 0.6 / at, "equal share, 1/n", fontsize=SMALL, color=PALE, ha="center", va="center",
+        rotation=_angle(axes, at), rotation_mode="anchor",
+    )  # fmt: skip
+
+
+def _angle(axes: Axes, at: int) -> float:
+    """Of the line 1/n on the page, in degrees."""
+    (x0, y0), (x1, y1) = axes.transData.transform([(at, 1 / at), (2 * at, 0.5 / at)])
+    return math.degrees(math.atan2(y1 - y0, x1 - x0))
+
+
+def _draw_line(axes: Axes, line: Line) -> None:
+    curve = line.shape
+    width = 3.2 if line.is_softmax else 2.4 if curve.verdict == "stays" else 1.4
+    kept = [max(value, FLOOR * FLOOR) for value in curve.kept]
+    style = (0, (5, 2)) if curve.verdict == "collapses" else "solid"
+    axes.plot(curve.lengths, kept, color=line.colour, linewidth=width, linestyle=style, solid_capstyle="round")
+
+
+def _label_ends(axes: Axes, lines: list[Line]) -> None:
+    """Names at the right, under the heading of their group, each tied to the end of its line by a hair."""
+    entries: list[tuple[Line, bool]] = []  # a line, and whether this is the heading above it
+    for before, line in pairwise([None, *lines]):
+        assert line is not None
+        if before is None or before.shape.verdict != line.shape.verdict:
+            entries.append((line, True))
+        entries.append((line, False))
+    ends = [_height(axes, line.shape.kept[-1]) for line, _ in entries]
+    texts = [wrapped(line.names, LABEL_WIDTH) for line, _ in entries]
+    rows = [HEADING_ROWS if heading else len(text) for text, (_, heading) in zip(texts, entries, strict=True)]
+    places = spread(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
+    for (line, heading), end, place, text in zip(entries, ends, places, texts, strict=True):
+        if heading:
+            _write_heading(axes, line.shape.verdict, place - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)
+        else:
+            _write_label(axes, line, text, end, place + LINE_HEIGHT * (len(text) - 1) / 2)
+
+
+def _height(axes: Axes, kept: float) -> float:
+    """Where a weight lies between the bottom (0) and the top (1) of the plot."""
+    height: float = axes.transAxes.inverted().transform(axes.transData.transform((1, max(kept, FLOOR))))[1]
+    return height
+
+
+def _write_heading(axes: Axes, verdict: Verdict, place: float) -> None:
+    write: dict[str, Any] = {"color": COLOUR[verdict], "fontsize": SMALL}
+    heading = axes.text(
+        1.055, place, verdict.upper(), transform=axes.transAxes, va="center", fontweight="bold", **write
+    )
+    axes.annotate(
+        MEANING[verdict], xy=(1, 0), xycoords=heading, xytext=(6, 0), textcoords="offset points", va="bottom", **write
+    )
+
+
+def _write_label(axes: Axes, line: Line, text: list[str], end: float, top: float) -> None:
+    write: dict[str, Any] = {
+        "transform": axes.transAxes, "color": line.colour, "fontsize": SMALL, "va": "center",
+        "fontweight": "bold" if line.is_softmax else "normal",
+    }  # fmt: skip
+    if line.shape.kept[-1] >= FLOOR:
+        hair = ([1.003, 1.012, 1.04, 1.048], [end, end, top, top])
+        axes.plot(*hair, transform=axes.transAxes, color=line.colour, linewidth=0.7, clip_on=False)
+    axes.text(1.138, top, percent(line.shape.kept[-1]), ha="right", **write)
+    for row, part in enumerate(text):
+        axes.text(1.153, top - row * LINE_HEIGHT, part, **write)
+
+
+def _label_falls(axes: Axes, lines: list[Line]) -> None:
+    """Names beside the lines that leave through the floor."""
+    for row, line in enumerate(sorted(lines, key=lambda line: _crossing(line.shape, FLOOR))):
+        height = FLOOR * 2.6 * 2**row
+        x = _crossing(line.shape, height) * 1.15
+        axes.text(x, height, ", ".join(line.names), fontsize=SMALL, color=line.colour, va="center")
+
+
+def _crossing(curve: Curve, level: float) -> float:
+    """The length at which the curve falls below the level, between measured lengths by the straight line drawn."""
+    points = [
+        (math.log(n), math.log(max(kept, FLOOR * FLOOR))) for n, kept in zip(curve.lengths, curve.kept, strict=True)
+    ]
+    wanted = math.log(level)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y0 >= wanted > y1:
+            return math.exp(x0 + (y0 - wanted) / (y0 - y1) * (x1 - x0))
+    return float(curve.lengths[0])
+
+
+def _write_around(figure: Figure, dispersion: Dispersion) -> None:
+    left = 0.018
+    figure.text(left, 0.935, "How much attention does a clear winner keep?", fontsize=19, fontweight="bold", color=INK)
+    figure.text(left, 0.89, f"{dispersion.setting} Its share of the weight:", fontsize=11.5, color=INK)
+    left_out = f" Not asked: {', '.join(dispersion.left_out)}." if dispersion.left_out else ""
+    draws = f"Median of {dispersion.draws} draws; the winner stands in the middle of the context. "
+    note = (
+        f"{draws}Settings not named are the defaults. Rows that sum to more than 1 are divided by their sum.{left_out}"
+    )
+    figure.text(left, 0.022, note, fontsize=8, color=PALE)
+    figure.text(0.985, 0.022, "attnorm dispersion", fontsize=8, color=PALE, ha="right")

@@ -1,0 +1,209 @@
+"""What is installed here, and whether the promises that everything else rests on hold on this machine."""
+
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attnorm.attention import attention
+from attnorm.bench.attention import dense
+from attnorm.bench.machine import this_machine
+from attnorm.bench.results import Machine
+from attnorm.normalizers.check import check_normalizer
+from attnorm.normalizers.registry import get
+
+OPTIONAL_PACKAGES = {
+    "triton": "torch.compile, FlexAttention and the kernels of entmax on CUDA",
+    "accelerate": "`attnorm train`, and the Hugging Face Trainer",
+    "pandas": "Analysis.to_pandas",
+    "polars": "Analysis.to_polars",
+    "lightning": "AttentionMonitor.lightning",
+    "entmax": "the rival in `attnorm bench normalizers`",
+}
+CLOSE = 1e-5  # float32 attention of unit normal inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optional:
+    """Something that is not required, whether it is here, and what it is good for."""
+
+    name: str
+    version: str | None  # None: not here
+    enables: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that was tried on this machine."""
+
+    promise: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    machine: Machine
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    optional: tuple[Optional, ...]
+    checks: tuple[Check, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and whether everything held."""
+        return {"well": self.well, **asdict(self)}
+
+    @property
+    def well(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def examine() -> Health:
+    """Everything the doctor tells; takes a few seconds."""
+    return Health(
+        machine=this_machine(),
+        versions={
+            "attnorm": _version("attnorm") or "not installed",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": _version("transformers") or "not installed",
+        },
+        devices=_devices(),
+        optional=(
+            *(Optional(name=name, version=_version(name), enables=use) for name, use in OPTIONAL_PACKAGES.items()),
+            Optional(name="C++ compiler", version=_compiler(), enables="torch.compile on the CPU"),
+        ),
+        checks=tuple(_tried(promise, attempt) for promise, attempt in PROMISES.items()),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> tuple[str, ...]:
+    cuda = (f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count()))
+    return ("cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else []))
+
+
+def _compiler() -> str | None:
+    return next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
+
+
+def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> Check:
+    try:
+        passed, detail = attempt()
+    except Exception as error:  # whatever breaks here is what the user came to learn
+        passed, detail = False, f"{type(error).__name__}: {error}"
+    return Check(promise=promise, passed=passed, detail=detail)
+
+
+def _keeps_the_contract(name: str) -> tuple[bool, str]:
+    report = check_normalizer(name, raise_on_failure=False)
+    failures = "; ".join(f"{check.name}: {check.detail}" for check in report.failures)
+    return report.passed, failures or f"{len(report.checks)} checks"
+
+
+def _matches_sdpa() -> tuple[bool, str]:
+    q, k, v = _inputs(64)
+    return _close(attention(q, k, v, "softmax", causal=True), scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def _blocks_match_the_dense_form() -> tuple[bool, str]:
+    normalizer = get("entmax15")
+    q, k, v = _inputs(2048)
+    with torch.no_grad():
+        return _close(attention(q, k, v, normalizer, causal=True), dense(q, k, v, normalizer, causal=True))
+
+
+def _hidden_keys_get_nothing() -> tuple[bool, str]:
+    logits = torch.tensor([[0.0, torch.nan, 1.0]], requires_grad=True)
+    normalizer = get("entmax15")
+    weights = normalizer(logits, torch.tensor([[True, False, True]]))
+    (gradient,) = torch.autograd.grad((weights * torch.tensor([3.0, 2.0, 1.0])).sum(), logits)
+    clean = weights[0, 1].item() == 0 == gradient[0, 1].item() and bool(torch.isfinite(gradient).all())
+    return clean, "weight 0, gradient 0" if clean else f"weights {weights.tolist()}, gradient {gradient.tolist()}"
+
+
+def _analyze_measures() -> tuple[bool, str]:
+    from attnorm.analysis.analyze import analyze
+    from attnorm.models.load import BUNDLED
+
+    analysis = analyze(BUNDLED, lengths=64, rows=8, metrics="core")
+    heads = analysis.heads.num_rows
+    broken = analysis.verdict.counts["broken"]
+    return heads > 0 and not broken, f"{heads} heads, {broken} with numbers that are not finite"
+
+
+def _patch_can_be_taken_back() -> tuple[bool, str]:
+    from attnorm.models.load import BUNDLED, load
+    from attnorm.models.patch import patch, unpatch
+
+    model = load(BUNDLED).model
+    tokens = torch.arange(32, device=model.device)[None]
+    with torch.no_grad():
+        before = model(tokens).logits
+        patch(model, "entmax15")
+        patched = model(tokens).logits
+        unpatch(model)
+        after = model(tokens).logits
+    changed = bool(torch.isfinite(patched).all()) and not torch.equal(patched, before)
+    restored = torch.equal(after, before)
+    return changed and restored, f"{'other' if changed else 'WRONG'} logits, then the {'same' if restored else 'WRONG'}"
+
+
+def _inputs(length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 1, length, 32, generator=generator) for _ in range(3)]
+
+
+def _close(ours: Tensor, expected: Tensor) -> tuple[bool, str]:
+    error = (ours - expected).abs().max().item()
+    return error <= CLOSE, f"largest difference {error:.1e}"
+
+
+PROMISES: dict[str, Callable[[], tuple[bool, str]]] = {
+    "softmax keeps the contract": lambda: _keeps_the_contract("softmax"),
+    "entmax15 keeps the contract": lambda: _keeps_the_contract("entmax15"),
+    "attention with softmax equals torch SDPA": _matches_sdpa,
+    "attention in blocks equals the dense form": _blocks_match_the_dense_form,
+    "a NaN at a hidden key does not leak": _hidden_keys_get_nothing,
+    "analyze measures the bundled model": _analyze_measures,
+    "patch exchanges softmax and unpatch restores it": _patch_can_be_taken_back,
+}
+
+
+def health_tables(health: Health) -> RenderableType:
+    here = Table(title="This machine", show_header=False, title_justify="left")
+    machine = health.machine
+    for name, value in [
+        *health.versions.items(),
+        ("system", machine.system),
+        ("processor", f"{machine.processor}, {machine.cores} cores, torch uses {machine.threads}"),
+        ("devices", ", ".join(health.devices)),
+    ]:
+        here.add_row(name, value)
+    optional = Table(title="Optional", title_justify="left")
+    for heading in ("what", "version", "enables"):
+        optional.add_column(heading)
+    for one in health.optional:
+        optional.add_row(one.name, one.version or Text("missing", style="yellow"), one.enables)
+    checks = Table(title="Self check", title_justify="left")
+    for heading in ("promise", "", "found"):
+        checks.add_column(heading)
+    for check in health.checks:
+        verdict = Text("holds", style="green") if check.passed else Text("BROKEN", style="bold red")
+        checks.add_row(check.promise, verdict, check.detail)
+    return Group(here, optional, checks)

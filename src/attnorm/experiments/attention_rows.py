@@ -1,0 +1,157 @@
+"""The last query row of every head of a model: its weights and the vectors that they mix, as theory takes them.
+
+Vectors are the values after the head's projection, or what they were projected from (`vectors="inputs"`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnorm.experiments.experiment import ProgressCallback, Subject
+from attnorm.experiments.forward_pass import run_forward_pass
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.normalized import as_normalizer, measured, rows_block
+from attnorm.metrics.sampling import rows_to_measure
+from attnorm.metrics.vectors import Vectors
+from attnorm.theory.geometry import on_sphere
+from attnorm.theory.selection import SelectedRows, at_least_float32, top_n_indices
+
+_TENSORS = ("weights", "vectors", "visible")
+
+
+@dataclass(frozen=True)
+class LastRows:
+    """The last row of the heads of one layer, by the vectors that they share (grouped-query attention)."""
+
+    layer: int
+    weights: Tensor  # (g, h / g, L)
+    vectors: Tensor  # (g, L, d)
+    visible: Tensor  # (g, h / g, L)
+
+    @property
+    def heads(self) -> int:
+        return self.weights.shape[0] * self.weights.shape[1]
+
+    @property
+    def keys(self) -> int:
+        """Visible to the row that sees most."""
+        return int(self.visible.sum(-1).max())
+
+    def selected(self, most: int) -> SelectedRows:
+        """With the `most` heaviest keys; `with_indices(.indices[..., :N])` gives the top N of them."""
+        indices = top_n_indices(self.weights, most, self.visible)
+        return SelectedRows(self.weights, self.vectors, self.visible, indices, one_row_per_set=False)
+
+    def on_sphere(self) -> "LastRows":
+        return replace(self, vectors=on_sphere(self.vectors))
+
+    def permuted(self, generator: torch.Generator) -> "LastRows":
+        """Every head's weights dealt out to its visible keys at random: the weights know nothing of the vectors."""
+        scores = torch.rand(self.weights.shape, generator=generator, dtype=torch.float64)
+        return replace(self, weights=permute_weights(self.weights, self.visible, scores))
+
+
+def permute_weights(weights: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
+    """The weights of each row on its visible keys in the order of their scores, which are below 1."""
+    by_score = torch.where(visible, scores, 2.0).argsort(dim=-1)  # hidden keys last
+    in_order = visible.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(weights).scatter(-1, by_score, weights.gather(-1, in_order))
+
+
+def last_rows(
+    subject: Subject,
+    length: int,
+    *,
+    start: int = 0,
+    vectors: Vectors = "values",
+    progress: ProgressCallback = lambda what, done, total: None,
+) -> list[LastRows]:
+    """One forward pass over `length` tokens of the first text, from token `start` on; attention to an encoder is left
+    out."""
+    found: list[LastRows] = []
+    run_forward_pass(
+        subject, length, lambda call: found.append(_last_row(call, vectors)), progress,
+        f"running the model on {length} tokens", start=start, inputs=vectors == "inputs", encoders=True,
+    )  # fmt: skip
+    return found
+
+
+def joined(layers: Sequence[LastRows]) -> list[LastRows]:
+    """Layers of one shape as one, head after head: the same numbers from fewer and larger operations."""
+    by_shape: dict[tuple[torch.Size, torch.Size], list[LastRows]] = {}
+    for layer in layers:
+        by_shape.setdefault((layer.weights.shape, layer.vectors.shape), []).append(layer)
+    return [
+        LastRows(same[0].layer, *(torch.cat([getattr(one, name) for one in same]) for name in _TENSORS))
+        for same in by_shape.values()
+    ]
+
+
+def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
+    values = call.value_BGKE if vectors == "values" else call.inputs_BKC
+    if values is None:
+        raise ValueError("the layer inputs of this model cannot be seen; take the values as vectors")
+    if vectors == "inputs":
+        values = values[:, None]
+    row = torch.tensor([call.query_BHQD.shape[-2] - 1], device=call.query_BHQD.device)
+    (own,) = measured(call, [None])
+    with torch.no_grad():
+        (block,) = logit_blocks(call, row, all_heads=True)
+        weights = as_normalizer(own, call).weights(rows_block(call, block))[0].float()
+        keys = slice(block.first_key, block.first_key + weights.shape[-1])
+        x = at_least_float32(values[0, :, keys])
+        x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2]))
+        visible = block.visible.expand(weights.shape)
+        groups = x.shape[0]
+        shape = (groups, -1, weights.shape[-1])
+        # In float64: sums over a thousand keys, and differences of nearly equal lengths.
+        weights, visible = weights.double().reshape(shape).cpu(), visible.reshape(shape).cpu()
+        x = torch.where(visible.any(-2).unsqueeze(-1), x.double().cpu(), 0.0)
+    seen = visible.flatten(0, 1).any(0)  # without the padding
+    return LastRows(call.layer, weights[..., seen], x[:, seen], visible[..., seen])
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """M rows of up to L keys: the same rows of every head, heads one after the other."""
+
+    logits: Tensor  # (M, L), 0 where hidden; scaled as the model runs them
+    visible: Tensor  # (M, L), boolean
+    layer: Tensor  # (M,)
+    head: Tensor  # (M,)
+
+    @property
+    def n(self) -> Tensor:
+        return self.visible.sum(-1)
+
+    def where(self, chosen: Tensor) -> "SampledRows":
+        return SampledRows(self.logits[chosen], self.visible[chosen], self.layer[chosen], self.head[chosen])
+
+
+def sample_rows(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> SampledRows:
+    """`rows` rows of every head, spread over the lengths of contexts up to `length`."""
+    logits: list[Tensor] = []
+    visible: list[Tensor] = []
+    layers: list[Tensor] = []
+    heads: list[Tensor] = []
+
+    def on_call(call: AttentionCall) -> None:
+        chosen = rows_to_measure(rows, call.query_BHQD.shape[-2], causal=call.causal)
+        for block in logit_blocks(call, chosen.to(call.query_BHQD.device), all_heads=True):
+            count, taken, width = block.logits.shape
+            seen = block.visible.expand(block.logits.shape)
+            own = block.logits.new_zeros(count, taken, length)
+            own[..., block.first_key : block.first_key + width] = torch.where(seen, block.logits, 0.0)[..., :length]
+            mask = seen.new_zeros(count, taken, length)
+            mask[..., block.first_key : block.first_key + width] = seen[..., :length]
+            logits.append(own.flatten(0, 1).cpu())
+            visible.append(mask.flatten(0, 1).cpu())
+            layers.append(torch.full((count * taken,), call.layer))
+            heads.append(torch.arange(count).repeat_interleave(taken))
+
+    run_forward_pass(subject, length, on_call, progress, "rows of every head")
+    return SampledRows(torch.cat(logits), torch.cat(visible), torch.cat(layers), torch.cat(heads))

@@ -1,0 +1,282 @@
+"""Dispersion against context length: the rate test, and for how many heads the ceiling of softmax binds.
+
+If dispersion were forced, the entropy of a head would climb to log n and the log-odds of its winner against the mean of
+the others, the effective gap, would stay where they are: slope 0 on log n. Slope 1 keeps the largest weight at every
+length. In a causal model one pass holds all shorter contexts, so every curve here comes from one pass, binned by n.
+
+The same logits are measured as the model runs, among the keys beside the first (the sink), and from queries and keys
+before their rotation to positions: what the content alone would select.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.experiments.dispersion.figure import by_layer, overview
+from attnorm.experiments.dispersion.measure import (
+    CONTENT,
+    LENGTHS,
+    QUICK_LENGTHS,
+    RUNS,
+    Key,
+    Reach,
+    bins,
+    bound_shares,
+    column,
+    head_table,
+    kv_effect,
+    measure,
+    median,
+    reach,
+    share,
+    wanted,
+)
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.models.positions import longest_context
+
+AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall
+
+
+def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+    limit, hard = longest_context(subject.loaded().model)
+    quick, longest = subject.quick, subject.longest
+    main = subject.lengths(wanted(limit, quick=quick, longest=longest))[-1]
+    tokens = subject.tokens(max(2 * (limit or main), longest or 0))
+    name = subject.loaded().name
+    far = reach(main, limit, hard=hard, tokens=tokens, quick=quick, longest=longest, model=name)
+    rows = 96 if subject.quick else 384
+    passes = [measure(subject, progress, main, rows, parts)]
+    if far.beyond is not None:
+        passes.append(measure(subject, progress, far.beyond, rows // 2, parts))
+    heads = {(one.length, variant): head_table(tables) for one in passes for variant, tables in one.variants.items()}
+    curves = {(one.length, name): tables["by_length"] for one in passes for name, tables in one.variants.items()}
+    ceilings = bound_shares(heads, curves)
+    groups = kv_effect(heads[main, RUNS], np.random.default_rng(subject.seed))
+
+    findings = judge_claims(heads, curves, ceilings, groups, far)
+    about = f"{name}, {subject.passages()[0].name}, {main:,} tokens, {rows} rows per head, binned by n"
+    curve = curves[main, RUNS]
+    return Outcome(
+        words=words(heads, ceilings, far),
+        findings=findings,
+        figures={
+            "dispersion": overview(heads, curves, ceilings, main, about),
+            "entropy-by-layer": by_layer(curve, heads[main, RUNS], "entropy", about),
+            "gap-by-layer": by_layer(curve, heads[main, RUNS], "gap", about),
+        },
+        tables={"heads": _joined(heads), "by-length": _joined(curves), "ceiling": ceilings},
+        parameters={
+            "lengths": [one.length for one in passes],
+            "rows": rows,
+            "rows_beyond": rows // 2,
+            "made_for": limit,
+            "reach": far.told,
+            "rotation": "measured" if (main, CONTENT) in heads else "not applicable: the model does not rotate",
+            "key_value_groups": groups,
+            "seed": subject.seed,
+        },
+    )
+
+
+def _joined(tables: Mapping[tuple[int, str], pa.Table]) -> pa.Table:
+    named: list[Any] = []
+    for (_, variant), table in tables.items():
+        column = pa.array([variant] * table.num_rows)
+        named.append(table.add_column(0, "logits", column))
+    return pa.concat_tables(named)
+
+
+EXPERIMENT = Experiment(
+    name="dispersion",
+    title="Dispersion against context length",
+    source="Velickovic et al. 2024, Lemma 2.1 and Theorem 2.2; the rate test asked for in comments on Mudarisov et "
+    "al. 2025",
+    question="Does attention disperse at the rate that theory predicts, and for how many heads does the ceiling bind?",
+    run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTHS[0]),
+    passing=True,
+)
+
+
+def judge_claims(
+    heads: Mapping[Key, pa.Table],
+    curves: Mapping[Key, pa.Table],
+    ceilings: pa.Table,
+    groups: Mapping[str, Any],
+    reach: Reach,
+) -> tuple[Finding, ...]:
+    main = reach.main
+    table = heads[main, RUNS]
+    return (
+        _entropy(table, curves[main, RUNS]),
+        _rate(table),
+        _vanishing(table),
+        _ceiling(ceilings, main),
+        _sink(table),
+        _rotation(heads, main),
+        _groups(groups),
+        _beyond(heads, main, reach.why_not_beyond),
+    )
+
+
+def words(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> str:
+    main = reach.main
+    table = heads[main, RUNS]
+    slopes = column(table, "gap_slope")
+    now, far = (_shares(ceilings, main, RUNS, "all keys", "growing")[at] for at in ("8k", "1M"))
+    return (
+        f"Of {table.num_rows} heads, {share(slopes, 0.9):.0%} keep up with the growing context (slope of the "
+        f"effective gap at least 0.9), {1 - share(slopes, 0.25):.0%} disperse nearly as theory predicts (below "
+        f"0.25); the median slope is {median(slopes):.2f}, where the prediction is 0. So entropy climbs, but for "
+        "most heads more slowly than forced dispersion would have it: their logits spread further apart as the "
+        f"context grows. Growing on like that, the ceiling would bind for {now:.0%} of the heads at 8k keys and for "
+        f"{far:.0%} at a million. {reach.told}"
+    )
+
+
+def _entropy(table: pa.Table, curves: pa.Table) -> Finding:
+    cut = [(n, part) for n, part in bins(curves) if n >= SHORTEST_IN_SLOPE]
+    (n0, first), (n1, last) = cut[0], cut[-1]
+    ratios = [median(column(part, "entropy_ratio_q50")) for part in (first, last)]
+    rising = (
+        column(last, "entropy_ratio_q50") > column(first, "entropy_ratio_q50")
+        if first.num_rows == last.num_rows
+        else None
+    )
+    climbing = float(np.mean(rising)) if rising is not None else float("nan")
+    slope = median(column(table, "entropy_slope"))
+    verdict: Verdict = "reproduces" if ratios[1] > 0.9 else "partly" if slope > 0 else "does not"
+    return Finding(
+        claim="Entropy should climb toward its maximum as the context grows (rate test, comments on [M])",
+        ours=f"it grows by {slope:.2f} nats per e-fold of n (median head; uniform attention: 1); entropy / log n "
+        f"goes from {ratios[0]:.2f} at {n0:.0f} keys to {ratios[1]:.2f} at {n1:,.0f}, and rises in {climbing:.0%} of "
+        "the heads",
+        verdict=verdict,
+        why="log n grows too: entropy that climbs more slowly than log n is no convergence to uniform attention",
+    )
+
+
+def _rate(table: pa.Table) -> Finding:
+    slopes, errors = column(table, "gap_slope"), column(table, "gap_slope_error")
+    low, middle, high = np.nanquantile(slopes, (0.25, 0.5, 0.75))
+    predicted = float(np.nanmean(np.abs(slopes) <= 2 * errors))
+    verdict: Verdict = "reproduces" if abs(middle) < 0.1 else "partly" if middle < 0.5 else "does not"
+    return Finding(
+        claim="... at the rate that theory predicts: the effective gap stays constant, slope 0 (Theorem 2.2 [V])",
+        ours=f"slope {middle:.2f} (quartiles {low:.2f} and {high:.2f}); {predicted:.0%} of the heads within two "
+        f"standard errors of 0, {share(slopes, 0.9):.0%} at 0.9 or more",
+        verdict=verdict,
+        why="the theorem is about lengths at which the logits' bounds are reached; below the horizon a larger "
+        "context also holds larger logits, and the gap grows",
+    )
+
+
+def _vanishing(table: pa.Table) -> Finding:
+    slopes = column(table, "weight_slope")
+    middle = median(slopes)
+    verdict: Verdict = "reproduces" if middle < AS_1_OVER_N else "partly" if middle < NOT_AT_ALL else "does not"
+    return Finding(
+        claim="Attention weights collapse toward 1/L (introduction [M], Lemma 1)",
+        ours=f"the largest weight falls as n^({middle:.2f}) in the median head; as 1/n or faster in "
+        f"{float(np.nanmean(slopes <= AS_1_OVER_N)):.0%} of the heads (our lines for the median: reproduces below "
+        f"{AS_1_OVER_N:g}, does not above {NOT_AT_ALL:g})",
+        verdict=verdict,
+        why="C2/L bounds it from above with C2 = e^spread, and the spread of real heads leaves room for thousands of "
+        "keys",
+    )
+
+
+def _ceiling(ceilings: pa.Table, main: int) -> Finding:
+    def told(reading: str, keys: str) -> str:
+        shares = _shares(ceilings, main, RUNS, keys, reading)
+        known = [f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value)]
+        return ", ".join(known) or "at none of these lengths"
+
+    last = _shares(ceilings, main, RUNS, "all keys", "growing")["1M"]
+    verdict: Verdict = "reproduces" if last > 0.9 else "partly" if last > 0.1 else "does not"
+    return Finding(
+        claim="The ceiling binds in long contexts (Lemma 2.1 [V]; is it binding for this workload?)",
+        ours=f"heads for which no key can have half of the weight: measured {told('measured', 'all keys')}; with the "
+        f"spread as it is now {told('as_measured', 'all keys')}; if it goes on growing "
+        f"{told('growing', 'all keys')}; the same without the sink {told('growing', 'without the sink')}",
+        verdict=verdict,
+        why="horizon 1 + e^spread; the last reading extrapolates spread = a + b sqrt(log n)",
+    )
+
+
+def _sink(table: pa.Table) -> Finding:
+    every, rest = (median(column(table, name)) for name in ("gap_slope", "gap_slope_without_sink"))
+    parked = share(column(table, "sink_mass"), 0.5)
+    return Finding(
+        claim="A sink may hide dispersion (not in the papers)",
+        ours=f"median slope {every:.2f} with the first key, {rest:.2f} without it; {parked:.0%} of the heads put "
+        "most of their weight on it",
+        verdict="not tested",
+        why="a sink keeps its weight at every length, so it looks like a head that keeps up",
+    )
+
+
+def _rotation(heads: Mapping[Key, pa.Table], main: int) -> Finding:
+    claim = "Positional encodings could alter how the constraint manifests (comments on [M]; untouched in [V])"
+    if (main, CONTENT) not in heads:
+        return Finding(claim, "not applicable: this model does not rotate queries and keys", "not tested")
+    with_, without = (column(heads[main, one], "gap_slope") for one in (RUNS, CONTENT))
+    entropy, spread = (
+        [median(column(heads[main, one], name)) for one in (RUNS, CONTENT)]
+        for name in ("entropy_ratio", "logit_spread")
+    )
+    moved = float(np.nanmedian(np.abs(with_ - without)))
+    return Finding(
+        claim=claim,
+        ours=f"median slope {median(with_):.2f} with rotation, {median(without):.2f} from the same queries and keys "
+        f"before it (median change per head {moved:.2f}); entropy / log n {entropy[0]:.2f} and {entropy[1]:.2f}, "
+        f"spread {spread[0]:.1f} and {spread[1]:.1f} nats",
+        verdict="reproduces" if moved > 0.1 else "does not",
+        why="a rotation changes no norm, so what differs is selection by position; it says nothing about a model "
+        "that was trained without it",
+    )
+
+
+def _groups(groups: Mapping[str, Any]) -> Finding:
+    claim = "Head sharing (grouped queries) could alter it (comments on [M])"
+    if not groups["applies"]:
+        return Finding(claim, "not applicable: every query head has keys of its own", "not tested")
+    ratio, p = groups["within_groups_over_within_layers"], groups["p_value"]
+    return Finding(
+        claim=claim,
+        ours=f"slopes of heads that share keys vary {ratio:.2f} times as much as those of a layer (random groups "
+        f"{groups['random_groups']:.2f}, p = {p:.3f})",
+        verdict="reproduces" if p < 0.01 else "does not",
+        why="the keys set how far logits can spread, the queries what they make of it",
+    )
+
+
+def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> Finding:
+    claim = "Beyond the length a model was made for (streaming, sampled rows)"
+    longer = [length for length, variant in heads if length > main and variant == RUNS]
+    if not longer:
+        return Finding(claim, f"not measured: {not_further}", "not tested")
+    one, other = heads[main, RUNS], heads[longer[0], RUNS]
+    numbers = [
+        f"{median(column(table, 'gap_slope')):.2f} and {median(column(table, 'entropy_ratio')):.2f} at {length:,}"
+        for length, table in ((main, one), (longer[0], other))
+    ]
+    return Finding(
+        claim=claim,
+        ours=f"median slope and entropy / log n: {', '.join(numbers)} tokens",
+        verdict="not tested",
+        why="no claim of the papers; positions beyond training are out of distribution as well as longer",
+    )
+
+
+def _shares(ceilings: pa.Table, length: int, logits: str, keys: str, reading: str) -> dict[str, float]:
+    return {
+        row["at"]: row[reading]
+        for row in ceilings.to_pylist()
+        if (row["length"], row["logits"], row["keys"]) == (length, logits, keys)
+    }

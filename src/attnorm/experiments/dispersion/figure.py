@@ -1,0 +1,274 @@
+"""Dispersion in six panels, and the curves of every head layer by layer."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+
+from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.experiments.dispersion.measure import CEILING_LENGTHS, CONTENT, KEYS, RUNS, Key, bins, column
+from attnorm.experiments.experiment import Floats
+from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.theory.dispersion import horizon
+
+ROOM = {"left": 0.065, "right": 0.985, "top": 0.95, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
+BARE = {"marker": None}
+
+
+def overview(
+    heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table], ceilings: pa.Table, main: int, about: str
+) -> Figure:
+    drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
+    panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
+    table = heads[main, RUNS]
+    _entropy(panels[0, 0], curves[main, RUNS])
+    _gap(panels[0, 1], curves[main, RUNS])
+    _slopes(panels[0, 2], heads, main)
+    _bound(panels[1, 0], table, ceilings, main)
+    _layers(panels[1, 1], table)
+    _groups(panels[1, 2], table)
+    note(drawing, about)
+    return drawing
+
+
+def by_layer(curves: pa.Table, heads: pa.Table, which: str, about: str) -> Figure:
+    """One small panel per layer, a thin line per head."""
+    layers = sorted(set(curves.column("layer").to_pylist()))
+    across = 6 if len(layers) > 4 else len(layers)
+    down = math.ceil(len(layers) / across)
+    drawing = Figure(figsize=(11.4, 0.75 + 1.75 * down), facecolor="white")
+    height = 0.75 + 1.75 * down
+    room = {
+        "left": 0.055,
+        "right": 0.985,
+        "top": 1 - 0.45 / height,
+        "bottom": 0.62 / height,
+        "wspace": 0.12,
+        "hspace": 0.3,
+    }
+    panels = drawing.subplots(down, across, sharex=True, sharey=True, squeeze=False, gridspec_kw=room)
+    name = "entropy_nats_q50" if which == "entropy" else "effective_gap_q50"
+    for axes, layer in zip(panels.flat, layers, strict=False):
+        own = curves.filter(pa.array(column(curves, "layer") == layer))
+        _one_layer(axes, own, name, which)
+        spread = column(heads.filter(pa.array(column(heads, "layer") == layer)), "logit_spread")
+        _mark(axes, float(horizon(float(np.nanmedian(spread)))), own)
+        axes.text(0.04, 0.93, f"layer {layer}", transform=axes.transAxes, fontsize=7.5, va="top")
+        tidy(axes)
+    for axes in panels.flat[len(layers) :]:
+        axes.set_axis_off()
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="upper right", bbox_to_anchor=(0.985, 1.0), ncols=len(labels), fontsize=7.5)
+    what = "entropy (nats)" if which == "entropy" else "effective gap (nats)"
+    drawing.supylabel(what, fontsize=9, x=0.008)
+    drawing.supxlabel("visible keys n", fontsize=9, y=0.18 / height)
+    drawing.text(
+        0.055,
+        1 - 0.25 / height,
+        f"{what[0].upper()}{what[1:]} of every head against context length, by layer",
+        fontsize=9.5,
+    )
+    note(drawing, f"{about}; dotted vertical line: the layer's median horizon, where it lies within the axis")
+    return drawing
+
+
+def _one_layer(axes: Axes, own: pa.Table, name: str, which: str) -> None:
+    n = np.unique(column(own, "n"))
+    ends = np.array([n.min(), n.max()])
+    if which == "entropy":
+        axes.plot(ends, np.log(ends), color=PALE, linewidth=1.2, label="log n")
+        cut = bins(own)
+        floor = [float(np.nanmedian(column(part, "entropy_floor_q50"))) for _, part in cut]
+        axes.plot([at for at, _ in cut], floor, **{**CORRECTED, **BARE, "linewidth": 1.1}, label="floor (median)")
+    for place, head in enumerate(sorted(set(own.column("head").to_pylist()))):
+        one = own.filter(pa.array(column(own, "head") == head)).sort_by("n")
+        axes.plot(
+            column(one, "n"),
+            column(one, name),
+            color=INK,
+            linewidth=0.7,
+            alpha=0.75,
+            label="heads" if place == 0 else None,
+        )
+    if which == "gap":
+        at, first = next(one for one in bins(own) if one[0] >= SHORTEST_IN_SLOPE)
+        start, ends = float(np.nanmedian(column(first, name))), np.array([at, n.max()])
+        axes.plot(
+            ends, start + np.log(ends / ends[0]), **{**CORRECTED, **BARE, "linewidth": 1.1}, label="slope 1: keeps up"
+        )
+        axes.plot(ends, [start, start], **{**PRINTED, **BARE, "linewidth": 1.2}, label="slope 0: disperses")
+    _lengths(axes)
+
+
+def _entropy(axes: Axes, curves: pa.Table) -> None:
+    n, middle, low, high = _band(curves, "entropy_nats_q50")
+    floor = _band(curves, "entropy_floor_q50")[1]
+    axes.plot(n, np.log(n), color=PALE, linewidth=1.4, label="log n: uniform")
+    axes.fill_between(n, low, high, color=INK, alpha=0.15, linewidth=0)
+    axes.plot(n, middle, **MEASURED, label="heads: median, 10 to 90 %")
+    axes.plot(n, floor, **{**CORRECTED, **BARE}, label="floor that the spread allows (median)")
+    axes.set_ylabel("entropy (nats)")
+    letter(axes, "a", "Entropy, its floor and log n")
+    _length_panel(axes, n)
+    axes.set_ylim(top=1.3 * math.log(n[-1]))
+
+
+def _gap(axes: Axes, curves: pa.Table) -> None:
+    n, middle, low, high = _band(curves, "effective_gap_q50")
+    axes.fill_between(n, low, high, color=INK, alpha=0.15, linewidth=0)
+    axes.plot(n, middle, **MEASURED, label="heads: median, 10 to 90 %")
+    start = int(np.argmax(n >= SHORTEST_IN_SLOPE))
+    axes.plot(
+        n[start:], middle[start] + np.log(n[start:] / n[start]), **{**CORRECTED, **BARE}, label="slope 1: keeps up"
+    )
+    axes.plot(n[start:], np.full(len(n) - start, middle[start]), **{**PRINTED, **BARE}, label="slope 0: disperses")
+    axes.set_ylabel("effective gap (nats)")
+    letter(axes, "b", "The rate test: effective gap")
+    _length_panel(axes, n)
+    axes.set_ylim(top=float(np.max(high)) * 1.25)
+
+
+def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
+    """Distributions over heads, as the share of heads up to each slope."""
+    table = heads[main, RUNS]
+    lines = [("all keys", column(table, "gap_slope"), MEASURED)]
+    lines.append(("without the sink key", column(table, "gap_slope_without_sink"), CORRECTED))
+    if (main, CONTENT) in heads:
+        lines.append(("before rotation", column(heads[main, CONTENT], "gap_slope"), PRINTED))
+    lines += [
+        (f"all keys, {length:,} tokens", column(heads[length, RUNS], "gap_slope"), NULL)
+        for length in sorted({length for length, _ in heads if length > main})
+    ]
+    for label, slopes, look in lines:
+        known = np.sort(slopes[np.isfinite(slopes)])
+        shares = np.arange(1, len(known) + 1) / max(1, len(known))
+        axes.plot(known, shares, **{**look, "markevery": max(1, len(known) // 8)}, label=label)
+    top = 1.3  # the legend stands above the lines
+    for at in (0, 1):
+        axes.axvline(at, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    every = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
+    axes.set_xlim(min(-0.1, float(every.min()) - 0.05), max(1.1, float(every.max()) + 0.05))
+    axes.set_ylim(0, top)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_xlabel("slope on log n (0: disperses, 1: keeps up)")
+    axes.set_ylabel("share of heads up to this slope")
+    letter(axes, "c", "Slopes of the gap over heads")
+    axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.0)
+    tidy(axes)
+
+
+def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
+    n = np.logspace(1.5, 6.5, 200)
+    most = 0.0
+    for keys, suffix in KEYS.items():
+        look = {**(MEASURED if not suffix else CORRECTED), **BARE}
+        for name, style, reading in (("binding_length", "-", "spread grows on"), ("horizon", ":", "spread as it is")):
+            lengths = column(table, f"{name}{suffix}")
+            lengths = lengths[~np.isnan(lengths)]
+            shares = [float((lengths < at).mean()) for at in n]
+            axes.plot(n, shares, **{**look, "linestyle": style}, label=f"{keys}, {reading}")
+            most = max(most, *shares)
+    measured = [
+        row for row in ceilings.to_pylist()
+        if (row["length"], row["logits"], row["keys"]) == (main, RUNS, "all keys") and not math.isnan(row["measured"])
+    ]  # fmt: skip
+    axes.plot(
+        [row["n"] for row in measured], [row["measured"] for row in measured], "D", color=INK, markersize=6,
+        markerfacecolor="white", label="all keys, measured at that n",
+    )  # fmt: skip
+    axes.axvspan(main, n[-1], color=PALE, alpha=0.1, linewidth=0)
+    axes.set_xscale("log")
+    axes.set_xticks(list(CEILING_LENGTHS.values()), list(CEILING_LENGTHS))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(n[0], n[-1])
+    top = max(0.1, 1.9 * most)  # the legend stands above the lines
+    axes.set_ylim(-0.02 * top, top)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("visible keys n  (shaded: beyond what was measured)")
+    axes.set_ylabel("share of heads whose ceiling binds")
+    letter(axes, "d", "No key can have half of the weight")
+    axes.legend(loc="upper left", fontsize=7)
+    tidy(axes)
+
+
+def _layers(axes: Axes, table: pa.Table) -> None:
+    layer, slope = column(table, "layer"), column(table, "gap_slope")
+    axes.scatter(layer, slope, s=11, facecolor="white", edgecolor=INK, linewidth=0.7, label="head", zorder=3)
+    middles = [(one, float(np.nanmedian(slope[layer == one]))) for one in np.unique(layer)]
+    axes.plot(*zip(*middles, strict=True), **{**CORRECTED, **BARE}, label="median of the layer")
+    for at in (0, 1):
+        axes.axhline(at, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_ylim(-1, 2)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("slope of the gap on log n")
+    letter(axes, "e", "Slopes by layer")
+    axes.legend(loc="upper right", fontsize=7, ncols=2)
+    tidy(axes)
+
+
+def _groups(axes: Axes, table: pa.Table) -> None:
+    """Each head against the mean of the others of its group; without groups, slope against entropy."""
+    layer, group, slope = (column(table, name) for name in ("layer", "kv_head", "gap_slope"))
+    pairs = [
+        (slope[place], float(np.nanmean(slope[others])))
+        for place in range(len(slope))
+        if (others := (layer == layer[place]) & (group == group[place]) & (np.arange(len(slope)) != place)).any()
+    ]
+    if pairs:
+        axes.scatter(
+            [one for one, _ in pairs],
+            [other for _, other in pairs],
+            s=11,
+            facecolor="white",
+            edgecolor=INK,
+            linewidth=0.7,
+        )
+        ends = (float(np.nanmin(pairs)) - 0.05, float(np.nanmax(pairs)) + 0.05)
+        axes.plot(ends, ends, color=PALE, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_xlim(*ends)
+        axes.set_ylim(*ends)
+        axes.set_xlabel("slope of a head")
+        axes.set_ylabel("mean slope, others of its KV group")
+        letter(axes, "f", "Heads that share keys")
+    else:
+        ratio = column(table, "entropy_ratio")
+        axes.scatter(slope, ratio, s=14, facecolor="white", edgecolor=INK, linewidth=0.7)
+        axes.set_xlabel("slope of the gap on log n")
+        axes.set_ylabel("entropy / log n, longest rows")
+        axes.set_ylim(0, 1.02)
+        letter(axes, "f", "Slope and entropy (no shared keys)")
+    tidy(axes)
+
+
+def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
+    """n, and over heads the median, 10 % and 90 %."""
+    cut = bins(curves)
+    numbers = [np.nanquantile(_finite(column(part, name)), (0.5, 0.1, 0.9)) for _, part in cut]
+    return np.array([at for at, _ in cut]), *np.array(numbers).T
+
+
+def _finite(values: Floats) -> Floats:
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _mark(axes: Axes, at: float, own: pa.Table) -> None:
+    if at < float(column(own, "n").max()):
+        axes.axvline(at, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+
+
+def _lengths(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(10))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _length_panel(axes: Axes, n: Floats) -> None:
+    _lengths(axes)
+    axes.set_xlim(n[0] * 0.9, n[-1] * 1.1)
+    axes.set_xlabel("visible keys n")
+    axes.legend(loc="upper left", fontsize=7)
+    tidy(axes)

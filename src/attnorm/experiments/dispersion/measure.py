@@ -1,0 +1,277 @@
+"""How far the dispersion experiment goes: to the model's limit and beyond, unless text, positions or patience end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from attnorm.analysis import store
+from attnorm.analysis.ceiling import binding_length
+from attnorm.analysis.collect import SHORTEST_IN_SLOPE, Collector
+from attnorm.analysis.head_rows import number
+from attnorm.analysis.settings import Settings, settings_of
+from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.forward_pass import run_forward_pass
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.rotation import before_rotation
+from attnorm.theory.dispersion import horizon, least_squares_line
+
+LENGTHS, QUICK_LENGTHS = (256, 512, 1024, 2048, 4096, 8192), (256, 512)
+RUNS, CONTENT = "as it runs", "without rotation"  # the logits of the model, and those before positions rotate them
+CEILING_LENGTHS = {"1k": 1024, "8k": 8192, "128k": 131_072, "1M": 1_048_576}
+KEYS = {"all keys": "", "without the sink": "_without_sink"}
+Key = tuple[int, str]  # length of the pass, which logits
+COPIED = (
+    "layer", "head", "kv_head", "rows", "n_high", "gap_slope", "gap_slope_error", "gap_slope_without_sink",
+    "sink_mass_q50", "entropy_nats_q50", "entropy_ratio_q50", "entropy_ratio_without_sink_q50", "max_weight_q50",
+    "logit_spread_q50", "logit_spread_without_sink_q50", "horizon_q50",
+)  # fmt: skip
+TABLES = ("heads", "by_length")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Tokens of the main pass, and of one beyond what the model was made for; and why it is not more, in words."""
+
+    main: int
+    beyond: int | None
+    why_not_limit: str = ""  # empty: the main pass is as long as the model was made for
+    why_not_beyond: str = ""
+
+    @property
+    def told(self) -> str:
+        """A sentence of the verdict."""
+        further = f", and {self.beyond:,} beyond what the model was made for" if self.beyond else ""
+        reasons = [reason for reason in (self.why_not_limit, self.why_not_beyond) if reason]
+        why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+        return f"Measured on {self.main:,} tokens{further}{why}."
+
+
+def wanted(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int, ...]:
+    """Lengths to try for the main pass, the last one first choice.
+
+    limit: tokens that the model was made for, None: any number. longest: what the user asks for.
+    """
+    if quick:
+        return QUICK_LENGTHS
+    most = LENGTHS[-1] if longest is None else longest
+    most = most if limit is None else min(most, limit)
+    return (*(length for length in LENGTHS if length < most), most)
+
+
+def reach(
+    main: int, limit: int | None, *, hard: bool, tokens: int, quick: bool, longest: int | None, model: str
+) -> Reach:
+    """
+    main: the length of the main pass. hard: beyond the limit the model cannot go. tokens: of the text, at least.
+    """
+    if limit is None:
+        further = "" if quick or longest is not None else "; --longest TOKENS goes further"
+        return Reach(main, None, "", f"{model} has no length that it was made for{further}")
+    if main < limit:
+        made = f"{model} was made for {limit:,}"
+        if quick:
+            why = f"{made}: --quick goes no further"
+        elif tokens < min(limit, longest or LENGTHS[-1]):
+            why = f"{made}, and the text ends at {tokens:,}"
+        else:
+            why = f"{made}: --longest {limit if hard else 2 * limit} goes there{'' if hard else ' and beyond'}"
+        return Reach(main, None, why, why)
+    if hard:
+        return Reach(main, None, "", f"{model} has no positions beyond {limit:,}")
+    if quick:
+        return Reach(main, None, "", "--quick does not go beyond the model's length")
+    beyond = 2 * limit if longest is None else longest
+    if beyond <= limit:
+        return Reach(main, None, "", f"--longest {longest} ends at the model's length")
+    if tokens < beyond:
+        return Reach(main, None, "", f"the text ends at {tokens:,} tokens, and {beyond:,} are needed")
+    return Reach(main, beyond)
+
+
+def head_table(tables: Mapping[str, pa.Table]) -> pa.Table:
+    """One row per head: slopes, entropy, spread, horizon, and the length from which the ceiling will bind.
+
+    weight_slope is that of the log of the largest weight on log n (-1: it falls as 1/n), entropy_slope that of the
+    entropy in nats (1: as uniform attention).
+    """
+    curves: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in tables["by_length"].to_pylist():
+        curves.setdefault((row["layer"], row["head"]), []).append(row)
+    rows = []
+    for row in tables["heads"].to_pylist():
+        curve = curves[row["layer"], row["head"]]
+        found = {name.removesuffix("_q50"): row[name] for name in COPIED} | {"length": row["length"]}
+        found["entropy_slope"] = _slope(curve, "entropy_nats")
+        found["weight_slope"] = _slope(curve, "max_weight", logarithm=True)
+        for suffix in KEYS.values():
+            spread = number(row, f"logit_spread{suffix}")
+            reach = float("nan") if spread is None else float(horizon(spread))
+            found[f"horizon{suffix}"] = reach
+            found[f"binding_length{suffix}"] = (
+                float("nan") if spread is None else binding_length(curve, f"logit_spread{suffix}", reach)
+            )
+        rows.append(found)
+    return pa.Table.from_pylist(rows)
+
+
+def bound_shares(heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table]) -> pa.Table:
+    """Shares of heads whose ceiling binds at 1k, 8k, 128k and 1M keys: no key can have half of the weight.
+
+    `measured` from the spread of the rows of about that length, where there are any; `as measured` if the spread of the
+    longest rows stayed as it is; `growing` if it goes on growing as sqrt(log n), an extrapolation.
+    """
+    rows = []
+    for key, table in heads.items():
+        for keys, suffix in KEYS.items():
+            now, later = (column(table, f"{name}{suffix}") for name in ("horizon", "binding_length"))
+            for name, n in CEILING_LENGTHS.items():
+                rows.append(
+                    {
+                        "length": key[0], "logits": key[1], "keys": keys, "at": name, "n": n,
+                        "measured": _measured(curves[key], suffix, n),
+                        "as_measured": _share(now < n, now), "growing": _share(later < n, later),
+                    }
+                )  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999) -> dict[str, Any]:
+    """Do query heads that share their keys have like slopes? Variance within groups over that within layers, and how
+    often random groups of the same sizes have less."""
+    layer, group, slope = (column(heads, name) for name in ("layer", "kv_head", "gap_slope"))
+    known = np.isfinite(slope)
+    layer, group, slope = layer[known], group[known], slope[known]
+    sizes = {len(set(group[layer == one])) for one in set(layer)}
+    if not len(slope) or len(slope) == len({*zip(layer, group, strict=True)}):
+        return {"applies": False, "groups_per_layer": max(sizes, default=0)}
+    found = _within(layer, group, slope)
+    null = []
+    for _ in range(draws):
+        permute_weights = group.copy()
+        for one in set(layer):
+            permute_weights[layer == one] = generator.permutation(permute_weights[layer == one])
+        null.append(_within(layer, permute_weights, slope))
+    return {
+        "applies": True,
+        "groups_per_layer": max(sizes),
+        "within_groups_over_within_layers": found,
+        "random_groups": float(np.mean(null)),
+        "p_value": float((1 + np.sum(np.array(null) <= found)) / (1 + draws)),
+    }
+
+
+def column(table: pa.Table, name: str) -> Floats:
+    return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+def median(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")
+
+
+def share(values: Floats, above: float) -> float:
+    """Of the known values, those of at least so much."""
+    known = values[~np.isnan(values)]
+    return float((known >= above).mean()) if len(known) else float("nan")
+
+
+def bins(curves: pa.Table) -> list[tuple[float, pa.Table]]:
+    """The curves cut by bins of n, from the shortest: mean n, and the rows of all heads."""
+    low = column(curves, "n_low")
+    return [
+        (float(column(part, "n").mean()), part)
+        for one in np.unique(low)
+        for part in (curves.filter(pa.array(low == one)),)
+    ]
+
+
+def _measured(curves: pa.Table, suffix: str, n: int) -> float:
+    low, high = column(curves, "n_low"), column(curves, "n_high")
+    here = curves.filter(pa.array((low <= n) & (n <= high)))
+    if not here.num_rows:
+        return float("nan")
+    spread = column(here, f"logit_spread{suffix}_q50")
+    return _share(horizon(torch.from_numpy(spread.copy())).numpy() < n, spread)
+
+
+def _share(binds: NDArray[np.bool_], known: Floats) -> float:
+    usable = ~np.isnan(known)
+    return float(binds[usable].mean()) if usable.any() else float("nan")
+
+
+def _slope(curve: Sequence[Mapping[str, Any]], name: str, *, logarithm: bool = False) -> float:
+    used = [
+        (row["n"], value) for row in curve if row["n"] >= SHORTEST_IN_SLOPE and (value := number(row, name)) is not None
+    ]
+    if len(used) < 3:
+        return float("nan")
+    n, y = torch.tensor(used, dtype=torch.float64).T
+    return float(least_squares_line(n.log(), y.clamp(min=1e-300).log() if logarithm else y).slope)
+
+
+def _within(layer: Floats, group: Floats, slope: Floats) -> float:
+    """Mean square around the groups' means over mean square around the layers' means, degrees of freedom counted."""
+
+    def spread(which: Floats) -> float:
+        _, place = np.unique(which, return_inverse=True)
+        size = np.bincount(place)
+        means = np.bincount(place, slope) / size
+        return float(((slope - means[place]) ** 2).sum() / max(1, len(slope) - len(size)))
+
+    return spread(layer * (group.max() + 1) + group) / max(spread(layer), 1e-12)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of a length gave: for each variant the heads and the curves against n."""
+
+    length: int
+    variants: Mapping[str, Mapping[str, pa.Table]]  # RUNS, and CONTENT where the model rotates
+
+
+def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, folder: Path) -> Pass:
+    """One pass; its tables are kept in the folder and read from there when they are complete."""
+    done = folder / f"{length}-{rows}"
+    if (done / "finished").exists():
+        names = [variant for variant in (RUNS, CONTENT) if (done / f"{variant}-heads.parquet").exists()]
+        return Pass(
+            length, {one: {name: store.read_table(done / f"{one}-{name}.parquet") for name in TABLES} for one in names}
+        )
+    settings = _settings(rows, subject.seed)
+    runs, content = (Collector(settings, {"model": None}, {}, lambda _: None) for _ in range(2))
+    rotated = False
+    with before_rotation(subject.loaded().model) as before:
+
+        def on_call(call: AttentionCall) -> None:
+            nonlocal rotated
+            runs(call)
+            plain = before.of(call)
+            if plain is not None:
+                content(plain)
+                rotated = True
+
+        run_forward_pass(subject, length, on_call, progress, f"{length:,} tokens")
+    found = {RUNS: runs, CONTENT: content} if rotated else {RUNS: runs}
+    name = subject.passages()[0].name
+    variants = {
+        one: {table: collector.tables(name, length)[table] for table in TABLES} for one, collector in found.items()
+    }
+    done.mkdir(parents=True, exist_ok=True)
+    for one, tables in variants.items():
+        for table, content_of in tables.items():
+            store.write_table(done / f"{one}-{table}.parquet", content_of)
+    (done / "finished").touch()
+    return Pass(length, variants)
+
+
+def _settings(rows: int, seed: int) -> Settings:
+    return settings_of(
+        normalizers={"model": None}, top_n=(1,), rows=rows, vectors="values", vector_rows=None, metrics="core",
+        temperatures=(1.0,), seed=seed,
+    )  # fmt: skip

@@ -1,0 +1,278 @@
+"""Figure 2 judged: each statement of the paper about it, our number, and what the corrected theory says."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from attnorm.experiments.experiment import Finding, Floats, Verdict
+from attnorm.experiments.fig2.critical_n import ks_statistic, ks_threshold
+from attnorm.experiments.fig2.measure import LOWER, NORMS, PRINTED, UPPER, Distances, Point, Result
+from attnorm.theory.distance import PowerLaw, fit_power_law
+
+PAPER_SHARE = 0.06
+
+
+def findings(result: Result) -> tuple[Finding, ...]:
+    return (
+        _linear_growth(result),
+        _corollary(result),
+        _upper_bound(result),
+        _plateau(result),
+        _tightens(result),
+        _converge(result),
+        _critical_share(result),
+        _sub_linear(result),
+        _meaning(result),
+        _number_of_heads(result),
+    )
+
+
+def words(result: Result) -> str:
+    printed, upper, lower = (result.critical(name) for name in (PRINTED, UPPER, LOWER))
+    L = result.length
+    reason = explained(result.at_panel, printed.top_n)
+    if math.isnan(printed.top_n):
+        return f"At L = {L} the printed expectation is told apart from the distance at every N."
+    return (
+        f"At L = {L} the printed expectation meets the measured distance from N = {printed.top_n:g} on "
+        f"({printed.share:.3f} L; the paper: about 0.06 L), and leaves it again beyond N = {printed.last_accepted}. "
+        f"That is not chance selection: the corrected expectation stays at {_ratio(result, 'upper'):.0%} of the "
+        f"distance or below there, and reaches it only at N = {upper.top_n:g} to {lower.top_n:g} "
+        f"({upper.share:.2f} to {lower.share:.2f} L). What the printed one measures is how much of the output the "
+        f"top N make up: testing ||s|| against ||x_bar||, in which no random set occurs, gives the critical N = "
+        f"{result.critical(NORMS).top_n:g}, and the ratio ||x_bar|| / ||s|| explains {_share(reason)} of the variance "
+        f"of log(printed / measured) over heads. Heads whose values are permuted have the critical N = "
+        f"{result.permuted_critical[PRINTED]:g}."
+    )
+
+
+def explained(at: Distances, top_n: float) -> float:
+    """The share of the variance of log(printed / d_tilde) over heads that log(||x_bar|| / ||s||) accounts for."""
+    if math.isnan(top_n):
+        return math.nan
+    column = at.column(int(top_n))
+    told = np.log(at.printed[:, column] / at.measured[:, column])
+    rest = told - np.log(at.output[:, column] / at.context[:, column])
+    return float(1 - rest.var() / told.var())
+
+
+def _linear_growth(result: Result) -> Finding:
+    measured, printed, corrected = (
+        _law(result.by_length, [getattr(point, name) for point in result.by_length])
+        for name in ("measured", "printed", "upper")
+    )
+    relative = [float(np.median(point.relative)) for point in result.by_length]
+    verdict: Verdict = "reproduces" if all(0.8 <= law.exponent <= 1.25 for law in (measured, printed)) else "does not"
+    return Finding(
+        f"Distance and expectation grow about linearly in L at N = {result.by_length[0].top_n} (Fig. 2a)",
+        f"median distance ~ L^{measured.exponent:.2f}, printed expectation ~ L^{printed.exponent:.2f}, "
+        f"corrected expectation (upper end) ~ L^{corrected.exponent:.2f} (L = {_from_to(result)})",
+        verdict,
+        f"The distance is (L - N) ||s|| to within {max(abs(value - 1) for value in relative):.1%} at every L, so its "
+        "growth says nothing of selection; a random set does not grow like that.",
+    )
+
+
+def _corollary(result: Result) -> Finding:
+    last = result.by_length[-1]
+    low, high, printed = (float(np.median(value / last.corollary)) for value in (last.lower, last.upper, last.printed))
+    verdict: Verdict = "does not" if low > 1.25 or high < 0.8 else "partly"
+    return Finding(
+        "For N << L the expectation is about the sum of ||a_i x_i|| (Corollary 2 (i))",
+        f"at L = {last.length}, N = {last.top_n}: the expectation is {low:.1f} to {high:.1f} times that sum "
+        f"(corrected bounds), as printed {printed:.0f} times",
+        verdict,
+        "A random context vector is of the order of N such terms; up to N + 1 times the sum is possible.",
+    )
+
+
+def _upper_bound(result: Result) -> Finding:
+    points = (*result.by_length, *result.by_n)
+    broken = sum(int((point.measured > point.fixed_printed * (1 + 1e-9)).sum()) for point in points)
+    last = result.by_length[-1]
+    loose, tight = (float(np.median(bound / last.measured)) for bound in (last.fixed_printed, last.fixed_tight))
+    return Finding(
+        "The upper bound for the true top-N set is safe but conservative (Fig. 2a, Theorem 1)",
+        f"{broken} violations in {sum(len(point.measured) for point in points)} rows; at L = {last.length}, "
+        f"N = {last.top_n} it is {loose:.1f} times the distance",
+        "reproduces" if broken == 0 else "does not",
+        f"The O(Ld) form that needs no pairwise distances is {tight:.3f} times the distance.",
+    )
+
+
+def _plateau(result: Result) -> Finding:
+    medians = {point.top_n: float(np.median(point.measured)) for point in result.by_n}
+    start = 20 if 20 in medians else min(medians)
+    last = max(medians)
+    change = medians[last] / medians[start] - 1
+    return Finding(
+        "Beyond N = 20 the distance plateaus (Fig. 2b)",
+        f"median distance at L = {result.length}: "
+        + ", ".join(f"{value:,.0f} at N = {N}" for N, value in medians.items())
+        + f"; {change:+.0%} from N = {start} to {last}",
+        "reproduces" if abs(change) <= 0.15 else "partly" if abs(change) <= 0.3 else "does not",
+        "||s|| stops growing once the top N hold most of the mass; the plateau is no collapse.",
+    )
+
+
+def _tightens(result: Result) -> Finding:
+    ratios = {point.top_n: float(np.median(point.fixed_printed / point.measured)) for point in result.by_n}
+    first, last = ratios[min(ratios)], ratios[max(ratios)]
+    return Finding(
+        "The bound tightens as N grows to 100 (Fig. 2b)",
+        "printed bound over distance: " + ", ".join(f"{value:.1f} at N = {N}" for N, value in ratios.items()),
+        "reproduces" if last < 0.9 * first else "does not",
+        "max ||x_j|| over the top N and d1 can only grow with N, and A (L - N) falls only near N = L.",
+    )
+
+
+def _converge(result: Result) -> Finding:
+    last = result.by_n[-1]
+    printed, low, high = (float(np.median(value / last.measured)) for value in (last.printed, last.lower, last.upper))
+    meets = abs(printed - 1) <= 0.15
+    return Finding(
+        "As N approaches 100, true and expected distances converge (Fig. 2b)",
+        f"at L = {last.length}, N = {last.top_n}: printed expectation {printed:.2f} of the distance, corrected "
+        f"{low:.2f} to {high:.2f}",
+        "reproduces" if high >= 0.85 else "partly" if meets else "does not",
+        "Only the misprinted expectation converges; the corrected one is far below." if meets else "",
+    )
+
+
+def _critical_share(result: Result) -> Finding:
+    printed = result.critical(PRINTED)
+    low, high = printed.interval
+    if math.isnan(printed.top_n):
+        return Finding("The critical N is about 0.06 L (Fig. 2c)", f"none at L = {result.length}", "does not")
+    close = 0.5 <= printed.share / PAPER_SHARE <= 2
+    return Finding(
+        "The critical N is about 0.06 L (Fig. 2c)",
+        f"printed expectation: N = {printed.top_n:g} at L = {result.length} ({printed.share:.3f} L; resampled heads: "
+        f"{low:.0f} to {high:.0f}); corrected: {result.critical(UPPER).top_n:g} to {result.critical(LOWER).top_n:g} "
+        f"({result.critical(UPPER).share:.2f} to {result.critical(LOWER).share:.2f} L){_other_choices(result)}",
+        "reproduces" if close else "does not",
+        "The text says about 0.06 L, the caption fewer than 6 %. The number depends on the misprint, on the model and "
+        "on how many heads are tested.",
+    )
+
+
+def _other_choices(result: Result) -> str:
+    told = ", ".join(f"{choice[PRINTED]:g} for {choice['what']}" for choice in result.choices)
+    return f"; printed for other rows and vectors: {told}" if told else ""
+
+
+def _sub_linear(result: Result) -> Finding:
+    printed, corrected = result.comparisons[PRINTED].law, result.comparisons[UPPER].law
+    if printed is None:
+        return Finding("The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not tested")
+    low, high = printed.exponent_interval
+    verdict: Verdict = (
+        "reproduces" if low > 0 and high < 1
+        else "does not" if low >= 1 or high <= 0
+        else "not tested" if low <= 0 and high >= 1  # anything is possible
+        else "partly"
+    )  # fmt: skip
+    return Finding(
+        "The critical N grows sub-linearly, about 0.06 L (Fig. 2c)",
+        f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_from_to(result)}; 95 % intervals "
+        f"from resampled heads){_never(result)}",
+        verdict,
+        ("" if low > 0 else "The exponent's interval holds 0: that it grows at all is not shown. ")
+        + "0.06 L itself is linear."
+        + (" The corrected critical N is a fixed share of L." if _linear(corrected) else ""),
+    )
+
+
+def _never(result: Result) -> str:
+    every = result.comparisons[PRINTED].critical
+    never = [str(one.length) for one in every if math.isnan(one.top_n)]
+    rests = f"so the fit rests on {len(every) - len(never)} of {len(every)} lengths"
+    return f"; at L = {', '.join(never)} the printed one is told apart at every N, {rests}" if never else ""
+
+
+def _meaning(result: Result) -> Finding:
+    printed, norms = result.critical(PRINTED), result.critical(NORMS)
+    claim = "At the critical N attention behaves as if its weights were uniform: selection is no better than chance"
+    if math.isnan(printed.top_n):
+        return Finding(claim, "there is no critical N", "not tested")
+    at = result.at_panel
+    column = at.column(int(printed.top_n))
+    random_told = [_random_is_told_apart(point) for point in result.by_n]
+    mass, expected = float(np.median(at.mass[:, column])), _ratio(result, "upper")
+    return Finding(
+        claim,
+        f"at N = {printed.top_n:g} the top N hold {mass:.0%} of the weight and the corrected expectation is at most "
+        f"{expected:.0%} of the distance (KS statistic {_ks(at.measured, at.upper, column):.2f}, threshold "
+        f"{ks_threshold(at.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
+        f"{_share(explained(at, printed.top_n))} of the variance of log(printed / measured); permuted values give "
+        f"N = {result.permuted_critical[PRINTED]:g}; sets that are random are told apart from the printed expectation "
+        f"at {sum(random_told)} of {len(random_told)} N",
+        "does not" if expected < 0.8 else "partly",
+        "The printed critical N measures top-N mass, not indistinguishability from random selection.",
+    )
+
+
+def _number_of_heads(result: Result) -> Finding:
+    printed = [row for row in result.fewer_heads if row["compared"] == PRINTED]
+    told = "; ".join(
+        f"{row['heads']} heads: N = {row['critical_n']:g}"
+        + (f" ({row['low']:.0f} to {row['high']:.0f})" if row is not printed[-1] else "")
+        + f", power at N = 5 {row['power_at_5']:.0%}"
+        for row in printed
+    )
+    claim = "The critical N says where attention stops selecting, whatever the number of heads (implied by Fig. 2c)"
+    fewest, most = printed[0]["critical_n"], printed[-1]["critical_n"]
+    if math.isnan(fewest):
+        return Finding(claim, f"there is no critical N at L = {result.length}, even with few heads", "not tested")
+    depends = not most <= 1.25 * fewest
+    return Finding(
+        claim,
+        f"subsampled at L = {result.length}, printed expectation: {told}",
+        "does not" if depends else "reproduces",
+        "A two-sample test sees gaps of about sqrt(-log(level / 2) / heads) only: with fewer heads the critical N is "
+        "smaller.",
+    )
+
+
+def _law(points: Sequence[Point], values: Sequence[Floats]) -> PowerLaw:
+    medians = torch.tensor([float(np.median(value)) for value in values], dtype=torch.float64)
+    return fit_power_law(torch.tensor([point.length for point in points], dtype=torch.float64), medians)
+
+
+def _law_words(law: PowerLaw | None) -> str:
+    if law is None:
+        return "no fit"
+    low, high = law.exponent_interval
+    return f"{law.coefficient:.3g} L^{law.exponent:.2f} (exponent {low:.2f} to {high:.2f})"
+
+
+def _linear(law: PowerLaw | None) -> bool:
+    return law is not None and abs(law.exponent - 1) < 0.15
+
+
+def _ratio(result: Result, name: str) -> float:
+    """Median of the corrected expectation over the distance, at the printed critical N."""
+    at = result.at_panel
+    column = at.column(int(result.critical(PRINTED).top_n))
+    return float(np.median(getattr(at, name)[:, column] / at.measured[:, column]))
+
+
+def _random_is_told_apart(point: Point) -> bool:
+    """Whether the test with the printed expectation finds random sets to be other than random."""
+    statistic = ks_statistic(point.expected[:, None], point.printed[:, None])[0]
+    return bool(statistic >= ks_threshold(len(point.expected)))
+
+
+def _ks(first: Floats, second: Floats, column: int) -> float:
+    return float(ks_statistic(first[:, [column]], second[:, [column]])[0])
+
+
+def _share(value: float) -> str:
+    return "more than 99.99 %" if value > 0.9999 else f"{100 * value:.2f} %"
+
+
+def _from_to(result: Result) -> str:
+    lengths = [point.length for point in result.by_length]
+    return f"{lengths[0]} to {lengths[-1]}"

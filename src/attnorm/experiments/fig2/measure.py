@@ -1,0 +1,213 @@
+"""The numbers behind Figure 2: the distance of every head at every N, and what random selection would give instead.
+
+All formulas are theory's; here they are taken at the last row of every head. Arrays are (heads, len(grid)).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from attnorm.engines.threads import one_thread
+from attnorm.experiments.attention_rows import LastRows
+from attnorm.experiments.experiment import Floats
+from attnorm.theory.distance import PowerLaw, d_tilde, relative_distance, theorem1_fixed_printed, theorem1_fixed_tight
+from attnorm.theory.random_set import (
+    corollary2_printed,
+    random_set_monte_carlo,
+    theorem1_random_bounds,
+    theorem1_random_printed,
+)
+from attnorm.theory.selection import SelectedRows
+
+# What the test compares with the measured distance, or, for NORMS, with ||s||.
+PRINTED, UPPER, LOWER = "printed", "corrected, upper end", "corrected, lower end"
+NORMS = "||s|| against ||x_bar||"
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Every head of a model at one length, for every N of the grid."""
+
+    length: int
+    grid: tuple[int, ...]
+    measured: Floats  # d_tilde of the true top-N set
+    printed: Floats  # the expectation as printed
+    lower: Floats  # the corrected expectation lies between lower and upper
+    upper: Floats
+    mass: Floats  # A, the weight of the top N
+    context: Floats  # ||s||, what the top N add up to
+    output: Floats  # ||x_bar||, what all keys add up to
+
+    @property
+    def heads(self) -> int:
+        return len(self.measured)
+
+    def column(self, top_n: int) -> int:
+        return self.grid.index(top_n)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Every head at one length and N, with what is too slow for every N."""
+
+    length: int
+    top_n: int
+    measured: Floats
+    relative: Floats  # d_tilde / ((L - N) ||s||)
+    fixed_printed: Floats  # the upper bound for the true set
+    fixed_tight: Floats
+    printed: Floats
+    expected: Floats  # the expectation itself, by drawing random sets
+    expected_error: Floats  # its standard error
+    lower: Floats
+    upper: Floats
+    corollary: Floats  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
+
+    def table(self) -> pa.Table:
+        """One row per head."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        heads = len(self.measured)
+        return pa.table(
+            {"length": [self.length] * heads, "top_n": [self.top_n] * heads, "head": list(range(heads)), **numbers}
+        )
+
+
+def whole(layers: Sequence[LastRows], length: int) -> list[LastRows]:
+    """The layers whose last row sees all keys: a sliding window does not."""
+    kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
+    if not kept:
+        raise ValueError(
+            f"no layer of this model looks at all {length} tokens with finite weights; Figure 2 is about rows that do"
+        )
+    return kept
+
+
+@one_thread()
+def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Callable[[int], None]) -> Distances:
+    """tell: how many N are done."""
+    length = layers[0].keys
+    every = [layer.selected(max(grid)) for layer in layers]
+    for rows in every:
+        _ = rows.norms, rows.output, rows.squares  # the same for all N
+    columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
+    for place, N in enumerate(grid):
+        chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
+        for name, number in _NUMBERS.items():
+            columns[name].append(_by_head(chosen, number))
+        progress(place + 1)
+    return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
+
+
+@one_thread()
+def at_point(
+    layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
+) -> Point:
+    """draws: of random sets. heaviest: how many keys the corrected bounds tell apart, tighter for peaked rows."""
+    chosen = [layer.selected(top_n) for layer in layers]
+    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in chosen]
+    bounds = [theorem1_random_bounds(rows, heaviest) for rows in chosen]
+    return Point(
+        length=layers[0].keys,
+        top_n=top_n,
+        measured=_by_head(chosen, d_tilde),
+        relative=_by_head(chosen, relative_distance),
+        fixed_printed=_by_head(chosen, theorem1_fixed_printed),
+        fixed_tight=_by_head(chosen, theorem1_fixed_tight),
+        printed=_by_head(chosen, theorem1_random_printed),
+        expected=_flat([one.mean for one in drawn]),
+        expected_error=_flat([one.standard_error for one in drawn]),
+        lower=_flat([one[0] for one in bounds]),
+        upper=_flat([one[1] for one in bounds]),
+        corollary=_by_head(chosen, corollary2_printed),
+    )
+
+
+def _norm(vectors: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms
+
+
+_NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
+    "measured": d_tilde,
+    "printed": theorem1_random_printed,
+    "lower": lambda rows: theorem1_random_bounds(rows)[0],
+    "upper": lambda rows: theorem1_random_bounds(rows)[1],
+    "mass": lambda rows: rows.mass,
+    "context": lambda rows: _norm(rows.context),
+    "output": lambda rows: _norm(rows.output),
+}
+
+
+def _by_head(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
+    return _flat([number(rows) for rows in layers])
+
+
+def _flat(values: Sequence[Tensor]) -> Floats:
+    return np.asarray(torch.cat([value.flatten() for value in values]).numpy(), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Critical:
+    """At one length: the smallest N at which the test accepts, and the largest."""
+
+    length: int
+    top_n: float  # NaN where it never accepts
+    interval: tuple[float, float]  # of resampled heads
+    last_accepted: int
+
+    @property
+    def share(self) -> float:
+        return self.top_n / self.length
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pair of numbers per head that the test compares, at every length."""
+
+    name: str
+    critical: tuple[Critical, ...]
+    law: PowerLaw | None
+
+    def at(self, length: int) -> Critical:
+        return next(one for one in self.critical if one.length == length)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "compared": self.name, "length": one.length, "critical_n": one.top_n, "share": one.share,
+                "low": one.interval[0], "high": one.interval[1], "last_accepted": one.last_accepted,
+                "exponent": self.law.exponent if self.law else math.nan,
+                "exponent_low": self.law.exponent_interval[0] if self.law else math.nan,
+                "exponent_high": self.law.exponent_interval[1] if self.law else math.nan,
+            }
+            for one in self.critical
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything that was measured."""
+
+    distances: tuple[Distances, ...]  # by length
+    at_panel: Distances  # at the length of panel (b)
+    permuted: Distances  # there, with the weights dealt out at random
+    by_length: tuple[Point, ...]  # panel (a)
+    by_n: tuple[Point, ...]  # panel (b)
+    comparisons: Mapping[str, Comparison]
+    permuted_critical: Mapping[str, float]
+    fewer_heads: Sequence[Mapping[str, Any]]
+    choices: Sequence[Mapping[str, Any]]
+
+    @property
+    def length(self) -> int:
+        return self.at_panel.length
+
+    def critical(self, name: str) -> Critical:
+        """At the length of panel (b)."""
+        return self.comparisons[name].at(self.length)

@@ -1,0 +1,63 @@
+"""One pass of a model over the start of a text, its attention calls looked at one by one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnorm.experiments.experiment import ProgressCallback, Subject
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.sampling import length_bins, spread
+from attnorm.models.inputs import run
+from attnorm.models.observe import observe
+from attnorm.models.support import attention_sites
+
+
+def run_forward_pass(
+    subject: Subject,
+    length: int,
+    on_call: Callable[[AttentionCall], None],
+    progress: ProgressCallback,
+    what: str,
+    *,
+    start: int = 0,
+    inputs: bool = False,
+    encoders: bool = False,
+) -> None:
+    """Runs the model over `length` tokens of the first text; `look` gets every causal attention call.
+
+    start: the first of these tokens.
+    inputs: with the layer inputs behind the keys.
+    encoders: also calls in which every query sees all keys.
+    """
+    loaded = subject.loaded()
+    kinds = ("decoder", "encoder") if encoders else ("decoder",)
+    layers = len(attention_sites(loaded.model))
+    seen = 0
+
+    def one(call: AttentionCall) -> None:
+        nonlocal seen
+        if call.kind in kinds:
+            on_call(call)
+            seen += 1
+        progress(what, min(seen, layers), layers)
+
+    with observe(loaded.model, one, inputs=inputs):
+        run(loaded, _from(start, subject.model_inputs(start + length)))
+    if not seen:
+        raise ValueError(f"{loaded.name} has no causal attention, and this experiment is about contexts that grow")
+
+
+def _from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    tokens = inputs["input_ids"].shape[1]
+    return {
+        name: value[:, start:] if value.dim() == 2 and value.shape[1] == tokens else value
+        for name, value in inputs.items()
+    }
+
+
+def longest_rows(call: AttentionCall, count: int) -> Tensor:
+    """`count` queries out of the longest half octave of contexts, evenly spaced, the last among them."""
+    queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
+    n = torch.arange(queries) + 1 + keys - queries
+    return spread((n >= length_bins(keys)[0][0]).nonzero().squeeze(-1), count)

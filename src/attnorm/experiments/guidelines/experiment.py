@@ -1,0 +1,202 @@
+"""The practical guidelines of Mudarisov et al. 2025, each put to a model: yes, partly or no.
+
+1. Keep the active set at most about 0.06 L.   2. A rising entropy is an early sign of saturation.
+3. Do not lower T below 0.1.                   4. Three heads at p = 0.8 cover 99 % of the top-N tokens.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from attnorm.experiments.cooling import TEMPERATURES
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.guidelines.figure import figure
+from attnorm.experiments.guidelines.measure import (
+    FEWEST,
+    PAPERS_SHARE,
+    SHARES,
+    TOP_N,
+    Cooled,
+    Covered,
+    EarlySign,
+    Numbers,
+    Selected,
+    measure,
+)
+from attnorm.experiments.losses import weighed
+
+Answer = Literal["yes", "partly", "no"]
+AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
+AS_ANSWER: dict[Verdict, str] = {verdict: answer for answer, verdict in AS_VERDICT.items()}
+LENGTHS, QUICK_LENGTH = (512, 1024), 256  # the longest that there is text for
+WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
+LITTLE, MUCH = 0.02, 0.2  # nats per token: what more tokens may add, and what they may not
+
+
+def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    rows = 4 if subject.quick else 8
+    windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
+    found = measure(subject, progress, length, rows, windows)
+    findings = judge_claims(found)
+
+    about = (
+        f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
+    )
+    return Outcome(
+        words=_words(findings, found.selected),
+        findings=findings,
+        figures={"guidelines": figure(found, about)},
+        tables={
+            "active-set": active_set(found.selected),
+            "temperature": temperature(found.cooled),
+            "heads": _early(found.early),
+        },
+        parameters={
+            "length": length, "rows": rows, "windows": windows, "shares": SHARES, "top_n": TOP_N,
+            "temperatures": TEMPERATURES, "seed": subject.seed,
+        },
+    )  # fmt: skip
+
+
+def judge_claims(found: Numbers) -> tuple[Finding, ...]:
+    return _active_set(found.selected), _entropy(found.early), _temperature(found.cooled), _coverage(found.covered)
+
+
+def _finding(claim: str, answer: Answer, ours: str, why: str) -> Finding:
+    return Finding(claim=claim, ours=f"{answer}: {ours}", verdict=AS_VERDICT[answer], why=why)
+
+
+def _active_set(found: Selected) -> Finding:
+    place = SHARES.index(PAPERS_SHARE)
+    lost, most = (found.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
+    fading = [found.separability[at] - found.null[at] for at in (0, place, -1)]
+    verdict, told = weighed(lost, LITTLE, MUCH)
+    return Finding(
+        "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
+        f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
+        f"changes by {lost} nats per token ({told}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
+        f"{found.mass[place]:.0%} of the weight in the median "
+        f"head, and are told apart {fading[1]:+.2f} better than with permuted values (N = 1 % of L: "
+        f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
+        verdict,
+        "the median head has its weight on few keys, but heads that average over many need them all, in a model that "
+        "was not trained to select (all layers cut at once); and a share of L is a linear rule",
+    )
+
+
+def _entropy(found: EarlySign) -> Finding:
+    claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
+    readings = {"at most 80 % told apart": found.by_level, "no better than with permuted values": found.by_null}
+    areas = {name: found.area_under_curve(saturated) for name, saturated in readings.items()}
+    known = [area for area in areas.values() if not np.isnan(area)]
+    told = "; ".join(
+        f"saturated = {name} ({int(saturated.sum())} of {len(saturated)} heads): "
+        + ("nothing to predict" if np.isnan(areas[name]) else f"{areas[name]:.0%} of the pairs")
+        for name, saturated in readings.items()
+    )
+    if not known:
+        return Finding(claim, told, "not tested")
+    answer: Answer = "yes" if min(known) >= 0.8 else "partly" if max(known) >= 0.65 else "no"
+    return _finding(
+        claim,
+        answer,
+        "entropy / log n at a quarter of the length ranks a head that will be saturated above one that will not "
+        f"(chance: 50 %): {told}; a rise of entropy and a drop of separability have rank correlation "
+        f"{-found.correlation():+.2f}",
+        "entropy knows the weights only; how many keys are told apart depends on the vectors too, and with permuted "
+        "values it is often as many",
+    )
+
+
+def _temperature(found: Cooled) -> Finding:
+    cold, rest = (TEMPERATURES.index(T) for T in (0.1, 1.0))
+    colder = 0
+    norm = np.median(found.norm, 1)
+    apart = np.nanmedian(found.separability, 1)
+    # The paper's Figure 4 is about the largest norm, training about those of most heads.
+    largest_grows = found.norm[colder].max() > found.norm[cold].max()
+    most_grow, sharper = norm[colder] > norm[cold], apart[colder] > apart[cold] + 0.02
+    answer: Answer = "yes" if most_grow and not sharper else "partly" if largest_grows or not sharper else "no"
+    return _finding(
+        "Avoid T below 0.1: it increases Jacobian norms without increasing separability (guideline 3)",
+        answer,
+        f"from T = 1 to 0.1 and {TEMPERATURES[0]:g} of the trained temperature the median norm goes "
+        f"{norm[rest]:.3g}, {norm[cold]:.3g}, {norm[colder]:.3g} (largest head {found.norm[rest].max():.2g}, "
+        f"{found.norm[cold].max():.2g}, {found.norm[colder].max():.2g}) and separability {apart[rest]:.2f}, "
+        f"{apart[cold]:.2f}, {apart[colder]:.2f}",
+        f"the paper's T = 0.1 on raw logits is {0.1 / found.trained_temperature:.3g} of the trained temperature; "
+        "there most rows are decided and their gradient is gone, a few tied ones explode; separability then counts "
+        "keys of weight 0",
+    )
+
+
+def _coverage(found: Covered) -> Finding:
+    answer: Answer = "yes" if found.own >= 0.99 else "partly" if found.own >= 0.95 else "no"
+    return _finding(
+        "Three heads cover 99 % of the top-N tokens, 1 - (1 - p)^3 at p = 0.8 (Discussion)",
+        answer,
+        f"a head tells apart {found.alone:.0%} of its own top {TOP_N}, so three should cover {found.predicted:.1%}; "
+        f"they cover {found.own:.1%} of the first one's, and {found.together:.1%} of what the three select together",
+        "the formula assumes independent heads that cover one set of tokens; heads of a layer select sets of their "
+        "own, and what one misses the other two rarely tell apart",
+    )
+
+
+def active_set(found: Selected) -> pa.Table:
+    return pa.table(
+        {
+            "share_of_context": SHARES, "mass": found.mass, "separability": found.separability,
+            "separability_null": found.null, "loss": [float(found.losses[share].mean()) for share in SHARES],
+            "loss_as_it_runs": [float(found.losses[1.0].mean())] * len(SHARES),
+            "change": [found.change(share).value for share in SHARES],
+            "change_error": [found.change(share).error for share in SHARES],
+            "windows": [len(found.losses[1.0])] * len(SHARES),
+        }
+    )  # fmt: skip
+
+
+def temperature(found: Cooled) -> pa.Table:
+    return pa.table(
+        {
+            "temperature": TEMPERATURES, "papers_temperature": [T * found.trained_temperature for T in TEMPERATURES],
+            "norm_median": np.median(found.norm, 1), "norm_largest": found.norm.max(1),
+            "separability_median": np.nanmedian(found.separability, 1),
+        }
+    )  # fmt: skip
+
+
+def _early(found: EarlySign) -> pa.Table:
+    return pa.table(
+        {
+            "entropy_ratio_quarter": found.entropy_before, "entropy_ratio": found.entropy_after,
+            "separability_quarter": found.apart_before, "separability": found.apart_after,
+            "separability_null_high": found.chance_after,
+        }
+    )  # fmt: skip
+
+
+def _words(findings: tuple[Finding, ...], found: Selected) -> str:
+    short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
+    first, *rest = (
+        f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)
+    )
+    change = found.change(PAPERS_SHARE)
+    low, high = change.interval
+    loss = (
+        f"the loss changes by {change} nats per token, mean ± standard error of {change.windows} windows; 95 %: "
+        f"{low:.3f} to {high:.3f}"
+    )
+    return "; ".join([f"{first} ({loss})", *rest]) + "."
+
+
+EXPERIMENT = Experiment(
+    name="guidelines",
+    title="The practical guidelines, put to the test",
+    source="Mudarisov et al. 2025, Discussion and Conclusions",
+    question="Does each guideline hold on this model?",
+    run=run,
+    tokens=(LENGTHS[0], QUICK_LENGTH),
+)

@@ -1,0 +1,154 @@
+"""The four guidelines in six panels."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, PercentFormatter
+from numpy.typing import NDArray
+
+from attnorm.experiments.cooling import BELOW_LEGEND, TEMPERATURES, draw_norms
+from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.guidelines.measure import (
+    PAPERS_LEVEL,
+    PAPERS_SHARE,
+    SHARES,
+    TOP_N,
+    Cooled,
+    Covered,
+    EarlySign,
+    Numbers,
+    Selected,
+)
+
+ROOM = {"left": 0.065, "right": 0.985, "top": 0.945, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
+BARE = {"marker": None}
+COVERED = 0.99  # by three heads, as printed
+
+
+def figure(found: Numbers, about: str) -> Figure:
+    drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
+    panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
+    _loss(panels[0, 0], found.selected)
+    _active(panels[0, 1], found.selected)
+    _early(panels[0, 2], found.early)
+    _apart(panels[1, 0], found.cooled)
+    _norms(panels[1, 1], found.cooled)
+    _coverage(panels[1, 2], found.covered)
+    note(drawing, about)
+    return drawing
+
+
+def _loss(axes: Axes, found: Selected) -> None:
+    changes = [found.change(share) for share in SHARES]
+    values = np.array([one.value for one in changes])
+    low, high = np.array([one.interval for one in changes]).T
+    axes.errorbar(
+        [*SHARES, 1.0], [*values, 0.0], yerr=np.stack([[*(values - low), 0.0], [*(high - values), 0.0]]), **MEASURED,
+        capsize=3, elinewidth=1, label=f"mean of {changes[0].windows} windows, 95 % interval",
+    )  # fmt: skip
+    axes.axhline(0, color=PALE, linewidth=0.8)
+    top, bottom = float(high.max()), min(0.0, float(low.min()))
+    axes.set_ylim(bottom - 0.14 * (top - bottom), top + 0.16 * (top - bottom))
+    axes.set_ylabel("change of the loss (nats per token)")
+    letter(axes, "a", "Guideline 1: loss with a smaller active set")
+    axes.legend(loc="upper right", fontsize=7)
+    _shares(axes)
+
+
+def _active(axes: Axes, found: Selected) -> None:
+    axes.plot(SHARES, found.mass, **CORRECTED, label="share of the weight on them")
+    axes.plot(SHARES, found.separability, **MEASURED, label="told apart, $N_s/N$")
+    axes.plot(SHARES, found.null, **NULL, label="told apart, values permuted")
+    axes.set_ylim(0, 1.4)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_ylabel("share, median over heads")
+    letter(axes, "b", "Guideline 1: the heaviest keys")
+    axes.legend(loc="upper left", fontsize=7)
+    _shares(axes, top=1.03 / 1.4)
+
+
+def _shares(axes: Axes, top: float = 0.84) -> None:
+    """top: of the height, where the paper's line ends below the legend."""
+    axes.axvline(PAPERS_SHARE, ymax=top, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.text(PAPERS_SHARE, 0.02, " 0.06 L", transform=axes.get_xaxis_transform(), fontsize=7.5, va="bottom")
+    axes.set_xscale("log")
+    axes.set_xticks([*SHARES, 1.0], [f"{share:.0%}" for share in (*SHARES, 1.0)], fontsize=7.5)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("active set, share of the context")
+    tidy(axes)
+
+
+def _early(axes: Axes, found: EarlySign) -> None:
+    like_chance = found.by_null
+    looks: list[tuple[NDArray[np.bool_], dict[str, Any], str]] = [
+        (~like_chance, {"marker": "o", "facecolor": "white", "edgecolor": INK}, "better than its null"),
+        (like_chance, {"marker": "x", "color": INK}, "no better"),
+    ]
+    for which, look, label in looks:
+        axes.scatter(found.entropy_before[which], found.apart_after[which], s=15, linewidth=0.8, label=label, **look)
+    axes.axhline(PAPERS_LEVEL, color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(0, 1.25)
+    axes.set_xlabel("entropy / log n at a quarter of the length")
+    axes.set_ylabel(f"told apart at the length, $N_s/N$, N = {TOP_N}")
+    letter(axes, "c", f"Guideline 2 (AUC {found.area_under_curve(found.by_level):.2f} for 80 %)")
+    axes.legend(loc="upper right", fontsize=7, ncols=2)
+    tidy(axes)
+
+
+def _apart(axes: Axes, found: Cooled) -> None:
+    low, centre, high = np.nanquantile(found.separability, (0.25, 0.5, 0.75), axis=1)
+    axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
+    axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
+    axes.set_ylim(0, 1.35)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.axvline(1, ymax=BELOW_LEGEND, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    axes.set_xlabel("temperature, 1 = as trained")
+    axes.legend(loc="upper left", fontsize=7)
+    axes.set_ylabel(f"told apart, $N_s/N$, N = {TOP_N}")
+    letter(axes, "d", "Guideline 3: separability")
+    _temperatures(axes, found)
+
+
+def _norms(axes: Axes, found: Cooled) -> None:
+    draw_norms(axes, found.norm, "head")
+    axes.set_ylabel("Jacobian norm, mean over rows")
+    letter(axes, "e", "Guideline 3: gradients")
+    _temperatures(axes, found)
+
+
+def _temperatures(axes: Axes, found: Cooled) -> None:
+    """The paper's 0.1, of the trained temperature and on raw logits; named in the band below the legend."""
+    for at, text in ((0.1, "T = 0.1"), (0.1 / found.trained_temperature, "0.1 on raw q·k")):
+        if at > TEMPERATURES[0]:
+            axes.axvline(at, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+            axes.text(
+                at, BELOW_LEGEND + 0.005, text, transform=axes.get_xaxis_transform(), fontsize=6.5, va="bottom",
+                ha="center",
+            )  # fmt: skip
+    tidy(axes)
+
+
+def _coverage(axes: Axes, found: Covered) -> None:
+    bars = {
+        "one head,\nits own": (found.alone, ""),
+        "three, as\npredicted": (found.predicted, "////"),
+        "three, the\nfirst's": (found.own, "...."),
+        "three,\nall theirs": (found.together, "xxxx"),
+    }
+    axes.axhline(COVERED, **{**PRINTED, **BARE}, label=f"{COVERED:.0%}, as printed", zorder=0)
+    for place, (value, hatch) in enumerate(bars.values()):
+        axes.bar(place, value, color="white", edgecolor=INK, hatch=hatch, width=0.62, linewidth=0.8)
+        # Above the printed line where the bar comes near it.
+        height = value + 0.03 if value < COVERED - 0.12 else COVERED + 0.03
+        axes.text(place, max(height, value + 0.03), f"{value:.1%}", ha="center", fontsize=8)
+    axes.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1.25)
+    axes.set_ylabel(f"selected keys told apart, N = {TOP_N}")
+    letter(axes, "f", "Do three heads cover 99 %?")
+    axes.legend(loc="upper right", fontsize=7)
+    tidy(axes, grid=False)

@@ -1,0 +1,262 @@
+"""What the practical guidelines of Mudarisov et al. 2025 are tested on: one function for each, on any model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import rankdata, spearmanr
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnorm.experiments.attention_rows import permute_weights
+from attnorm.experiments.cooling import TEMPERATURES
+from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
+from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, windows_of
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.logits import LogitBlock, logit_blocks
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.topk import topk
+from attnorm.theory.coverage import independent_coverage, union_coverage
+from attnorm.theory.dispersion import entropy_nats
+from attnorm.theory.geometry import distinguishable, separability
+from attnorm.theory.gradient import entmax_jacobian_norm
+from attnorm.theory.selection import SelectedRows, at_least_float32, select, top_n_indices
+
+SHARES = (0.01, 0.03, 0.06, 0.12, 0.25, 0.5)  # of the context, the paper's 0.06 among them
+PAPERS_SHARE = 0.06
+PAPERS_LEVEL = 0.8  # of separability, below which the paper calls a head saturated
+FEWEST = 16  # keys that a row keeps whatever its length: a share of a short row is nothing to select from
+TOP_N = 20  # beyond the 16 at which the paper sees separability level off
+HEADS = 3
+MOST_TRIPLES = 20
+DRAWS, FEW_DRAWS = 20, 4  # of the null: at TOP_N, where its quantile is asked for, and elsewhere
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Over heads, for each share of the context as N/L: medians."""
+
+    mass: Floats
+    separability: Floats
+    null: Floats
+    losses: dict[float, Floats]  # by window, nats per token when only so large a share of the keys is kept; 1: all
+
+    def change(self, share: float) -> WindowMean:
+        return mean(self.losses[share] - self.losses[1.0])
+
+
+@dataclass(frozen=True)
+class EarlySign:
+    """Heads at a quarter of the length and at the length."""
+
+    entropy_before: Floats  # entropy / log n
+    entropy_after: Floats
+    apart_before: Floats  # separability
+    apart_after: Floats
+    chance_after: Floats  # the 95 % quantile of its null
+
+    @property
+    def by_level(self) -> NDArray[np.bool_]:
+        """Saturated as the paper has it: at most 80 % are told apart."""
+        return self.apart_after <= PAPERS_LEVEL
+
+    @property
+    def by_null(self) -> NDArray[np.bool_]:
+        """Saturated as attnorm has it: told apart no better than with permuted values."""
+        return self.apart_after <= self.chance_after
+
+    def area_under_curve(self, saturated: NDArray[np.bool_]) -> float:
+        """How often the entropy of a head that will be saturated is above that of one that will not; 1/2 is chance."""
+        positive, negative = int(saturated.sum()), int((~saturated).sum())
+        if not positive or not negative:
+            return float("nan")
+        ranks = rankdata(self.entropy_before)
+        return float((ranks[saturated].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+    def correlation(self) -> float:
+        """Of the change of entropy with the change of separability, over heads: -1 if a rise always means a drop."""
+        changes = self.entropy_after - self.entropy_before, self.apart_after - self.apart_before
+        if any(np.ptp(change) == 0 for change in changes):
+            return float("nan")
+        return float(spearmanr(*changes).statistic)
+
+
+@dataclass(frozen=True)
+class Cooled:
+    """By temperature, one number per head: its mean over the sampled rows."""
+
+    separability: Floats  # (temperatures, heads)
+    norm: Floats
+    trained_temperature: float  # in the paper's units, on raw logits
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Shares of selected keys that three heads of a layer tell apart, means over layers, rows and triples."""
+
+    alone: float  # one head, of its own top N: separability
+    predicted: float  # 1 - (1 - p)^3
+    own: float  # of the first head's top N, by any of the three
+    together: float  # of all that the three select, by any of the three
+
+
+@dataclass(frozen=True)
+class HeadSeparability:
+    """Of every head at one length: means over the sampled rows."""
+
+    entropy: Floats  # entropy / log n
+    mass: Floats  # (counts, heads): of the N heaviest keys
+    separability: Floats
+    null: Floats  # mean over permuted rows
+    chance: Floats  # (heads,): 95 % quantile of the null at TOP_N
+
+
+def counts_of(length: int) -> list[int]:
+    """The N of every share, then TOP_N."""
+    return [*(max(1, round(share * length)) for share in SHARES), TOP_N]
+
+
+def measure_separability(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> HeadSeparability:
+    """One pass: how many of the N heaviest keys are told apart, and how many with each row's weights dealt out anew."""
+    generator = torch.Generator().manual_seed(subject.seed)
+    counts = counts_of(length)
+    found: dict[str, list[Floats]] = {name: [] for name in ("entropy", "mass", "separability", "null", "chance")}
+
+    def on_call(call: AttentionCall) -> None:
+        parts: dict[str, list[Tensor]] = {name: [] for name in ("entropy", "mass", "separability", "null")}
+        for block in logit_blocks(call, longest_rows(call, rows).to(call.query_BHQD.device), all_heads=True):
+            heads = block.logits.shape[0]
+            chosen = _chosen(call, block, 1.0)
+            n = chosen.visible.sum(-1)
+            parts["entropy"].append((entropy_nats(chosen.weights) / n.log()).reshape(heads, -1))
+            sets = [_heaviest(chosen, N) for N in counts]
+            parts["mass"].append(torch.stack([one.mass.reshape(heads, -1) for one in sets]))
+            parts["separability"].append(torch.stack([separability(one).reshape(heads, -1) for one in sets]))
+            draws = [_permuted(chosen, generator) for _ in range(DRAWS)]
+            null = [
+                torch.stack([separability(_heaviest(draw, N)).reshape(heads, -1) for draw in draws[:FEW_DRAWS]])
+                for N in counts[:-1]
+            ]
+            last = torch.stack([separability(_heaviest(draw, TOP_N)).reshape(heads, -1) for draw in draws])
+            parts["null"].append(torch.cat([*(one.mean(0, keepdim=True) for one in null), last]))
+        whole = {name: torch.cat(values, -1).nanmean(-1).double().cpu().numpy() for name, values in parts.items()}
+        drawn = whole.pop("null")
+        for name, value in whole.items():
+            found[name].append(value)
+        found["null"].append(np.concatenate([drawn[: len(SHARES)], drawn[len(SHARES) :].mean(0, keepdims=True)]))
+        found["chance"].append(np.quantile(drawn[len(SHARES) :], 0.95, axis=0))
+
+    run_forward_pass(subject, length, on_call, progress, f"heaviest keys, {length:,} tokens")
+    return HeadSeparability(**{name: np.concatenate(values, axis=-1) for name, values in found.items()})
+
+
+def selected(
+    subject: Subject, progress: ProgressCallback, found: HeadSeparability, windows: tuple[int, int]
+) -> Selected:
+    names = {share: f"the heaviest {share:.0%} of the keys" for share in SHARES} | {1.0: AS_IT_RUNS}
+    wanted: dict[str, Normalizer | None] = {names[1.0]: None}
+    wanted |= {
+        names[share]: topk(lambda n, part=share: torch.ceil(part * n).clamp(min=FEWEST))  # type: ignore[misc]
+        for share in SHARES
+    }
+    measured = losses(subject, progress, wanted, windows_of(subject, *windows))
+    mass, apart, null = (np.nanmedian(one[:-1], 1) for one in (found.mass, found.separability, found.null))
+    return Selected(mass, apart, null, {share: measured[name] for share, name in names.items()})
+
+
+def early_sign(before: HeadSeparability, after: HeadSeparability) -> EarlySign:
+    columns = (before.entropy, after.entropy, before.separability[-1], after.separability[-1], after.chance)
+    known = np.isfinite(np.stack(columns)).all(0)
+    return EarlySign(*(values[known] for values in columns))
+
+
+def cooled_and_covered(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> tuple[Cooled, Covered]:
+    """One pass: what cooling does to separability and gradients, and what three heads of a layer cover together."""
+    apart: list[Tensor] = []
+    norms: list[Tensor] = []
+    shares: list[tuple[float, float, float]] = []
+    scales: list[float] = []
+
+    def on_call(call: AttentionCall) -> None:
+        scales.append(call.scale)
+        found: list[tuple[Tensor, Tensor]] = []
+        for block in logit_blocks(call, longest_rows(call, rows).to(call.query_BHQD.device), all_heads=True):
+            by_temperature = []
+            for T in TEMPERATURES:
+                chosen = _chosen(call, block, T)
+                heads = block.logits.shape[0]
+                norm = entmax_jacobian_norm(chosen.weights.reshape(heads, -1, chosen.weights.shape[-1]), temperature=T)
+                by_temperature.append((separability(chosen).reshape(heads, -1), norm))
+                if T == 1.0:
+                    shares.append(_covered(chosen, heads))
+            found.append(
+                (torch.stack([one for one, _ in by_temperature]), torch.stack([other for _, other in by_temperature]))
+            )
+        apart.append(torch.cat([one for one, _ in found], -1).nanmean(-1).cpu())
+        norms.append(torch.cat([other for _, other in found], -1).nanmean(-1).cpu())
+
+    run_forward_pass(subject, length, on_call, progress, "cooled, and three heads together")
+    alone, own, together = np.nanmean(shares, 0)
+    return (
+        Cooled(
+            torch.cat(apart, -1).double().numpy(), torch.cat(norms, -1).double().numpy(), 1 / float(np.median(scales))
+        ),
+        Covered(float(alone), float(independent_coverage(float(alone), HEADS)), float(own), float(together)),
+    )
+
+
+def _chosen(call: AttentionCall, block: LogitBlock, temperature: float) -> SelectedRows:
+    """The top-N sets of the block's rows at a temperature: (groups, heads of the group x rows, keys)."""
+    visible = block.visible.expand(block.logits.shape)
+    weights = torch.softmax(torch.where(visible, block.logits / temperature, -torch.inf), -1)
+    x = at_least_float32(call.value_BGKE)[block.item, :, block.first_key : block.first_key + weights.shape[-1]]
+    x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2]))
+    groups = (len(x), -1, weights.shape[-1])
+    return select(weights.reshape(groups), x, TOP_N, visible.reshape(groups))
+
+
+def _heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
+    return rows.with_indices(top_n_indices(rows.weights, top_n, rows.visible))
+
+
+def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
+    """The same weights on other visible keys of their row, at random."""
+    scores = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
+    return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores))
+
+
+def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
+    """Alone, of the first head's own, and of all that three select; over triples of heads."""
+    shape = (heads, -1, chosen.weights.shape[-1])
+    told, picked = distinguishable(chosen).reshape(shape), chosen.chosen.reshape(shape)  # (h, r, w)
+    alone = float(separability(chosen).nanmean())
+    own, together = [], []
+    for three in _triples(heads):
+        covered, selections = told[list(three)].transpose(0, 1), picked[list(three)].transpose(0, 1)  # (r, 3, w)
+        own.append(float(union_coverage(covered, selections[:, 0]).union.nanmean()))
+        together.append(float(union_coverage(covered, selections.any(1)).union.nanmean()))
+    return alone, float(np.mean(own)), float(np.mean(together))
+
+
+def _triples(heads: int) -> Sequence[tuple[int, ...]]:
+    """Some of the ways to take three heads, spread over all; fewer heads where a layer has no three."""
+    every = list(combinations(range(heads), min(HEADS, heads)))
+    return every[:: max(1, len(every) // MOST_TRIPLES)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    selected: Selected
+    early: EarlySign
+    cooled: Cooled
+    covered: Covered
+
+
+def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]) -> Numbers:
+    before, after = (measure_separability(subject, progress, one, rows) for one in (length // 4, length))
+    cooled, covered = cooled_and_covered(subject, progress, length, rows)
+    return Numbers(selected(subject, progress, after, windows), early_sign(before, after), cooled, covered)

@@ -1,0 +1,184 @@
+"""What is asked of a trained model: its loss on longer texts, a pass key, and how its heads attend."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnorm.experiments.language_models.plan import SOFTMAX
+from attnorm.experiments.language_models.train import Worker, forget, machine, trained_model
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sampling import length_bins, spread
+from attnorm.models.observe import observe
+from attnorm.training.lm.attention import in_training
+from attnorm.training.lm.data import Tokens
+from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
+from attnorm.training.lm.settings import LMSettings
+from attnorm.training.needle.data import Wording
+from attnorm.training.needle.evaluate import among_many, find_keys, summary
+from attnorm.training.needle.train import fine_tune, split_filler
+
+AS_TRAINED = None  # in the place of a normalizer that is only put in afterwards
+ROWS = 64  # per head and window
+KEPT = (
+    "entropy_nats", "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "logit_spread", "jacobian_norm",
+    "row_sum",
+)  # fmt: skip
+
+
+def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """Losses by length on every held-out text, and attention statistics; also with what is put in at inference."""
+    wanted = _variants(worker, "measure", normalizer, seed)
+    if not wanted:
+        return
+    worker.check_time()
+    model, settings = trained_model(worker, normalizer, seed)
+    for instead in wanted:
+        began = time.monotonic()
+        with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
+            losses = {
+                name: losses_at(worker, model, settings, tokens) for name, tokens in worker.texts.held_out.items()
+            }
+            statistics = attention_statistics(
+                model,
+                observed_windows(worker.texts.valid, worker.workspace.plan.observed, settings.context),
+                worker.device,
+            )
+        worker.workspace.add(
+            {
+                "stage": "measure", "normalizer": normalizer, "at_inference": instead, "seed": seed,
+                "losses": losses, "attention_statistics": statistics,
+                "wall_seconds": round(time.monotonic() - began, 1), **machine(worker.device),
+            }
+        )  # fmt: skip
+        found = "; ".join(f"{name} {by_length}" for name, by_length in losses.items())
+        worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: {found}")
+    del model
+    forget()
+
+
+def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """Fine-tunes the trained model on pass keys and asks for them at longer and longer lengths."""
+    wanted = _variants(worker, "needle", normalizer, seed)
+    if not wanted:
+        return
+    worker.check_time()
+    plan, device = worker.workspace.plan, worker.device
+    model, settings = trained_model(worker, normalizer, seed)
+    wording = Wording.of(worker.texts.corpus.tokenizer)
+    practised, tested = split_filler(worker.texts.valid, plan.needle, wording, settings.context)
+    began = time.monotonic()
+    course = fine_tune(
+        model, settings, practised, wording, plan.needle, device,
+        compiled=plan.compiled, attention=worker.attention(normalizer), deadline=worker.deadline,
+    )  # fmt: skip
+    worker.check_time()
+    tuned = time.monotonic()
+    for instead in wanted:
+        with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
+            found = find_keys(model, settings, tested, wording, plan.needle, device)
+            many = among_many(model, settings, tested, wording, plan.needle, device)
+        worker.workspace.add(
+            {
+                "stage": "needle", "normalizer": normalizer, "at_inference": instead, "seed": seed,
+                "course": course, "among_many": many, "by_length": summary(found),
+                "answers": [each.as_dict() for each in found],
+                "tuning_seconds": round(tuned - began, 1), "wall_seconds": round(time.monotonic() - began, 1),
+                **machine(device),
+            }
+        )  # fmt: skip
+        by_length = {length: each["exact"] for length, each in summary(found).items()}
+        worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: keys found {by_length}, {many}")
+    del model
+    forget()
+
+
+def losses_at(worker: Worker, model: Any, settings: LMSettings, tokens: Tokens) -> dict[str, float]:
+    """Nats per token by window length, over the same tokens at every length."""
+    plan = worker.workspace.plan
+    longest = max(plan.longer) * settings.context
+    chunks = spread_chunks(tokens, longest, plan.chunks)
+    dtype = getattr(torch, settings.dtype)
+    found = {}
+    for times in plan.longer:
+        length = times * settings.context
+        windows = [chunk[start : start + length + 1] for chunk in chunks for start in range(0, longest, length)]
+        together = max(1, EVALUATION_BATCH * settings.context // length)
+        found[str(length)] = round(validation_loss(model, windows, worker.device, dtype, together), 5)
+    return found
+
+
+def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]:
+    """Up to `count` pieces of length + 1 tokens, evenly spread over the text without overlap.
+
+    Raises:
+        ValueError: The text has not one of them.
+    """
+    fitting = (len(tokens) - 1) // length
+    if not fitting:
+        raise ValueError(f"a held-out text has {len(tokens)} tokens; a loss at {length} needs {length + 1}")
+    places = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
+    return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in places]
+
+
+def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
+    return torch.stack([chunk[:context] for chunk in spread_chunks(tokens, context, count)])
+
+
+def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
+    """The model as trained and, for softmax, with what is put in its place at inference; less what is done."""
+    done = [each["at_inference"] for each in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
+    swaps = worker.workspace.plan.at_inference if normalizer == SOFTMAX else ()
+    return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
+
+
+@contextmanager
+def _swapped(model: Any, instead: str | None, settings: LMSettings) -> Iterator[None]:
+    from attnorm.models.patch import swap
+
+    chosen: Any = (
+        nullcontext() if instead is None else swap(model, instead, warm_start=False, train_length=settings.context)
+    )
+    with chosen:
+        yield
+
+
+@torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative
+def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> dict[str, Any]:
+    """Means over heads and rows, and by layer and head; windows (count, length)."""
+    length = windows.shape[1]
+    shortest, _ = length_bins(length)[0]
+    rows = spread(torch.arange(shortest - 1, length), ROWS)
+    by_layer: dict[int, list[dict[str, Tensor]]] = {}
+
+    def on_call(call: AttentionCall) -> None:
+        (found,) = measure_rows(call, [None], rows, (1,)).values()
+        means = {name: found.values[name].double().nanmean((0, 2)).cpu() for name in KEPT if name in found.values}
+        by_layer.setdefault(call.layer, []).append(means)
+
+    model.eval()
+    with observe(model, on_call):
+        for window in windows:
+            model.base_model(input_ids=window[None].to(device), use_cache=False)
+    names = next(iter(by_layer.values()))[0]
+    heads = {
+        name: [torch.stack([one[name] for one in by_layer[layer]]).nanmean(0) for layer in sorted(by_layer)]
+        for name in names
+    }
+    return {
+        "windows": len(windows),
+        "length": length,
+        "rows": len(rows),
+        "mean": {name: _rounded(torch.stack(layers).nanmean().item()) for name, layers in heads.items()},
+        "heads": {name: [[_rounded(x) for x in layer.tolist()] for layer in layers] for name, layers in heads.items()},
+    }
+
+
+def _rounded(number: float) -> float | None:
+    """JSON has no NaN."""
+    return None if number != number else float(f"{number:.5g}")

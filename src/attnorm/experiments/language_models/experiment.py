@@ -1,0 +1,137 @@
+"""`attnorm reproduce language-models`: the whole plan on the texts that are given, or a tiny one on bundled text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from attnorm.analysis.default_text import passage, topics
+from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.language_models import stages
+from attnorm.experiments.language_models.figure import comparison_figure, course_figure
+from attnorm.experiments.language_models.plan import FULL, QUICK, SOFTMAX, LanguageModelPlan, on_this_machine
+from attnorm.experiments.language_models.results import Contender, Line, contenders
+from attnorm.experiments.language_models.tables import in_words
+from attnorm.experiments.language_models.workspace import Workspace
+
+SECOND_SEEDS = 3  # normalizers, the closest ones
+LEAST_TOKENS = 10_000_000
+TOO_SMALL = "Models this small, on so few tokens, show that everything runs and not who is better."
+HELD_OUT_SHARE = 0.3  # of the bundled text
+NO_VERDICT = 0.02  # nats: two maps that learned to be the same differ by as much from run to run
+
+
+def _run(subject: Subject, progress: ProgressCallback, folder: Path) -> Outcome:
+    plan = on_this_machine(QUICK if subject.quick else FULL)
+    workspace = Workspace.open(folder, plan)
+    train, valid, others = texts_of(subject, folder)
+    names = plan.chosen(subject.only)
+    progress("encoding the texts", 0, len(names) + 1)
+    stages.prepare(workspace, train, valid, others)
+    for done, name in enumerate(names, 1):
+        progress(f"training and testing {name}", done, len(names) + 1)
+        stages.everything(workspace, [name], seeds=[subject.seed], device=subject.device)
+    if not subject.quick and not subject.only:
+        stages.everything(
+            workspace,
+            stages.closest(workspace, SECOND_SEEDS, seed=subject.seed),
+            seeds=[subject.seed + 1],
+            device=subject.device,
+        )
+    progress("drawing", len(names) + 1, len(names) + 1)
+    return outcome(workspace.results(), plan)
+
+
+def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
+    """
+    Raises:
+        ValueError: No model is finished.
+    """
+    found = contenders(lines)
+    if not found:
+        problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
+        raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
+    return Outcome(
+        words=in_words(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
+        findings=_findings(found, judge_claims=plan.main_tokens >= LEAST_TOKENS),
+        figures={"language-models": comparison_figure(found), "course": course_figure(lines)},
+        tables={"models": _table(found)},
+        parameters=plan.as_dict(),
+    )
+
+
+def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
+    """To train on, to validate on, and others that are only measured on.
+
+    Raises:
+        ValueError: No text to train on, or none to validate on.
+    """
+    if subject.texts and subject.valid:
+        return list(subject.texts), subject.valid[0], list(subject.valid[1:])
+    if subject.texts or subject.valid or not subject.quick:
+        raise ValueError(
+            "language-models trains on --text and measures on --valid: give both (.txt or .txt.xz); --quick alone "
+            "takes text that Python carries"
+        )
+    whole = topics()
+    cut = whole.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(whole))) + 1
+    made = {"python-topics": whole[:cut], "python-topics-held-out": whole[cut:], "passage": passage()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in made.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    train, valid, other = (folder / f"{name}.txt" for name in made)
+    return [train], valid, [other]
+
+
+def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Finding, ...]:
+    """No paper has this comparison; each normalizer's own claims are put to the test of equal conditions."""
+    by_name = {one.name: one for one in found}
+    softmax = by_name.get(SOFTMAX)
+    if softmax is None:
+        return ()
+    text, lengths = next((text, list(by)) for text, by in softmax.losses.items())
+    findings = []
+    for one in found:
+        if one is softmax:
+            continue
+        first, last = (one.losses[text][n].mean - softmax.losses[text][n].mean for n in (lengths[0], lengths[-1]))
+        findings.append(
+            Finding(
+                claim=f"{one.name} models text better than softmax, at the training length or beyond",
+                ours=f"{first:+.4f} nats per token at {lengths[0]:,}, {last:+.4f} at {lengths[-1]:,}",
+                verdict=_verdict(first, last) if judge_claims else "not tested",
+                why=f"{one.seeds} seed{'s' if one.seeds > 1 else ''}" if judge_claims else TOO_SMALL,
+            )
+        )
+    return tuple(findings)
+
+
+def _verdict(*differences: float) -> Verdict:
+    """Clearly lower losses than softmax's at the training length and beyond, at one of them, or at none."""
+    better = [difference < -NO_VERDICT for difference in differences]
+    return "reproduces" if all(better) else "partly" if any(better) else "does not"
+
+
+def _table(found: Sequence[Contender]) -> pa.Table:
+    rows: list[dict[str, Any]] = []
+    for one in found:
+        row: dict[str, Any] = {"normalizer": one.normalizer, "at_inference": one.at_inference, "seeds": one.seeds}
+        row |= {
+            f"loss_{text}_{length}": spread.mean for text, by in one.losses.items() for length, spread in by.items()
+        }
+        row |= {f"keys_found_{length}": spread.mean for length, spread in one.found.items()}
+        row |= {f"characters_found_{length}": spread.mean for length, spread in one.characters.items()}
+        row |= {name: getattr(one, name) for name in ("learning_rate", "tokens", "tokens_per_second")}
+        rows.append({**row, "peak_memory_bytes": one.peak_memory_bytes, **one.attention})
+    return pa.Table.from_pylist(rows)
+
+
+EXPERIMENT = Experiment(
+    name="language-models",
+    title="Language models with one normalizer each",
+    source="no paper: each compares its normalizer with softmax alone, in a harness of its own",
+    question="Trained alike on the same tokens, which normalizer models text best, and which finds a key again?",
+    run=_run,
+    needs_model=False,
+)

@@ -1,0 +1,203 @@
+"""Losses, keys found and entropy of models that differ in their normalizer; and how their losses fell."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+from string import ascii_lowercase
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
+from attnorm.experiments.language_models.plan import SOFTMAX
+from attnorm.experiments.language_models.results import Contender, telling_length, wilson_interval
+
+# Of a length, or of a text: colour, marker and filling differ.
+LOOKS: tuple[dict[str, Any], ...] = (
+    {"color": INK, "marker": "o", "markersize": 5.5},
+    {"color": "#0a6ab4", "marker": "s", "markersize": 5, "markerfacecolor": "white"},
+    {"color": "#d9731a", "marker": "^", "markersize": 5.5},
+)
+LINES = ("-", "--", ":", "-.")
+COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
+FAR_OFF = 1.2  # times the median: such a loss is written at the edge, for the others to stay apart
+SMOOTHED = 15  # entries of a course
+DARK = 0.6  # a share whose colour wants white digits
+FEW = 4 * SMOOTHED  # entries that are not smoothed
+SETTLED = 0.06  # of the tokens: before that losses of 7 and 8 nats differ by what would hide all later differences
+
+
+def comparison_figure(found: Sequence[Contender]) -> Figure:
+    """Rows are models, the lowest loss on top: the loss at every length, keys found, and entropy against keys found."""
+    lengths = sorted(next(iter(found[0].losses.values())))
+    asked = any(one.found for one in found)
+    columns = max(len(lengths), 3 if asked else 1)
+    height = 0.25 * len(found) + 0.9
+    figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + asked) + 0.8 * asked + 0.2), layout="constrained")
+    axes = figure.subplots(1 + asked, columns, squeeze=False)
+    for workspace, length in enumerate(lengths):
+        _losses(axes[0, workspace], found, length, named=workspace == 0)
+        letter(axes[0, workspace], ascii_lowercase[workspace], f"Loss, windows of {length:,} tokens")
+    for empty in axes[0, len(lengths) :]:
+        empty.set_visible(False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=4, handletextpad=0.1)
+    if asked:
+        some = any(spread.mean for one in found for spread in one.found.values())
+        panels = (_keys, _depths, _entropy) if some else (_keys,)
+        for workspace, draw in enumerate(panels):
+            letter(axes[1, workspace], ascii_lowercase[len(lengths) + workspace], draw(axes[1, workspace], found))
+        for empty in axes[1, len(panels) :]:
+            empty.set_visible(False)
+    return figure
+
+
+def _losses(axes: Axes, found: Sequence[Contender], length: int, *, named: bool) -> None:
+    texts = list(found[0].losses)
+    far = FAR_OFF * median(one.losses[text][length].mean for one in found for text in texts)
+    for row, one in enumerate(found):
+        off = []
+        for text, look in zip(texts, LOOKS, strict=False):
+            spread = one.losses[text][length]
+            if spread.mean > far:
+                off.append(f"{spread.mean:.2f}")
+                continue
+            axes.plot(spread.mean, row, linestyle="", label=text if row == 0 else None, **look)
+            if spread.half:
+                ends = (spread.mean - spread.half, spread.mean + spread.half)
+                axes.plot(ends, (row, row), color=look["color"], linewidth=1.2)
+        if off:
+            axes.text(0.98, row, f"{', '.join(off)} →", transform=axes.get_yaxis_transform(), ha="right", va="center")
+    for one in (one for one in found if one.name == SOFTMAX):
+        for text, look in zip(texts, LOOKS, strict=False):
+            axes.axvline(one.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
+    axes.set_xlabel("nats per token")
+    axes.margins(x=0.08)
+    _rows(axes, found, named=named)
+
+
+def _rows(axes: Axes, found: Sequence[Contender], *, named: bool) -> None:
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_yticks(range(len(found)), _named(found) if named else [""] * len(found))
+    tidy(axes)
+
+
+def _named(found: Sequence[Contender]) -> list[str]:
+    return [f"{one.name}  {row}" for row, one in enumerate(found, 1)]
+
+
+def _keys(axes: Axes, found: Sequence[Contender]) -> str:
+    lengths = sorted({length for one in found for length in one.found})
+    for row, one in enumerate(found):
+        for length, look in zip(lengths, LOOKS, strict=False):
+            if length not in one.found:
+                continue
+            share = one.found[length].mean
+            ends = [100 * end for end in wilson_interval(share, one.questions)]
+            axes.plot(ends, (row, row), color=look["color"], linewidth=0.8)
+            axes.plot(100 * share, row, linestyle="", **look)
+        if not one.found:
+            axes.text(50, row, "not asked", ha="center", va="center", color=PALE, fontsize=7)
+    for length, look in zip(lengths, LOOKS, strict=False):
+        axes.plot([], [], linestyle="", label=f"{length:,}", **look)
+    axes.legend(
+        loc="lower center", bbox_to_anchor=(0.5, -0.02), ncols=len(lengths), columnspacing=0.8, handletextpad=0.1
+    )
+    axes.set_xlabel("% of keys, every character right")
+    axes.set_xlim(-4, 104)
+    _rows(axes, found, named=True)
+    axes.set_ylim(len(found) + 0.4, -0.5)
+    return "Pass keys found, by length"
+
+
+def _depths(axes: Axes, found: Sequence[Contender]) -> str:
+    """One row per model, as beside it, and one column per place of the key."""
+    length = telling_length(found)
+    assert length is not None
+    depths = sorted({depth for one in found for depth in one.by_depth.get(length, ())})
+    shares = [[one.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for one in found]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto", alpha=0.85)
+    for row, of_model in enumerate(shares):
+        for column, share in enumerate(of_model):
+            if not math.isnan(share):
+                dark = share > DARK
+                axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", color="white" if dark else INK)
+    learned = sum(depth * length <= min(one for each in found for one in each.found) for depth in depths)
+    axes.axvline(learned - 0.5, color=INK, linewidth=1)
+    axes.set_xticks(range(len(depths)), [f"{depth * length:,.0f}" for depth in depths])
+    axes.set_xlabel("token of the key; line: training length")
+    _rows(axes, found, named=False)
+    axes.set_ylim(len(found) + 0.4, -0.5)
+    axes.grid(visible=False)
+    return f"% of keys in {length:,} tokens, by place"
+
+
+def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
+    length = telling_length(found)
+    assert length is not None
+    points: dict[tuple[float, float], list[int]] = {}
+    for row, one in enumerate(found):
+        if one.found and "entropy_ratio" in one.attention:
+            points.setdefault((one.attention["entropy_ratio"], 100 * one.found[length].mean), []).append(row)
+    for (x, y), rows in points.items():
+        trained = any(found[row].at_inference is None for row in rows)
+        ends = [100 * end for end in wilson_interval(y / 100, found[rows[0]].questions)]
+        axes.plot((x, x), ends, color=PALE, linewidth=0.7)
+        axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
+        numbers = ", ".join(str(row + 1) for row in rows)
+        axes.annotate(numbers, (x, y), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.set_xlabel("entropy / log n; numbers as in (d)")
+    axes.set_ylabel(f"% of keys in {length:,} tokens")
+    axes.margins(x=0.12, y=0.08)
+    tidy(axes)
+    return "Sharper heads, better recall?"
+
+
+def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
+    """Training loss of the main runs by tokens read, and how far it lies above softmax's on the same batches."""
+    runs = [line for line in lines if line["stage"] == "main" and line["course"]]
+    runs = [run for run in runs if run["seed"] == min(each["seed"] for each in runs)]
+    softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
+    figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")
+    both = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
+    for number, run in enumerate(runs):
+        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": LINES[number // 3 % len(LINES)]}
+        losses = _losses_by_tokens(run)
+        both[0].plot([each / 1e6 for each in losses], list(losses.values()), label=run["normalizer"], **look)
+        if softmax and run["normalizer"] != SOFTMAX:
+            above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
+            tokens, differences = _smoothed(above)
+            both[1].plot([each / 1e6 for each in tokens], differences, **look)
+    both[0].set_ylabel("training loss, nats per token")
+    if softmax and max(softmax) > 100 * min(softmax):
+        both[0].set_xscale("log")
+        both[0].xaxis.set_major_formatter("{x:g}")
+    if softmax:
+        letter(both[0], "a", "Training loss")
+        letter(both[1], "b", "Above softmax, on the same batches")
+        both[1].set_ylabel("difference, nats per token")
+        both[1].axhline(0, color=INK, linewidth=0.8)
+    for axes in both:
+        axes.set_xlabel("million tokens read")
+        tidy(axes)
+    if runs:
+        both[0].legend(ncols=2)
+        words = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
+        smoothing = f"; (b) means of {SMOOTHED} entries, without the first of the warmup" if len(softmax) > FEW else ""
+        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr, call-arg]
+        note(figure, words + smoothing)
+    return figure
+
+
+def _losses_by_tokens(run: Mapping[str, Any]) -> dict[int, float]:
+    return {tokens: loss for tokens, loss, _ in run["course"]}
+
+
+def _smoothed(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    """Running means of the entries but the first ones, each at the last of its entries; of a few every one."""
+    if len(values) <= FEW:
+        return list(values), list(values.values())
+    places = [n for n in values if n >= SETTLED * max(values)]
+    width = SMOOTHED
+    ends = range(width, len(places) + 1)
+    return [places[end - 1] for end in ends], [mean(values[n] for n in places[end - width : end]) for end in ends]

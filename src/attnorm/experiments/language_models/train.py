@@ -1,0 +1,212 @@
+"""The training runs: short ones at several learning rates, then one long one at the best of them."""
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnorm.experiments.language_models.plan import SOFTMAX
+from attnorm.experiments.language_models.workspace import Texts, Workspace
+from attnorm.files import atomic_replace
+from attnorm.models.saving import save_pretrained
+from attnorm.training.checkpoints import finished_checkpoints, load_weights
+from attnorm.training.device import accelerated, chosen_device
+from attnorm.training.interruption import StopRequest, TrainingInterrupted
+from attnorm.training.lm.attention import Attention
+from attnorm.training.lm.data import as_transformers
+from attnorm.training.lm.export import rounded, training_versions
+from attnorm.training.lm.model import build_model
+from attnorm.training.lm.settings import LMSettings
+from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run, speed_and_memory
+
+Log = Callable[[str], None]
+OFTEN = 4  # validation losses of a main run; the short ones are judged by their end
+RESCALED_SOFTMAX = (SOFTMAX, "ssmax", "sink", "log_scaled")  # on fused kernels whatever the length
+ATTENTION = "attention.json"  # how each normalizer is computed while training, where it was tried out
+
+
+class OutOfTimeError(Exception):
+    """The deadline came before the work was done; what was done is kept."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What every piece of work needs to know."""
+
+    workspace: Workspace
+    texts: Texts
+    device: torch.device
+    deadline: float = math.inf
+    log: Log = lambda words: None
+
+    @classmethod
+    def at(
+        cls, workspace: Workspace, texts: Texts, *, device: str | None = None, max_minutes: float | None = None,
+        log: Log = lambda words: None,
+    ) -> "Worker":  # fmt: skip
+        deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: logits of half precision queries stay exact
+        return cls(workspace, texts, chosen_device(device), deadline, log)
+
+    def check_time(self) -> None:
+        if time.monotonic() >= self.deadline:
+            raise OutOfTimeError
+
+    def attention(self, normalizer: str) -> Attention:
+        path = self.workspace.folder / ATTENTION
+        found: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found.get(normalizer, "engine" if normalizer in RESCALED_SOFTMAX else "dense")
+
+
+def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """A short run at every learning rate of the plan, of the seed that comes first; a second seed takes its choice.
+
+    One that diverges is a result too.
+    """
+    plan = worker.workspace.plan
+    for rate in plan.rates:
+        if worker.workspace.results(stage="rate", normalizer=normalizer, learning_rate=rate):
+            continue
+        worker.check_time()
+        settings = plan.settings(normalizer, rate=rate, tokens=plan.rate_tokens, seed=seed)
+        _train(worker, "rate", normalizer, f"rate-{rate:g}-seed-{seed}", settings, checkpoint_every=None)
+
+
+def best_rate(workspace: Workspace, normalizer: str) -> float:
+    """The learning rate of the short run that ended lowest.
+
+    Raises:
+        ValueError: They are not all there, or all diverged.
+    """
+    tried = {each["learning_rate"]: each for each in workspace.results(stage="rate", normalizer=normalizer)}
+    missing = [rate for rate in workspace.plan.rates if rate not in tried]
+    if missing:
+        raise ValueError(f"{normalizer} has no short run at the learning rate {missing[0]:g} yet; run 'rates' first")
+    ended: dict[float, float] = {
+        rate: each["valid_loss"] for rate, each in tried.items() if each["valid_loss"] is not None
+    }
+    if not ended:
+        raise ValueError(f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}")
+    return min(ended, key=lambda rate: ended[rate])
+
+
+def main_settings(workspace: Workspace, normalizer: str, seed: int) -> LMSettings:
+    rate = best_rate(workspace, normalizer)
+    return workspace.plan.settings(normalizer, rate=rate, tokens=workspace.plan.main_tokens, seed=seed)
+
+
+def main_name(seed: int) -> str:
+    return f"main-seed-{seed}"
+
+
+def train_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    if not worker.workspace.results(stage="main", normalizer=normalizer, seed=seed):
+        worker.check_time()
+        settings = main_settings(worker.workspace, normalizer, seed)
+        # Twice in a run: half a second each for weights and moments, which nobody waits for at the end.
+        _train(worker, "main", normalizer, main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
+
+
+def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSettings]:
+    """The model of a finished main run, in float32 as it was trained.
+
+    Raises:
+        ValueError: Its checkpoint is not there.
+    """
+    settings = main_settings(worker.workspace, normalizer, seed)
+    folder = worker.workspace.run_folder(normalizer, main_name(seed))
+    saved = finished_checkpoints(folder / CHECKPOINTS)
+    if not saved:
+        raise ValueError(f"{folder} holds no checkpoint; run 'main' for {normalizer}, seed {seed} first")
+    corpus = worker.texts.corpus
+    model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(worker.device)
+    load_weights(saved[-1], model, worker.device)
+    return model.eval(), settings
+
+
+def export_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """The trained model as a Hugging Face folder in bfloat16, below `models` in the shared folder."""
+    out = worker.workspace.model_folder(normalizer, seed)
+    if out.exists():
+        return
+    model, settings = trained_model(worker, normalizer, seed)
+    with atomic_replace(out) as draft:
+        save_pretrained(rounded(model, torch.bfloat16), draft)
+        as_transformers(worker.texts.corpus.tokenizer, settings.context).save_pretrained(draft)
+
+
+def _train(
+    worker: Worker, stage: str, normalizer: str, name: str, settings: LMSettings, checkpoint_every: int | None
+) -> None:  # fmt: skip
+    evaluate_every = settings.steps if stage == "rate" else max(1, settings.steps // OFTEN)
+    attention = worker.attention(normalizer)
+    folder = worker.workspace.run_folder(normalizer, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    problem = None
+    with accelerated(worker.device, settings.dtype) as accelerator, StopRequest() as stop:
+        run = Run(
+            folder, settings, worker.texts.corpus, accelerator,
+            compiled=worker.workspace.plan.compiled, attention=attention,
+        )  # fmt: skip
+        try:
+            for entry in run.steps(worker.deadline, stop, evaluate_every, checkpoint_every):
+                if "valid_loss" in entry:
+                    worker.log(f"{normalizer} {name}: step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}")
+        except ValueError as error:  # a loss that is no longer finite
+            problem = str(error)
+    if stop.asked:
+        raise TrainingInterrupted(run.step)
+    if problem is None and run.step < settings.steps:
+        raise OutOfTimeError
+    course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    measured = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
+    worker.workspace.add(
+        {
+            "stage": stage, "normalizer": normalizer, "seed": settings.seed, "learning_rate": settings.learning_rate,
+            "valid_loss": measured[-1] if problem is None else None, "problem": problem,
+            "steps": run.step, "tokens": run.step * settings.tokens_per_step,
+            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            **speed_and_memory(folder / METRICS), "training_seconds": round(run.seconds, 1),
+            "wall_seconds": round(time.monotonic() - began, 1), "attention": attention,
+            "course": [_short(entry) for entry in course], "settings": settings.as_dict(),
+            "learned": learned(run.model), **machine(worker.device),
+        }
+    )  # fmt: skip
+    del run, accelerator  # which knows the optimizer
+    forget()
+
+
+def _short(entry: dict[str, float]) -> list[float | None]:
+    return [entry["tokens"], entry["loss"], entry.get("valid_loss")]
+
+
+def learned(model: Any) -> dict[str, list[float]]:
+    """What the normalizers hold, by layer: the few numbers that training moved."""
+    from attnorm.models.support import NORMALIZER
+
+    found = {
+        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
+        for name, parameter in model.named_parameters()
+        if NORMALIZER in name.split(".")
+    }
+    return {name.removeprefix("model.layers."): values for name, values in found.items()}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": training_versions(),
+    }
+
+
+def forget() -> None:
+    """Gives the memory of models that are no longer used to other processes on the same GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,284 @@
+"""Retrieval: accuracy by size, what the errors are, and the margin that logits deliver against the one they need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.retrieval.lines import Line, Scale
+from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
+from attnorm.line_labels import spread
+from attnorm.training.retrieval.evaluate import OWN
+
+CHANCE = 10.0  # %
+DISPERSED, WRONG = "#9cc3e4", "#b5521b"
+LINE_HEIGHT = 0.043  # of a label, in heights of the plot
+TESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    OWN: ("softmax", MEASURED),
+    "adaptive_temperature": ("softmax, adaptive temperature in tests", CORRECTED),
+    "hard": ("softmax, hard attention in tests", NULL),
+}
+PANELS: dict[Section, str] = {
+    "paper": "the paper's recipe",
+    "ours": "our recipe: same model, same sizes in training",
+}
+AS_PRINTED: dict[str, Any] = PRINTED | {"label": "softmax, as printed"}
+GOAL: dict[str, Any] = {
+    "color": INK, "marker": "*", "markersize": 9, "linestyle": "none", "markerfacecolor": "white",
+    "label": "goals set beforehand",
+}  # fmt: skip
+TASKS: dict[Section, tuple[str, str, str]] = {
+    "ours": ("max retrieval", INK, "o"),
+    "recall": ("associative recall", "#3f8fcf", "s"),
+    "majority": ("majority", "#d9731a", "^"),
+}
+
+
+def drawn(lines: Sequence[Line], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
+    """Those for which there are numbers, by file stem."""
+    made = {"accuracy": accuracy(lines, about)}
+    if any(line.section == "parts" for line in lines):
+        made["parts"] = parts(lines, about)
+    made["errors"] = errors(lines, about)
+    if scales:
+        made["scale"] = scale(scales, about)
+    if any(line.section in ("recall", "majority") for line in lines):
+        made["tasks"] = tasks(lines, about)
+    return made
+
+
+def accuracy(lines: Sequence[Line], about: str) -> Figure:
+    """Every normalizer against the size of the set: the paper's recipe on the left, ours on the right."""
+    panels = [(section, title) for section, title in PANELS.items() if any(line.section == section for line in lines)]
+    figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
+    for place, (section, title) in enumerate(panels):
+        axes = figure.add_axes(((0.11 + place) / len(panels), 0.13, 0.69 / len(panels), 0.78))
+        mine = [line for line in lines if line.section == section]
+        sizes = _draw_sizes(axes, lines)
+        for tested_with, (label, look) in TESTS.items():
+            chosen = [line for line in mine if (line.label, line.row.tested_with) == (BASELINE, tested_with)]
+            if chosen:
+                _draw_line(axes, chosen, label, look)
+        others = [line for line in mine if line.label != BASELINE and line.row.tested_with == OWN]
+        for label in dict.fromkeys(line.label for line in others):
+            chosen = [line for line in others if line.label == label]
+            axes.plot(*_points(chosen), color="#b9bec6", linewidth=1.0, zorder=1)
+        marks = PRINTED_SOFTMAX if section == "paper" else GOALS
+        there = {size: value for size, value in marks.items() if size <= sizes[-1]}
+        axes.plot(list(there), list(there.values()), **(AS_PRINTED if section == "paper" else GOAL))
+        _list_beside(axes, [line for line in mine if line.row.tested_with == OWN])
+        axes.legend(loc="upper right" if section == "paper" else "lower left", fontsize=7.5)
+        letter(axes, "ab"[place], title)
+    note(figure, f"{about}. Bars: 95 % confidence. Grey: other normalizers, trained and tested with themselves.")
+    return figure
+
+
+def parts(lines: Sequence[Line], about: str) -> Figure:
+    """Softmax under the paper's recipe, each part of ours alone, ours without each, and ours."""
+    figure = Figure(figsize=(9.2, 4.8), facecolor="white")
+    axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
+    mine = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
+    _draw_sizes(axes, mine)
+    looks = ("-", "--", "-.", ":")
+    for place, label in enumerate(dict.fromkeys(line.label for line in mine)):
+        chosen = [line for line in mine if line.label == label]
+        edge = label in ("paper's recipe", "our recipe")
+        colour = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
+        look = "-" if edge else looks[place % 4]
+        axes.plot(*_points(chosen), color=colour, linewidth=2.2 if edge else 1.2, linestyle=look,
+                  marker="os^vDPX*"[place % 8], markersize=4)  # fmt: skip
+    _label_ends(axes, mine)
+    axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")
+    note(figure, f"{about}. Blue: one part alone; orange: all but one, or more.")
+    return figure
+
+
+def errors(lines: Sequence[Line], about: str) -> Figure:
+    """Small multiples: right answers, dispersed, logits wrong, stacked by size."""
+    split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
+    columns = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
+    keep = [place for place in columns if place[0] == "paper" or place[1] == BASELINE]
+    across = min(6, max(1, len(keep)))
+    down = -(-len(keep) // across)
+    figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), facecolor="white", layout="constrained")
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes in grid.flat[len(keep) :]:
+        axes.set_visible(False)
+    for axes, (section, label) in zip(grid.flat, keep, strict=False):
+        chosen = sorted(
+            (line for line in split if (line.section, line.label) == (section, label)), key=lambda line: line.row.size
+        )
+        places = range(len(chosen))
+        dispersed = [100 * line.row.dispersed.value for line in chosen if line.row.dispersed]
+        wrong = [100 * line.row.logits_wrong.value for line in chosen if line.row.logits_wrong]
+        axes.bar(places, wrong, color=WRONG, width=0.9, label="logits wrong: the largest is not the right item's")
+        axes.bar(places, dispersed, bottom=wrong, color=DISPERSED, width=0.9, hatch="////", edgecolor="white",
+                 linewidth=0, label="dispersed: it is, and the answer is wrong")  # fmt: skip
+        axes.set_title(_name(label) if section == "paper" else f"{label}, our recipe", fontsize=8.5,
+                       fontweight="bold" if label == BASELINE else "normal")  # fmt: skip
+        axes.set_xticks(list(places), [_short(line.row.size) for line in chosen], fontsize=6.5, rotation=45)
+        axes.set_ylim(0, 100)
+        tidy(axes)
+    for row in grid:
+        row[0].set_ylabel("errors, %")
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2)
+    figure.supxlabel(f"items in the set; the paper's recipe but for the last.  {about}", fontsize=7, color=PALE)
+    return figure
+
+
+def scale(scales: Sequence[Scale], about: str) -> Figure:
+    """Margins in logits by size, log-log: what is delivered, what the normalizer needs, and what the class adds."""
+    wanted = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
+    panels = [
+        mine
+        for section, label in wanted
+        if (mine := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
+    ]
+    figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.7), facecolor="white", layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, mine, which in zip(grid, panels, "abcd", strict=False):
+        sizes = [s.size for s in mine]
+        noise = [(s.size, s.class_noise) for s in mine if s.class_noise is not None]
+        axes.plot(sizes, [s.delivered for s in mine], **MEASURED, label="delivered: slope / (n + 1)")
+        needed = [(s.size, s.needed) for s in mine if s.needed is not None]
+        if needed:
+            axes.plot(*zip(*needed, strict=True), **CORRECTED, label="needed for half of the weight")
+        if noise:
+            where, height = zip(*noise, strict=True)
+            bottom = min(*height, *(s.delivered for s in mine)) / 3
+            axes.fill_between(where, bottom, height, color=WRONG, alpha=0.13, linewidth=0)
+            axes.plot(where, height, color=WRONG, linestyle=":", linewidth=1.7, label="added by the class (1 s.d.)")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sizes, [_short(size) for size in sizes], rotation=45, fontsize=7.5)
+        axes.set_xticks([], minor=True)
+        recipe = "our recipe" if mine[0].training.section == "ours" else "paper's recipe"
+        letter(axes, which, f"{mine[0].training.label}, {recipe}")
+        tidy(axes)
+    grid[0].set_ylabel("margin between the two best, logits")
+    grid[0].legend(loc="lower left", fontsize=7.5)
+    figure.supxlabel(
+        f"items in the set.  Below the dotted line the largest logit is a guess. {about}", fontsize=7, color=PALE
+    )
+    return figure
+
+
+def tasks(lines: Sequence[Line], about: str) -> Figure:
+    """One row per normalizer that was trained on more than one task: accuracy at the largest size of each."""
+    chosen = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
+    several = [name for name in chosen["ours"] if sum(name in found for found in chosen.values()) > 1]
+    names = sorted(several, key=lambda name: (name != BASELINE, -chosen["ours"][name].accuracy))
+    figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    for section, (title, colour, marker) in TASKS.items():
+        there = [(place, chosen[section][name].row) for place, name in enumerate(names) if name in chosen[section]]
+        if not there:
+            continue
+        axes.errorbar(
+            [100 * row.accuracy.value for _, row in there], [place for place, _ in there],
+            xerr=[100 * (row.accuracy.half_width or 0) for _, row in there], color=colour, marker=marker,
+            linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {there[0][1].size:,} items",
+            markerfacecolor=colour if section == "ours" else "white",
+        )  # fmt: skip
+    axes.axvline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
+    axes.set_yticks(range(len(names)), [_name(name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 101)
+    axes.set_xlabel("right answers, %")
+    figure.legend(loc="outside upper center", ncols=3)
+    tidy(axes)
+    figure.supxlabel(f"{about}. Dots: chance.", fontsize=6.5, color=PALE)
+    return figure
+
+
+def _at_largest(lines: Sequence[Line]) -> dict[str, Line]:
+    largest = max((line.row.size for line in lines), default=0)
+    return {line.label: line for line in lines if line.row.size == largest and line.row.tested_with == OWN}
+
+
+def _ranked(lines: Sequence[Line], section: Section) -> list[str]:
+    """Softmax first, then from the best to the worst, mean over the sizes."""
+    mine = [line for line in lines if line.section == section]
+    labels = list(dict.fromkeys(line.label for line in mine))
+    mean = {label: _mean([line.accuracy for line in mine if line.label == label]) for label in labels}
+    return sorted(labels, key=lambda label: (label != BASELINE, -mean[label]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _points(lines: Sequence[Line]) -> tuple[list[int], list[float]]:
+    ordered = sorted(lines, key=lambda line: line.row.size)
+    return [line.row.size for line in ordered], [100 * line.accuracy for line in ordered]
+
+
+def _draw_line(axes: Axes, lines: Sequence[Line], label: str, look: dict[str, Any]) -> None:
+    sizes, values = _points(lines)
+    half = [100 * (line.row.accuracy.half_width or 0) for line in sorted(lines, key=lambda line: line.row.size)]
+    axes.errorbar(sizes, values, yerr=half, **look, label=label, elinewidth=1.0, zorder=3)
+
+
+def _draw_sizes(axes: Axes, lines: Sequence[Line]) -> list[int]:
+    sizes = sorted({line.row.size for line in lines if line.training.task == "max"})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7.5)
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(sizes[0] * 0.8, sizes[-1] * 1.15)
+    axes.set_ylim(0, 102)
+    axes.axhline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
+    axes.set_xlabel("items in the set")
+    axes.set_ylabel("right answers, %")
+    tidy(axes)
+    return sizes
+
+
+def _list_beside(axes: Axes, lines: Sequence[Line]) -> None:
+    """Names with values at the size where the normalizers differ most; tied to the lines if that is the last size."""
+    sizes = sorted({line.row.size for line in lines})
+    widest = max(sizes, key=lambda size: _deviation([line.accuracy for line in lines if line.row.size == size]))
+    if widest == sizes[-1]:
+        _label_ends(axes, lines)
+        return
+    there = sorted((line for line in lines if line.row.size == widest), key=lambda line: -line.accuracy)
+    axes.text(1.06, 1.0, f"% at {widest:,}", transform=axes.transAxes, fontsize=7.5, va="center", color=PALE)
+    for place, line in enumerate(there, 1):
+        axes.text(1.06, 1.0 - 1.15 * LINE_HEIGHT * place, f"{100 * line.accuracy:4.1f}  {_name(line.label)}",
+                  transform=axes.transAxes, fontsize=7.5, va="center",
+                  fontweight="bold" if line.label == BASELINE else "normal")  # fmt: skip
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Between the quartiles, so that one that failed to learn does not decide."""
+    ordered = sorted(values)
+    return ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)] - ordered[len(ordered) // 4]
+
+
+def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
+    """Names at the right with the value at the largest size, moved apart where lines end together."""
+    ends = {}
+    for line in sorted(lines, key=lambda line: line.row.size):
+        ends[line.label] = (100 * line.accuracy, line.row.size)
+    ordered = sorted(ends, key=lambda label: -ends[label][0])
+    heights = [ends[label][0] / 102 for label in ordered]
+    places = spread(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
+    lowest = min(places, default=0.0)
+    places = [place + max(0.0, 0.01 - lowest) for place in places]
+    for label, height, place in zip(ordered, heights, places, strict=True):
+        axes.plot([1.002, 1.02, 1.05], [height, height, place], transform=axes.transAxes, color=PALE, linewidth=0.6,
+                  clip_on=False)  # fmt: skip
+        weight = "bold" if label in (BASELINE, "our recipe") else "normal"
+        told = f"{ends[label][0]:4.1f}  {_name(label)}"
+        axes.text(1.06, place, told, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
+
+
+def _name(label: str) -> str:
+    """Of a normalizer, without its options: the tables have them."""
+    return label.partition(":")[0] if "=" in label else label
+
+
+def _short(size: int) -> str:
+    return f"{size // 1024}k" if size >= 1024 else str(size)

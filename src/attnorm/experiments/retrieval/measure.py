@@ -1,0 +1,118 @@
+"""The records of a plan: those on the disk already, whoever made them, and the rest, trained here.
+
+A folder of `attnorm train retrieval` that came from a GPU holds all that tables and figures need in records.jsonl. On a
+machine without one nothing is trained in its place: what is missing then stays out, and is named.
+"""
+
+import json
+import lzma
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnorm.engines.threads import one_thread
+from attnorm.experiments.retrieval.plan import RetrievalPlan, Training
+from attnorm.experiments.subject import ProgressCallback
+from attnorm.files import read_jsonl
+from attnorm.training.device import chosen_device
+from attnorm.training.retrieval.records import RECORDS, Record
+from attnorm.training.retrieval.run import RetrievalProgress, train_retrieval
+from attnorm.training.retrieval.trained_seeds import run_key
+
+DEVICES = ("cuda", "cpu")
+WORTH_COMPILING = 2000  # steps
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a training; `records` may lack some where nothing could be trained."""
+
+    training: Training
+    records: list[Record]
+    complete: bool
+
+    def tested_with(self, name: str) -> list[Record]:
+        return [record for record in self.records if record["tested_with"] == name]
+
+
+def collect(
+    plan: RetrievalPlan, folder: Path, known: Iterable[Path], device: str | None, progress: ProgressCallback
+) -> list[Found]:
+    """In the order of the plan. New records, weights and checkpoints go to `folder`.
+
+    Args:
+        known: Files of records, .jsonl or .jsonl.xz, that need not exist.
+        device: Where to train and whose records to take; if not given, that of the records, else a GPU if there is one.
+    """
+    there = [record for path in (folder / RECORDS, *known) for record in records_in(path)]
+    here = chosen_device(device).type
+    chosen = here if device is not None else _made_on(plan, there) or here
+    place = device if chosen == here else chosen
+    found = []
+    for number, training in enumerate(plan.trainings):
+        progress(f"{training.section}: {training.label}", number, len(plan.trainings))
+        records = _of(training, plan.seeds, there, chosen)
+        if len(records) < _wanted(training, plan.seeds) and chosen in (here, "cpu"):
+            with one_thread():
+                records = train_retrieval(
+                    [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
+                    trials=training.trials, device=place, compiled=_compiled(training),
+                    report=_telling(progress, training, number, len(plan.trainings)),
+                ).records  # fmt: skip
+            there += records
+        found.append(Found(training, records, len(records) == _wanted(training, plan.seeds)))
+    progress("", len(plan.trainings), len(plan.trainings))
+    return found
+
+
+def records_in(path: Path) -> list[Record]:
+    """Of a file as `train retrieval` writes it, or packed by xz; none where there is no such file.
+
+    Raises:
+        ValueError: The file cannot be unpacked.
+    """
+    if path.suffix != ".xz":
+        return read_jsonl(path)
+    if not path.exists():
+        return []
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (lzma.LZMAError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it, or copy it again") from None
+
+
+def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
+    """Those that the tests ask for, each once, by test, size and seed."""
+    key = run_key(training.task, training.normalizer, training.recipe, device)
+    mine = {
+        (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
+        for record in records
+        if record.get("run") == key and record["seed"] in seeds and training.trials.asked(record)
+    }
+    return [mine[place] for place in sorted(mine)]
+
+
+def _wanted(training: Training, seeds: Sequence[int]) -> int:
+    return len(seeds) * len(training.trials.sizes) * len(training.trials.names)
+
+
+def _made_on(plan: RetrievalPlan, records: Sequence[Record]) -> str | None:
+    """The device that made most of the plan's records: data differ between CPU and GPU, so one must serve for all."""
+    counts = {device: sum(len(_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES}
+    most = max(counts, key=lambda device: counts[device])
+    return most if counts[most] else None
+
+
+def _compiled(training: Training) -> bool | None:
+    """As the trainer sees fit, but not where compiling would take longer than the steps."""
+    return None if training.recipe.steps >= WORTH_COMPILING else False
+
+
+def _telling(
+    progress: ProgressCallback, training: Training, number: int, of: int
+) -> Callable[[RetrievalProgress], None]:
+    def report(now: RetrievalProgress) -> None:
+        progress(f"{training.section}: {training.label}, {now.stage} {now.done:,} of {now.total:,}", number, of)
+
+    return report

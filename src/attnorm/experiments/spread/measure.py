@@ -1,0 +1,171 @@
+"""Logit spreads of the heads of models, and the tables that hold them: the printed one with a row for every model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import MODEL
+from attnorm.metrics.rows import measure_rows
+from attnorm.models.projections import projections
+from attnorm.models.support import attention_sites
+from attnorm.theory.dispersion import horizon
+from attnorm.theory.spread import proposition31_bound
+
+# Velickovic et al. 2024: range, mean and standard deviation over heads.
+PRINTED = {"Gemma 2B": (2.28, 14.78, 5.69, 2.05), "Gemma 7B": (0.09, 32.74, 5.82, 2.61)}
+READINGS = {
+    "last": "last row",
+    "mean": "mean of the longest rows",
+    "last_without_sink": "last row, first key left out",
+}
+FIRST = 16  # keys: the shortest context that is told
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """Of one model: one number per head, and (heads, lengths) against the number of keys."""
+
+    model: str
+    text: str
+    layer: Floats
+    head: Floats
+    readings: dict[str, Floats]
+    bound: Floats  # Proposition 3.1 at the last row; NaN where the projections cannot be read
+    n: Floats
+    against_n: Floats
+
+    @property
+    def keys(self) -> int:
+        """That the last row sees."""
+        return int(self.n[-1])
+
+    @property
+    def last(self) -> Floats:
+        return self.readings["last"]
+
+    @property
+    def bound_ratio(self) -> Floats:
+        """The bound over the spread, of the heads for which it is known."""
+        known = ~np.isnan(self.bound)
+        return np.asarray(self.bound[known] / self.last[known])
+
+    def at(self, keys: int) -> Floats:
+        """Every head with so many keys."""
+        return np.asarray(self.against_n[:, self.n.tolist().index(keys)])
+
+
+def common_keys(found: Sequence[Spreads]) -> int:
+    """The longest context at which all models were measured."""
+    return int(max(set.intersection(*(set(one.n.tolist()) for one in found))))
+
+
+def spread_table(found: Sequence[Spreads]) -> pa.Table:
+    """The paper's rows as printed, then one for every model; what the paper does not say is left empty."""
+    rows: list[dict[str, Any]] = [
+        {
+            "model": model, "smallest": low, "largest": high, "mean": mean, "deviation": deviation,
+            "horizon_of_mean": float(horizon(mean)),
+        }
+        for model, (low, high, mean, deviation) in PRINTED.items()
+    ]  # fmt: skip
+    rows += [_row(one, common_keys(found)) for one in found]
+    return pa.Table.from_pylist([{name: row.get(name) for name in rows[-1]} for row in rows])
+
+
+def _row(one: Spreads, common: int) -> dict[str, Any]:
+    ratio = one.bound_ratio
+    return {
+        "model": one.model, "text": one.text, "keys": one.keys, "heads": len(one.head),
+        "smallest": float(one.last.min()), "largest": float(one.last.max()),
+        **_moments("", one.last), "horizon_of_mean": float(horizon(float(one.last.mean()))),
+        **_moments("_longest_rows", one.readings["mean"]),
+        **_moments("_without_first_key", one.readings["last_without_sink"]),
+        "common_keys": common, **_moments("_at_common_keys", one.at(common)),
+        "proposition31_heads": len(ratio), "proposition31_holds": int((ratio >= 1).sum()),
+        "proposition31_median_ratio": float(np.median(ratio)) if len(ratio) else None,
+    }  # fmt: skip
+
+
+def _moments(reading: str, values: Floats) -> dict[str, float]:
+    return {f"mean{reading}": float(np.nanmean(values)), f"deviation{reading}": float(np.nanstd(values))}
+
+
+def heads_table(found: Sequence[Spreads]) -> pa.Table:
+    """One row per head; lengths that a model does not reach are empty."""
+    return pa.concat_tables([_heads(one) for one in found], promote_options="default")
+
+
+def _heads(one: Spreads) -> pa.Table:
+    return pa.table(
+        {
+            "model": [one.model] * len(one.head),
+            "layer": one.layer.astype(np.int64), "head": one.head.astype(np.int64),
+            **{f"spread_{name}": values for name, values in one.readings.items()},
+            "proposition31_bound": one.bound,
+            **{f"spread_at_{n:.0f}": one.against_n[:, place] for place, n in enumerate(one.n)},
+        }
+    )  # fmt: skip
+
+
+def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> Spreads:
+    modules = [module for module, _ in attention_sites(subject.loaded().model).items()]
+    numbered = {getattr(module, "layer_idx", None): module for module in modules}
+    at = lengths_up_to(length)
+    found: dict[str, list[Floats]] = {name: [] for name in ("layer", "head", "bound", "against_n", *READINGS)}
+
+    def on_call(call: AttentionCall) -> None:
+        long = longest_rows(call, rows)
+        wanted = torch.unique(torch.cat([long, torch.from_numpy(at) - 1]))
+        values = measure_rows(call, [None], wanted, (1,))[MODEL].values
+        spread, rest = (
+            values[name][0].double().cpu().numpy() for name in ("logit_spread", "logit_spread_without_sink")
+        )
+        heads = len(spread)
+        found["layer"].append(np.full(heads, call.layer, dtype=np.float64))
+        found["head"].append(np.arange(heads, dtype=np.float64))
+        found["last"].append(spread[:, -1])
+        found["mean"].append(np.nanmean(spread[:, torch.isin(wanted, long).numpy()], 1))
+        found["last_without_sink"].append(rest[:, -1])
+        found["against_n"].append(spread[:, torch.isin(wanted, torch.from_numpy(at) - 1).numpy()])
+        found["bound"].append(_bound(call, numbered.get(call.layer, modules[min(call.layer, len(modules) - 1)])))
+
+    name = subject.loaded().name
+    run_forward_pass(subject, length, on_call, progress, f"spread of every head of {name}", inputs=True)
+    joined = {name: np.concatenate(values) for name, values in found.items()}
+    return Spreads(
+        model=name,
+        text=subject.passages()[0].name,
+        layer=joined["layer"],
+        head=joined["head"],
+        readings={name: joined[name] for name in READINGS},
+        bound=joined["bound"],
+        n=at.astype(np.float64),
+        against_n=joined["against_n"],
+    )
+
+
+def lengths_up_to(length: int) -> NDArray[np.int64]:
+    """Half an octave apart whatever the last one is, so that models of different reach meet at the same lengths."""
+    steps = FIRST * 2 ** (np.arange(2 * np.log2(length / FIRST)) / 2)
+    return np.unique([*steps.round().astype(np.int64), length])
+
+
+def _bound(call: AttentionCall, module: Any) -> Floats:
+    made = projections(module, call)
+    heads = call.query_BHQD.shape[1]
+    if made is None or call.inputs_BKC is None or call.bias is not None or call.softcap is not None:
+        return np.full(heads, np.nan)
+    x = call.inputs_BKC[0].float()
+    bound = proposition31_bound(
+        made.query_weight, made.key_weight, x[-1:], x, query_bias=made.query_bias, key_bias=made.key_bias,
+        scaling=call.scale,
+    )  # fmt: skip
+    return bound[:, 0].double().cpu().numpy()

@@ -1,0 +1,289 @@
+"""From text files to windows of tokens: read in pieces, tokenized once, kept on disk, drawn at random places.
+
+Tokenizer: byte-level BPE, trained on a seeded sample of the text. Every byte is a token, so any text can be encoded and
+decoded without loss. Words keep the space before them, numbers are split in threes, a run of newlines is one token, and
+`<|endoftext|>` ends a text; inside a file this marker separates documents.
+
+Tokens: one array of ids per text, encoded once and memory-mapped by later runs. The folder has one subfolder per text,
+vocabulary and seed, so several runs can share it.
+
+Windows: drawn by a generator that depends only on the seed and the step. A resumed run sees the same windows in the
+same order as one that was never interrupted.
+"""
+
+import lzma
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+
+from attnorm.files import atomic_replace, open_text, write_json
+from attnorm.provenance import file_hash, settings_hash
+
+PIECE = 2**18  # characters
+END_OF_TEXT = "<|endoftext|>"
+SAMPLE_PIECES = 1024
+SAMPLE_PIECE = 2**15  # characters; with the number of pieces: 32 MiB at most
+SPLIT = r"'(?:[sdmt]|ll|ve|re)|\n+| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
+Tokens = np.ndarray[Any, np.dtype[np.uint16]]
+AT_ONCE = 64  # pieces that the tokenizer's threads share
+
+
+def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
+    """The text in order, cut after line ends: joined they are the whole of it.
+
+    A cut after the last newline of a run changes no token, because the tokenizer never joins a newline with what
+    follows it. Only a text without newlines is cut at a space, or anywhere where it has none.
+
+    Raises:
+        ValueError: No such file, not UTF-8, or not what its name says.
+    """
+    _check_file(path)
+    rest = ""
+    try:
+        with open_text(path) as file:
+            while block := file.read(size):
+                rest += block
+                cut = _cut(rest)
+                if cut:
+                    yield rest[:cut]
+                    rest = rest[cut:]
+        if rest:
+            yield rest
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}); convert it first, e.g. with iconv") from None
+    except (lzma.LZMAError, EOFError):
+        raise ValueError(f"{path} is no xz file, or it is cut off; pack it again, or name a plain .txt") from None
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 of the file's bytes.
+
+    Raises:
+        ValueError: No such file.
+    """
+    _check_file(path)
+    return file_hash(path)
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the text files in it")
+    if not path.is_file():
+        raise ValueError(f"no such text file: {path}")
+
+
+def _cut(text: str) -> int:
+    """Where the text may end for now; 0 where it may not.
+
+    The last run of newlines is no place if it ends the text: more of them may follow.
+    """
+    newline = text.rstrip("\n").rfind("\n") + 1
+    if newline:
+        return newline
+    if len(text) < 4 * PIECE:
+        return 0
+    return max(text.rfind(" "), 0) or len(text)
+
+
+def train_tokenizer(texts: Iterable[Path], vocab: int, seed: int) -> Any:
+    """A `tokenizers.Tokenizer` of at most `vocab` tokens; fewer where the text has too few different words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = (piece.replace(END_OF_TEXT, "") for piece in _sample(texts, seed))
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def as_transformers(tokenizer: Any, context: int) -> Any:
+    """The same as transformers wants it, ready for `save_pretrained`."""
+    import transformers
+
+    build: Any = transformers.PreTrainedTokenizerFast  # its constructor has no annotations
+    return build(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_bytes(tokenizer: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """How many bytes of text each token stands for; none for the end of a text."""
+    lengths = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        lengths[index] = 0 if token == END_OF_TEXT else len(token)  # one character of a token is one byte
+    return lengths
+
+
+def _sample(texts: Iterable[Path], seed: int) -> list[str]:
+    """Pieces drawn evenly from all texts, each as likely as the other, in one pass and bounded memory."""
+    chooser = random.Random(seed)
+    kept: list[str] = []
+    seen = 0
+    for path in texts:
+        for piece in pieces(path, SAMPLE_PIECE):
+            seen += 1
+            if len(kept) < SAMPLE_PIECES:
+                kept.append(piece)
+            elif (place := chooser.randrange(seen)) < SAMPLE_PIECES:
+                kept[place] = piece
+    return kept
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A training and a validation text as tokens, and the tokenizer that made them."""
+
+    tokenizer: Any
+    train: Tokens
+    valid: Tokens
+    source: dict[str, Any]
+    """File names and hashes, for the record of a run; no paths."""
+    folder: Path
+    """Where the tokens lie."""
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @property
+    def end_of_text(self) -> int:
+        return int(self.tokenizer.token_to_id(END_OF_TEXT))
+
+
+def describe_texts(texts: Sequence[Path], valid: Path) -> dict[str, Any]:
+    """What tells these texts from others: names and hashes.
+
+    Raises:
+        ValueError: A file is missing, or the validation text is among the training texts.
+    """
+    train = [{"name": path.name, "sha256": fingerprint(path)} for path in texts]
+    held_out = {"name": valid.name, "sha256": fingerprint(valid)}
+    if held_out["sha256"] in {text["sha256"] for text in train}:
+        raise ValueError(f"{valid} is also among the training texts; a loss on it would say nothing")
+    return {"train": train, "valid": held_out}
+
+
+def prepare(
+    texts: Sequence[Path],
+    valid: Path,
+    folder: Path,
+    *,
+    vocab: int,
+    seed: int,
+    progress: Callable[[str, int], None] = lambda what, tokens: None,
+) -> Corpus:
+    """The corpus from `folder`, made there first if it is not there yet.
+
+    Raises:
+        ValueError: A file is missing or no text.
+    """
+    source = describe_texts(texts, valid)
+    key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
+    place = folder / settings_hash(key)[:16]
+    if not place.is_dir():
+        with atomic_replace(place) as draft:
+            draft.mkdir()
+            progress("tokenizer", 0)
+            tokenizer = train_tokenizer(texts, vocab, seed)
+            tokenizer.save(str(draft / "tokenizer.json"))
+            for name, paths in (("train", texts), ("valid", [valid])):
+                encode(tokenizer, paths, draft / f"{name}.npy", partial(progress, name))
+            write_json(draft / "source.json", key)
+    return read_corpus(place, source)
+
+
+def read_corpus(folder: Path, source: dict[str, Any]) -> Corpus:
+    """A corpus that `prepare` made in this very folder."""
+    from tokenizers import Tokenizer
+
+    return Corpus(
+        tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
+        train=np.load(folder / "train.npy", mmap_mode="r"),
+        valid=np.load(folder / "valid.npy", mmap_mode="r"),
+        source=source,
+        folder=folder,
+    )
+
+
+def encode(
+    tokenizer: Any, texts: Sequence[Path], path: Path, progress: Callable[[int], None] = lambda tokens: None
+) -> None:
+    """Streams the ids of the texts, each followed by the end of a text, into a .npy file of unknown length."""
+    written = 0
+    with path.open("wb") as file:
+        _write_header(file, written)
+        for text in texts:
+            for some in _groups(pieces(text)):
+                # Runs in the tokenizer's own threads, one piece each; without offsets, which nobody reads.
+                encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                ids = np.concatenate([np.array(each.ids, dtype=np.uint16) for each in encoded])
+                file.write(ids.astype("<u2").tobytes())
+                written += len(ids)
+                progress(written)
+            file.write(np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype="<u2").tobytes())
+            written += 1
+        file.seek(0)
+        _write_header(file, written)
+
+
+def _write_header(file: Any, length: int) -> None:
+    """NumPy leaves room for a longer first axis, so the header of the final length fits in the first one's place."""
+    header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(file, header)
+
+
+def _groups(some: Iterator[str]) -> Iterator[list[str]]:
+    while group := list(islice(some, AT_ONCE)):
+        yield group
+
+
+def check_length(tokens: Tokens, context: int, what: str) -> None:
+    """
+    Raises:
+        ValueError: The text has no room for one window.
+    """
+    if len(tokens) < context + 2:
+        raise ValueError(
+            f"the {what} text has {len(tokens)} tokens, too short for one window of {context} and the token after it; "
+            f"give more text or a shorter context"
+        )
+
+
+def training_windows(
+    tokens: Tokens, *, seed: int, step: int, batch: int, context: int
+) -> "Int64[torch.Tensor, 'batch window']":
+    """Windows of context + 1 tokens: all but the last are read, all but the first are predicted."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=batch)
+    return torch.from_numpy(np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64))
+
+
+def validation_windows(tokens: Tokens, context: int, most: int | None = None) -> list["Int64[torch.Tensor, ' window']"]:
+    """Windows side by side that share only their edge: every token but the first is predicted exactly once.
+
+    The last window may be shorter. With `most`, that many of the full ones, evenly spread.
+    """
+    starts: Any = np.arange(0, len(tokens) - 1, context)
+    if most is not None and len(starts) > most:
+        starts = starts[np.linspace(0, len(starts) - 2, most).round().astype(int)]
+    return [torch.from_numpy(tokens[start : start + context + 1].astype(np.int64)) for start in starts]

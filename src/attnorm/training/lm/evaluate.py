@@ -1,0 +1,161 @@
+"""The loss of a model: one function for training and validation, so that both mean the same thing.
+
+At any length every token of the text but the first is predicted exactly once, so losses at different lengths are means
+over the same tokens: what differs is how much of the text before them is visible.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch.nn import functional as F
+
+from attnorm.training.lm.data import Tokens, check_length, validation_windows
+from attnorm.training.lm.settings import ROTARY, LMSettings
+
+EVALUATION_BATCH = 16
+LONGER = (1, 2, 4)  # times the training length
+STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+AT_ONCE = 2**22  # tokens of the training text in memory
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def predicted_loss(
+    hidden: Float[torch.Tensor, "batch length width"],
+    unembedding: Float[torch.Tensor, "vocabulary width"],
+    targets: Int64[torch.Tensor, "batch length"],
+) -> Float[torch.Tensor, ""]:
+    """Mean cross entropy in nats per token. Apart from the model so that it can be compiled alone: the logits are the
+    largest array of a small model's step."""
+    logits = F.linear(hidden, unembedding)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def window_loss(model: Any, windows: Int64[torch.Tensor, "batch window"], loss: Callable[..., Any]) -> Any:
+    """Loss of every token of the windows but the first, given those before it in the same window."""
+    hidden = model.base_model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
+    return loss(hidden, model.get_output_embeddings().weight, windows[:, 1:])
+
+
+@torch.inference_mode()
+def validation_loss(
+    model: Any, windows: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype, batch_size: int | None = None
+) -> float:
+    """Nats per token over all windows, each token weighing the same."""
+    total, count = 0.0, 0
+    together = batch_size or EVALUATION_BATCH
+    for start in range(0, len(windows), together):
+        group = windows[start : start + together]
+        for length in sorted({len(window) for window in group}, reverse=True):
+            batch = torch.stack([window for window in group if len(window) == length]).to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                mean = float(window_loss(model, batch, predicted_loss))
+            predicted = batch.shape[0] * (length - 1)
+            total, count = total + mean * predicted, count + predicted
+    return total / count
+
+
+def losses_by_length(
+    model: Any, valid: Tokens, lengths: Sequence[int], settings: LMSettings, device: torch.device
+) -> dict[int, float]:
+    """Nats per token, computed in float32, of windows of each length; as many tokens at once as in training."""
+    return {
+        length: validation_loss(
+            model,
+            validation_windows(valid, length),
+            device,
+            torch.float32,
+            batch_size=max(1, EVALUATION_BATCH * settings.context // length),
+        )
+        for length in lengths
+    }
+
+
+def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
+    """
+    Raises:
+        ValueError: A length that is none, or that the model has no positions for.
+    """
+    for length in lengths:
+        if length < 1:
+            raise ValueError(f"a length to evaluate at must be at least 1, got {length}")
+        if length > settings.context and not ROTARY[settings.architecture]:
+            rotary = " or ".join(name for name, has_angles in ROTARY.items() if has_angles)
+            raise ValueError(
+                f"{settings.architecture} has {settings.context} positions and none beyond, so it cannot be evaluated "
+                f"at {length}; leave that length out, or train a model with rotary positions ({rotary})"
+            )
+
+
+def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
+    """Those wanted, and always the training length; None: 1, 2 and 4 times that, if model and text are long enough.
+
+    Raises:
+        ValueError: The text has no window of a length that was asked for.
+    """
+    if wanted is None:
+        times = LONGER if ROTARY[settings.architecture] else LONGER[:1]
+        longer = [factor * settings.context for factor in times]
+        return [length for length in longer if length == settings.context or length < len(valid) - 1]
+    for length in wanted:
+        check_length(valid, length, "validation")
+    return sorted({settings.context, *wanted})
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Nats per token, over every token of the validation text but its first."""
+
+    unigram: float
+    bigram: float
+    bigram_strength: float
+
+
+def baselines(train: Tokens, valid: Tokens, vocabulary: int) -> Baselines:
+    counts = _token_counts(train, vocabulary)
+    probabilities = (counts + 1) / (counts.sum() + vocabulary)
+    before, after = valid[:-1].astype(np.int64), valid[1:].astype(np.int64)
+
+    pairs, occurrences = np.unique(before * vocabulary + after, return_counts=True)
+    contexts, targets = pairs // vocabulary, pairs % vocabulary
+    together = _pair_counts(train, pairs, vocabulary)
+    as_context = counts - np.bincount(train[-1:], minlength=vocabulary)  # nothing follows the last token
+    losses = {
+        strength: _mean_loss(
+            (together + strength * probabilities[targets]) / (as_context[contexts] + strength), occurrences
+        )
+        for strength in STRENGTHS
+    }
+    best = min(losses, key=lambda strength: losses[strength])
+    return Baselines(unigram=_mean_loss(probabilities[targets], occurrences), bigram=losses[best], bigram_strength=best)
+
+
+def _mean_loss(probabilities: Floats, occurrences: Counts) -> float:
+    return float(-(np.log(probabilities) * occurrences).sum() / occurrences.sum())
+
+
+def _token_counts(tokens: Tokens, vocabulary: int) -> Counts:
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for start in range(0, len(tokens), AT_ONCE):
+        counts += np.bincount(tokens[start : start + AT_ONCE], minlength=vocabulary)
+    return counts
+
+
+def _pair_counts(tokens: Tokens, pairs: Counts, vocabulary: int) -> Counts:
+    """How often each of the sorted pairs occurs; only these are kept, so a large vocabulary costs no V x V table."""
+    counts = np.zeros(len(pairs), dtype=np.int64)
+    for seen in _pairs_of(tokens, vocabulary):
+        place = np.searchsorted(pairs, seen)
+        place[place == len(pairs)] = 0
+        counts += np.bincount(place[pairs[place] == seen], minlength=len(pairs))
+    return counts
+
+
+def _pairs_of(tokens: Tokens, vocabulary: int) -> Iterator[Counts]:
+    for start in range(0, len(tokens) - 1, AT_ONCE):
+        some = tokens[start : start + AT_ONCE + 1].astype(np.int64)
+        yield some[:-1] * vocabulary + some[1:]

@@ -1,0 +1,216 @@
+"""A model in training: its weights, its optimizer, the number of steps done, and a log of how it went.
+
+The windows of a step depend only on the seed and the step, and a checkpoint is whole or not there, so a run goes on
+where it stopped as if it had not.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnorm.files import write_text
+from attnorm.training.checkpoints import finished_checkpoints, load_checkpoint, save_checkpoint
+from attnorm.training.device import MemoryPeak
+from attnorm.training.interruption import StopRequest
+from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
+from attnorm.training.lm.data import Corpus, training_windows, validation_windows
+from attnorm.training.lm.evaluate import predicted_loss, validation_loss, window_loss
+from attnorm.training.lm.model import build_model
+from attnorm.training.lm.settings import LMSettings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+LOG_EVERY = 10  # steps; reading the loss makes the GPU wait
+QUICK_VALIDATION = 64  # windows looked at while training; the final figures use all
+BETAS = (0.9, 0.95)
+LARGEST_GRADIENT = 1.0  # norm over all parameters; longer gradients are shortened to it
+CLEAR_RISE = 0.05  # nats per token
+
+
+class Run:
+    """The run in a folder, from its last checkpoint on if there is one."""
+
+    def __init__(
+        self,
+        out: Path,
+        settings: LMSettings,
+        corpus: Corpus,
+        accelerator: "Accelerator",
+        *,
+        compiled: bool = False,
+        attention: Attention = "engine",
+    ) -> None:
+        self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
+        self.compiled, self.attention = compiled, attention
+        # Not prepared as the optimizer is: that would wrap its forward, which the loss goes around, and leave it so.
+        self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
+        self.optimizer = accelerator.prepare(make_optimizer(self.model, settings))
+        self.step, self.seconds = 0, 0.0
+        if done := finished_checkpoints(out / CHECKPOINTS):
+            state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
+            self.step, self.seconds = state["step"], state["seconds"]
+        keep_metrics(out / METRICS, self.step)
+        self.loss: Callable[..., Any] = predicted_loss
+        if compiled:
+            self.loss = torch.compile(predicted_loss, dynamic=False)
+            compile_blocks(self.model, settings)
+        self.quick = validation_windows(corpus.valid, settings.context, QUICK_VALIDATION)
+
+    def steps(
+        self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
+    ) -> Iterator[dict[str, float]]:
+        """Trains until the last step, the deadline or a request to stop; yields what it logs.
+
+        What is saved is logged first, and what is logged is finite: no checkpoint holds a model that has broken down.
+        checkpoint_every: None for a run too short to be worth any.
+        """
+        with in_training(self.model, compiled=self.compiled, attention=self.attention):
+            yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
+
+    def _steps(
+        self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
+    ) -> Iterator[dict[str, float]]:
+        self.model.train()
+        losses: list[torch.Tensor] = []
+        memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
+        with (self.out / METRICS).open("a", encoding="utf-8") as log:
+            ending = self.step == self.settings.steps
+            while not ending:
+                rate = learning_rate(self.step, self.settings)
+                loss, norm = self._update(rate)
+                losses.append(loss)
+                self.step += 1
+                complete = self.step == self.settings.steps
+                ending = complete or stop.asked or time.monotonic() >= deadline
+                evaluate = complete or self.step % evaluate_every == 0
+                save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
+                if evaluate or ending or save or self.step % LOG_EVERY == 0:
+                    entry = self._entry(losses, rate, norm)
+                    elapsed = time.monotonic() - clock
+                    entry["tokens_per_second"] = round(len(losses) * self.settings.tokens_per_step / elapsed, 1)
+                    self.seconds += elapsed
+                    if (peak := memory.bytes()) is not None:
+                        entry["peak_memory_bytes"] = peak
+                    if evaluate:
+                        entry["valid_loss"] = self._quick_loss()
+                    log.write(json.dumps(entry) + "\n")
+                    log.flush()
+                    yield entry
+                    if save:
+                        self._save()
+                    memory.restart()
+                    losses, clock = [], time.monotonic()
+
+    def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        settings, accelerator = self.settings, self.accelerator
+        windows = training_windows(
+            self.corpus.train, seed=settings.seed, step=self.step, batch=settings.batch, context=settings.context
+        )
+        if accelerator.device.type == "cuda":
+            windows = windows.pin_memory()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with accelerator.autocast():
+            loss = window_loss(self.model, windows.to(accelerator.device, non_blocking=True), self.loss)
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach(), norm
+
+    def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, float]:
+        loss, length = float(torch.stack(losses).mean()), float(norm)
+        if not math.isfinite(loss + length):
+            raise ValueError(
+                f"at step {self.step} the loss is {loss} and the norm of the gradient {length}; start over in a new "
+                f"folder with a lower learning rate (now {self.settings.learning_rate}) or a longer warmup"
+            )
+        tokens = self.step * self.settings.tokens_per_step
+        return {
+            "step": self.step, "tokens": tokens, "loss": round(loss, 5),
+            "learning_rate": rate, "gradient_norm": round(length, 5),
+        }  # fmt: skip
+
+    def _quick_loss(self) -> float:
+        self.model.eval()
+        with without_compiled_blocks(self.model, self.settings):
+            loss = validation_loss(self.model, self.quick, self.accelerator.device, getattr(torch, self.settings.dtype))
+        self.model.train()
+        return round(loss, 5)
+
+    def _save(self) -> None:
+        save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, {"seconds": self.seconds})
+
+
+def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.AdamW:
+    from attnorm.models.support import NORMALIZER
+
+    decaying: list[torch.nn.Parameter] = []
+    free: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        # What a normalizer learns is a scale or a threshold: 0 is no better a guess for it than any other number.
+        decays = parameter.dim() > 1 and NORMALIZER not in name.split(".")
+        (decaying if decays else free).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=decaying[0].is_cuda)
+
+
+def learning_rate(step: int, settings: LMSettings) -> float:
+    """Of the step-th update, counted from 0; the first and the last are above 0."""
+    warmup = min(settings.warmup, settings.steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / (warmup + 1)
+    progress = (step - warmup + 1) / (settings.steps - warmup + 1)
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def loss_rise(path: Path) -> dict[str, float] | None:
+    """Where the validation loss was lowest, if it has risen clearly since: a learning rate too high, or a text learned
+    by heart. None for a sound run."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    measured = [entry for entry in entries if "valid_loss" in entry]
+    if not measured:
+        return None
+    lowest = min(measured, key=lambda entry: entry["valid_loss"])
+    last = measured[-1]["valid_loss"]
+    if last < lowest["valid_loss"] + CLEAR_RISE:
+        return None
+    return {"lowest": lowest["valid_loss"], "at_step": lowest["step"], "last": last}
+
+
+def speed_and_memory(path: Path) -> dict[str, float | int | None]:
+    """The median of the logged speeds, which compiling at the start does not move, and the highest peak of memory."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    speeds = [entry["tokens_per_second"] for entry in entries]
+    peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
+    return {
+        "tokens_per_second": median(speeds) if speeds else None,
+        "peak_memory_bytes": max(peaks, default=None),
+    }
+
+
+def keep_metrics(path: Path, step: int) -> None:
+    """Drops what was logged after the checkpoint of `step`: those steps are about to be done again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the line during which the program was killed
+            break
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))

@@ -1,0 +1,217 @@
+"""Sets of items, a query, a label: tasks whose set size can grow far beyond what was seen in training.
+
+A draw is a function of its generator alone. Shapes: sizes (..., B) in front of everything; N places for items, of
+which the first `size` are visible, F features, the last ten of them the one-hot class.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnorm.suggest import did_you_mean
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+
+CLASSES = 10
+KEY_WIDTH = 16
+QUERY_NOISE = 0.25
+COMMON_SHARE = 0.3
+STEPS_AT_ONCE = 64
+MOST_SQUEEZED = 12  # halvings
+SETS_AT_ONCE = 256
+ITEMS_AT_ONCE = 2**17  # of each model, in a test
+
+
+@dataclass(frozen=True)
+class Sets:
+    items: Tensor  # (..., B, N, F)
+    query: Tensor  # (..., B, F)
+    visible: Tensor  # (..., B, N)
+    label: Tensor  # (..., B)
+    target: Tensor | None  # (..., B): the item that carries the answer, where there is one
+
+
+@dataclass(frozen=True)
+class Task:
+    """`draw(generator, sizes, places)` makes one set of each size, stored in so many places."""
+
+    name: str
+    question: str
+    item_width: int
+    query_width: int
+    draw: Callable[[torch.Generator, Tensor, int], Sets]
+    has_target: bool = True
+    has_priority: bool = False  # the first feature of an item ranks it
+
+
+def find_task(name: str) -> Task:
+    """
+    Raises:
+        ValueError: There is no task of that name.
+    """
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
+    return TASKS[name]
+
+
+def stacked(parts: list[Sets]) -> Sets:
+    """The sets of several models: a dimension for the models in front of B."""
+    where = parts[0].label.dim() - 1
+    targets = [part.target for part in parts if part.target is not None]
+    return Sets(
+        torch.stack([part.items for part in parts], where),
+        torch.stack([part.query for part in parts], where),
+        torch.stack([part.visible for part in parts], where),
+        torch.stack([part.label for part in parts], where),
+        torch.stack(targets, where) if targets else None,
+    )
+
+
+def _max_retrieval(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
+    priority = _uniform(generator, *sizes.shape, places)
+    classes = _classes(generator, *sizes.shape, places)
+    query = _uniform(generator, *sizes.shape, 1)
+    visible = _visible(sizes, places)
+    target = priority.masked_fill(~visible, -1.0).argmax(-1)
+    return Sets(_with_class(priority[..., None], classes), query, visible, _picked(classes, target), target)
+
+
+def _recall(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
+    normal = torch.randn(*sizes.shape, places + 1, KEY_WIDTH, generator=generator, device=generator.device)
+    unit = F.normalize(normal, dim=-1)
+    keys, noise = unit[..., :places, :], unit[..., places, :]
+    classes = _classes(generator, *sizes.shape, places)
+    target = (_uniform(generator, *sizes.shape) * sizes).long().clamp(max=sizes - 1)
+    wanted = keys.gather(-2, target[..., None, None].expand(*target.shape, 1, KEY_WIDTH)).squeeze(-2)
+    query = F.normalize(wanted + QUERY_NOISE * noise, dim=-1)
+    return Sets(_with_class(keys, classes), query, _visible(sizes, places), _picked(classes, target), target)
+
+
+def _majority(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
+    """One class has a share of 0.3 and its part of the rest, the others what is left."""
+    classes = _classes(generator, *sizes.shape, places)
+    common = _classes(generator, *sizes.shape, 1)
+    classes = torch.where(_uniform(generator, *sizes.shape, places) < COMMON_SHARE, common, classes)
+    visible = _visible(sizes, places)
+    items = _with_class(_uniform(generator, *sizes.shape, places, 1), classes)
+    counts = (items[..., -CLASSES:] * visible[..., None]).sum(-2)
+    # Ties are broken at random: no rule can do better on them than chance.
+    label = (counts + 0.5 * _uniform(generator, *sizes.shape, CLASSES)).argmax(-1)
+    return Sets(items, _uniform(generator, *sizes.shape, 1), visible, label, None)
+
+
+def _visible(sizes: Tensor, places: int) -> Tensor:
+    return torch.arange(places, device=sizes.device) < sizes[..., None]
+
+
+def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=generator, device=generator.device)
+
+
+def _classes(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randint(CLASSES, shape, generator=generator, device=generator.device)
+
+
+def _with_class(features: Tensor, classes: Tensor) -> Tensor:
+    return torch.cat([features, F.one_hot(classes, CLASSES).to(features.dtype)], -1)
+
+
+def _picked(classes: Tensor, target: Tensor) -> Tensor:
+    return classes.gather(-1, target[..., None]).squeeze(-1)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            "max",
+            "Which class has the item of the highest priority? (Velickovic et al. 2024; the query is noise)",
+            1 + CLASSES,
+            1,
+            _max_retrieval,
+            has_priority=True,
+        ),
+        Task(
+            "recall",
+            "Which class has the item whose key the query names? (keys are random unit vectors, the query a noisy one)",
+            KEY_WIDTH + CLASSES,
+            KEY_WIDTH,
+            _recall,
+        ),
+        Task("majority", "Which class occurs most often?", 1 + CLASSES, 1, _majority, has_target=False),
+    )
+}
+
+
+class Batch(NamedTuple):
+    """What one step reads; S models side by side."""
+
+    items_SBNF: Tensor
+    query_SBF: Tensor
+    visible_SBN: Tensor
+    label_SB: Tensor
+    other_SBN: Tensor | None  # for every item another class at random, in steps with a leak penalty
+
+
+def stream(purpose: str, seed: int, block: int, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{purpose} {seed} {block}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def training_batches(
+    task: Task, seeds: Sequence[int], recipe: RetrievalRecipe, device: torch.device, first: int = 0
+) -> Iterator[Batch]:
+    """One batch per step, from the step `first` on. They are views of blocks drawn ahead, each contiguous: a step
+    copies nothing."""
+    for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
+        sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
+        if recipe.squeezed:
+            sets = _squeezed(sets, recipe.squeezed, seeds, block)
+        steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
+        other = _other_classes(sets, seeds, block) if recipe.penalised(steps[-1]) else None
+        for i, step in enumerate(steps):
+            if step < first:
+                continue
+            classes = other[i] if other is not None and recipe.penalised(step) else None
+            yield Batch(sets.items[i], sets.query[i], sets.visible[i], sets.label[i], classes)
+
+
+def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, device: torch.device) -> Iterator[Sets]:
+    """`sets` sets of `size` items for every seed, in blocks whose length depends on the size alone."""
+    length = max(1, min(SETS_AT_ONCE, ITEMS_AT_ONCE // size))
+    sizes = torch.full((length,), size, device=device)
+    for block in range(-(-sets // length)):
+        whole = stacked([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
+        yield _first(whole, sets - block * length)
+
+
+def _training_block(task: Task, recipe: RetrievalRecipe, generator: torch.Generator) -> Sets:
+    sizes = torch.randint(
+        recipe.smallest, recipe.largest + 1, (STEPS_AT_ONCE, recipe.batch), generator=generator, device=generator.device
+    )
+    return task.draw(generator, sizes, recipe.largest)
+
+
+def _squeezed(sets: Sets, share: float, seeds: Sequence[int], block: int) -> Sets:
+    """Some sets with priorities 1 - f (1 - p) for p: their order stays, the gaps become those of larger sets."""
+    shape, device = (*sets.label[:, 0].shape, 2), sets.label.device
+    drawn = [torch.rand(shape, generator=stream("squeeze", seed, block, device), device=device) for seed in seeds]
+    chance, power = torch.stack(drawn, 1).unbind(-1)
+    factor = torch.where(chance < share, 2.0 ** (-MOST_SQUEEZED * power), 1.0)[..., None]
+    priority = 1 - factor * (1 - sets.items[..., 0])
+    return replace(sets, items=torch.cat([priority[..., None], sets.items[..., 1:]], -1))
+
+
+def _other_classes(sets: Sets, seeds: Sequence[int], block: int) -> Tensor:
+    shape, device = sets.visible[:, 0].shape, sets.visible.device
+    generators = (stream("other classes", seed, block, device) for seed in seeds)
+    return torch.stack([torch.randint(CLASSES, shape, generator=g, device=device) for g in generators], 1)
+
+
+def _first(sets: Sets, count: int) -> Sets:
+    target = None if sets.target is None else sets.target[:, :count]
+    return Sets(sets.items[:, :count], sets.query[:, :count], sets.visible[:, :count], sets.label[:, :count], target)

@@ -1,0 +1,199 @@
+"""Where a trained stack fails, size by size: is the right item's logit not the largest, or is it and does not prevail?
+
+Memory is bounded at every size: sets come in blocks, and the items of a block are read a slice at a time, once for
+their logits and once for their values.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.normalizers.contract import Normalizer
+from attnorm.training.retrieval.class_leak import class_leak, leak_at_top
+from attnorm.training.retrieval.data import Sets, Task, sets_for_testing
+from attnorm.training.retrieval.model import Retrievers, mixture, normalizer_for
+from attnorm.training.retrieval.records import RECORDS, Record
+from attnorm.training.retrieval.trained_seeds import TrainedSeeds, load_trained_seeds
+
+SLICE_BYTES = {"cuda": 2**32, "cpu": 2**27}
+ITEMS_IN_ALL = 2**24  # for each model and size: 1024 sets of 16,384 items, 128 of 131,072
+SIZES = (16, 64, 256, 1024, 4096, 16_384)
+OWN = "own"  # tested with the normalizer it was trained with
+
+
+def sets_at(size: int, wanted: int) -> int:
+    """How many sets of this size are tested: fewer where they are very large."""
+    return max(1, min(wanted, ITEMS_IN_ALL // size))
+
+
+@torch.no_grad()
+def evaluate(
+    models: Retrievers,
+    task: Task,
+    seeds: Sequence[int],
+    size: int,
+    sets: int,
+    normalizers: Mapping[str, Normalizer | None],
+) -> list[dict[str, Any]]:
+    """One record per seed and normalizer used at test time (None: the one trained with).
+
+    accuracy + logits_wrong + dispersed = 1 where the task has a target: an error is "logits wrong" where the largest
+    logit is not the right item's, and "dispersed" where it is and the answer is wrong all the same.
+    """
+    device = models.to_key.weight_SIO.device
+    totals: dict[str, dict[str, Tensor]] = {name: {} for name in normalizers}
+    for drawn in sets_for_testing(task, seeds, size, sets, device):
+        logits = torch.cat([models.logits(models.read(part), drawn.query) for part in _slices(models, drawn)], -1)
+        weights = {name: models.weights(logits, drawn.visible, chosen) for name, chosen in normalizers.items()}
+        for name, mixed in _mixtures(models, drawn, weights).items():
+            right = models.classes(mixed).argmax(-1) == drawn.label
+            for key, value in _outcomes(drawn, logits, weights[name], right).items():
+                totals[name][key] = totals[name].get(key, torch.zeros((), device=device)) + value.double().sum(-1)
+    return [
+        {
+            "seed": seed,
+            "size": size,
+            "sets": sets,
+            "tested_with": name,
+            **{key: _number(float(total[copy]) / sets) for key, total in sums.items()},
+        }
+        for name, sums in totals.items()
+        for copy, seed in enumerate(seeds)
+    ]
+
+
+def _slices(models: Retrievers, drawn: Sets) -> Iterator[Tensor]:
+    """Of the items; their number in a slice is such that what the model keeps of them fits into SLICE_BYTES."""
+    copies, sets, items, _ = drawn.items.shape
+    per_item = copies * sets * models.width * drawn.items.element_size() * 4
+    length = max(1, SLICE_BYTES.get(drawn.items.device.type, SLICE_BYTES["cpu"]) // per_item)
+    return (drawn.items[:, :, start : start + length] for start in range(0, items, length))
+
+
+def _mixtures(models: Retrievers, drawn: Sets, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    mixed: dict[str, Tensor] = {}
+    start = 0
+    for part in _slices(models, drawn):
+        values = models.values(models.read(part), part.shape[1])
+        for name, own in weights.items():
+            more = mixture(own[..., start : start + part.shape[2]], values)
+            mixed[name] = mixed[name] + more if name in mixed else more
+        start += part.shape[2]
+    return mixed
+
+
+def _outcomes(drawn: Sets, logits: Tensor, weights: Tensor, right: Tensor) -> dict[str, Tensor]:
+    outcome = {"accuracy": right}
+    if drawn.target is None:
+        return outcome
+    target = drawn.target[..., None]
+    others = logits.scatter(-1, target, -torch.inf).amax(-1)
+    margin = logits.gather(-1, target).squeeze(-1) - others
+    found = logits.argmax(-1) == drawn.target
+    return outcome | {
+        "logits_wrong": ~found & ~right,
+        "dispersed": found & ~right,
+        "logits_right": found,
+        "winner_weight": weights.gather(-1, target).squeeze(-1),
+        "margin": margin,
+        "spread": logits.amax(-1) - logits.amin(-1),
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN: a model that broke down has no figures."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Sets of every size, fewer of very large ones; `others` are normalizers put in place of the trained one.
+
+    Raises:
+        ValueError: Sizes or their number make no sense, or a normalizer is unknown.
+    """
+
+    sizes: tuple[int, ...] = SIZES
+    sets: int = 1024
+    others: tuple[str, ...] = ("hard",)
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            raise ValueError("no sizes to test; at least one is needed")
+        if min(self.sizes) < 2:
+            raise ValueError(f"a set must have at least 2 items, got size {min(self.sizes)}")
+        if self.sets < 1:
+            raise ValueError(f"at least 1 set must be tested, got {self.sets}")
+        for name in self.others:
+            normalizer_for(name, 1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (OWN, *self.others)
+
+    def asked(self, record: Record) -> bool:
+        """Whether a record is among the results of these trials."""
+        return (
+            record["size"] in self.sizes
+            and record["sets"] == sets_at(record["size"], self.sets)
+            and record["tested_with"] in self.names
+        )
+
+
+def records_of(
+    out: Path,
+    stack: TrainedSeeds,
+    task: Task,
+    trials: Trials,
+    device: torch.device,
+    report: Callable[[int], None],
+) -> list[Record]:
+    """All records of the stack that the tests ask for. `report(sizes done)` comes before each size and at the end."""
+    path = out / RECORDS
+    known = [r for r in read_jsonl(path) if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
+    models: Retrievers | None = None
+    for done, size in enumerate(trials.sizes):
+        there = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}
+        missing = [name for name in trials.names if any((name, seed) not in there for seed in stack.seeds)]
+        if not missing:
+            continue
+        report(done)
+        models = models or load_trained_seeds(stack, task, device)
+        others: dict[str, Normalizer | None] = {
+            name: None if name == OWN else normalizer_for(name, len(stack.seeds)).to(device) for name in missing
+        }
+        made = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), others)
+        about = _about(stack, models, task, size)
+        new = [about[r["seed"]] | r for r in made if (r["tested_with"], r["seed"]) not in there]
+        append_jsonl(path, new)
+        known += new
+    report(len(trials.sizes))
+    return known
+
+
+def _about(stack: TrainedSeeds, models: Retrievers, task: Task, size: int) -> dict[int, dict[str, Any]]:
+    """For every seed: how it was trained, and how it ranks, over all and at the top of sets of this size."""
+    about = stack.about
+    shared = {name: about[name] for name in ("run", "task", "normalizer", "device")}
+    leaks: list[dict[str, float | None]] = [{} for _ in stack.seeds]
+    if task.has_priority:
+        leaks = [
+            over_all | at_top for over_all, at_top in zip(class_leak(models), leak_at_top(models, size), strict=True)
+        ]
+    return {
+        seed: {
+            **shared,
+            **about["recipe"],
+            "train_seconds": about["train_seconds"],
+            "train_loss": about["train_losses"][copy],
+            "learned": {name: value[copy].item() for name, value in models.normalizer.named_parameters()},
+            **leaks[copy],
+        }
+        for copy, seed in enumerate(stack.seeds)
+    }
