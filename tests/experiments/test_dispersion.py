@@ -51,10 +51,10 @@ def test_every_head_has_a_slope_and_the_shares_of_bound_heads_never_fall_with_le
 
 
 def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -> None:
-    told = [finding.ours for finding in outcome.findings if finding.ours.startswith("not applicable")]
-    assert len(told) == 2
+    sentence = [finding.ours for finding in outcome.findings if finding.ours.startswith("not applicable")]
+    assert len(sentence) == 2
     assert outcome.findings[-1].ours == "not measured: bundled was made for 1,024: --quick goes no further"
-    assert "(bundled was made for 1,024: --quick goes no further)" in outcome.words
+    assert "(bundled was made for 1,024: --quick goes no further)" in outcome.summary
     assert outcome.parameters["rotation"].startswith("not applicable")
     assert set(outcome.figures) == {"dispersion", "entropy-by-layer", "gap-by-layer"}
 
@@ -206,7 +206,7 @@ def test_the_main_pass_goes_to_the_models_limit_up_to_8192_or_as_far_as_asked() 
 def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None:
     assert far(8192, 8192) == Reach(8192, 16_384)
     assert far(8192, 8192, longest=65_536).beyond == 65_536
-    assert far(8192, 8192).told == "Measured on 8,192 tokens, and 16,384 beyond what the model was made for."
+    assert far(8192, 8192).sentence == "Measured on 8,192 tokens, and 16,384 beyond what the model was made for."
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None
 def test_where_it_does_not_go_further_it_says_why(reached: Reach, why: str) -> None:
     assert reached.beyond is None
     assert reached.why_not_beyond == why
-    assert reached.told == f"Measured on {reached.main:,} tokens ({why})."
+    assert reached.sentence == f"Measured on {reached.main:,} tokens ({why})."

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnorm.experiments.attention_rows import LastRows
-from attnorm.experiments.fig3.experiment import findings, words
+from attnorm.experiments.fig3.experiment import findings, summary
 from attnorm.experiments.fig3.measure import Separabilities, measure
 from tests.experiments.test_fig2 import silent, synthetic
 
@@ -113,4 +113,4 @@ def test_words_and_table_hold_every_head_and_n(isotropic: Separabilities) -> Non
     row = table.to_pylist()[4]
     assert (row["head"], row["top_n"]) == (1, 8)
     assert row["measured"] == isotropic.measured[1, 1]
-    assert "own null" in words(isotropic, isotropic)
+    assert "own null" in summary(isotropic, isotropic)

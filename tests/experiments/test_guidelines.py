@@ -133,6 +133,6 @@ def test_on_the_bundled_model_the_numbers_are_shares_and_cooling_sharpens(outcom
     assert cooled["papers_temperature"][4] == pytest.approx(32**0.5)
     assert active["windows"] == [3] * len(SHARES)
     assert all(error > 0 for error in active["change_error"])
-    assert "± " in outcome.words.split(";")[0]
+    assert "± " in outcome.summary.split(";")[0]
     assert len(outcome.findings) == 4
     assert set(outcome.figures) == {"guidelines"}

@@ -4,17 +4,17 @@ import json
 import lzma
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models import stages
-from attnorm.experiments.language_models.__main__ import changed
 from attnorm.experiments.language_models.engine_choice import choose_engines
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
-from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelPlan
+from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelPlan, change_plan
 from attnorm.experiments.language_models.train import Worker, best_rate, trained_model
 from attnorm.experiments.language_models.workspace import Workspace
 from attnorm.experiments.subject import Subject
@@ -133,7 +133,7 @@ def test_two_processes_do_not_do_the_same(finished: Workspace, tmp_path: Path) -
 
 
 def test_a_folder_belongs_to_one_plan(finished: Workspace) -> None:
-    with pytest.raises(ValueError, match="holds another plan: width is 32 there and 64 here"):
+    with pytest.raises(ValueError, match="holds another plan: width is 64 here and 32 there"):
         Workspace.open(finished.folder, replace(TINY, width=64))
 
 
@@ -198,7 +198,7 @@ def test_the_outcome_compares_with_softmax(finished: Workspace) -> None:
         "softmax → log_scaled",
     }
     assert made.tables["models"].num_rows == 3
-    assert "lowest loss on valid" in made.words
+    assert "lowest loss on valid" in made.summary
     assert set(made.figures) == {"language-models", "course"}
     assert EXPERIMENT.name == "language-models"
 
@@ -232,8 +232,33 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
         texts_of(Subject(texts=(packed,)), tmp_path)
 
 
+def test_the_stages_run_by_name(finished: Workspace, texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    def run(stage: str, folder: Path, **options: Any) -> bool:
+        return stages.run_stage(stage, folder, TINY, device="cpu", **options)
+
+    assert run("prepare", tmp_path, texts=texts[:1], held_out=texts[1:])
+    assert list(stages.read_texts(Workspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
+    assert not run("main", tmp_path, only=["softmax"], max_minutes=0.0)
+    for stage in ("rates", "main", "measure", "needle", "everything"):
+        assert run(stage, finished.folder)
+    for stage, options, complaint in (
+        ("prepare", {}, "--valid"),
+        ("nedle", {}, "did you mean 'needle'"),
+        ("tables", {}, "no results"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            run(stage, tmp_path / stage, **options)
+
+
+def test_the_tables_need_nothing_but_the_lines(finished: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text((finished.folder / "results.jsonl").read_text())
+    assert stages.run_stage("tables", tmp_path, FULL)
+    assert "## Loss" in (tmp_path / "tables.md").read_text()
+    assert (tmp_path / "course.svg").exists()
+
+
 def test_plans_change_by_name() -> None:
-    plan = changed(FULL, ["main_tokens=1000", "rates=[0.1]", "needle.steps=7"])
+    plan = change_plan(FULL, ["main_tokens=1000", "rates=[0.1]", "needle.steps=7"])
     assert (plan.main_tokens, plan.rates, plan.needle.steps) == (1000, (0.1,), 7)
     assert isinstance(plan, LanguageModelPlan)
     with pytest.raises(ValueError, match="'relu' is not trained here"):

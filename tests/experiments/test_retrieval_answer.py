@@ -14,7 +14,7 @@ from attnorm.experiments.experiment import Subject
 from attnorm.experiments.figure_style import style
 from attnorm.experiments.retrieval import experiment as answer
 from attnorm.experiments.retrieval import measure as collect
-from attnorm.experiments.retrieval.experiment import Numbers, findings, words
+from attnorm.experiments.retrieval.experiment import Numbers, findings, summary
 from attnorm.experiments.retrieval.lines import lines_of, scales_of
 from attnorm.experiments.retrieval.measure import Found, records_in
 from attnorm.experiments.retrieval.plan import (
@@ -112,8 +112,8 @@ def test_records_of_a_gpu_are_enough_and_what_they_lack_is_named(
         outcome = answer.run(Subject(), quiet, tmp_path / "parts" / "retrieval-key")
     assert outcome.parameters["device"] == "cuda"
     assert [one["complete"] for one in outcome.parameters["trainings"]] == [True, False, True]
-    assert "Not finished: paper: ssmax; parts: our recipe; ours: all; recall: all; majority: all." in outcome.words
-    assert "98.0, 94.0 % of sets of 16, 64 items" in outcome.words
+    assert "Not finished: paper: ssmax; parts: our recipe; ours: all; recall: all; majority: all." in outcome.summary
+    assert "98.0, 94.0 % of sets of 16, 64 items" in outcome.summary
 
 
 def test_records_of_one_device_only(tmp_path: Path, no_training: None) -> None:
@@ -190,7 +190,7 @@ def judge_claims(own: list[float], hard: list[float], adaptive: list[float], our
             one["logits_wrong"] = min(1 - right, 1 - one["accuracy"])
             one["dispersed"] = 1 - one["accuracy"] - one["logits_wrong"]
     numbers = Numbers(lines_of(members), scales_of(members))
-    assert words(numbers, [], quick=False)
+    assert summary(numbers, [], quick=False)
     return {one.claim.split()[0]: one.verdict for one in findings(numbers, quick=False)}
 
 
@@ -217,4 +217,4 @@ def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
     assert fall.verdict == "does not"
     assert fall.ours.startswith("99.0, 99.0")
     assert "of the 100,000 steps: 98.6, 94.3" in fall.why
-    assert "After 100,000 steps, as in the paper, it is right in 99.0" in words(numbers, [], quick=False)
+    assert "After 100,000 steps, as in the paper, it is right in 99.0" in summary(numbers, [], quick=False)

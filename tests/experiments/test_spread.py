@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import Subject
-from attnorm.experiments.spread.experiment import EXPERIMENT, judge_claims, words
+from attnorm.experiments.spread.experiment import EXPERIMENT, judge_claims, summary
 from attnorm.experiments.spread.figure import figure
 from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
 from attnorm.metrics.call import AttentionCall
@@ -92,8 +92,8 @@ def test_several_models_share_one_table_one_figure_and_one_verdict(found: Spread
     assert judge_claims([large])[0].verdict == "does not"
     assert judge_claims([small, large])[0].verdict == "partly"
     assert "owner/small: 5.70 ±" in judge_claims([small, large])[0].ours
-    assert "At 91 keys, the most that all have: owner/small 5." in words([small, found])
-    assert "the most that all have" not in words([found])
+    assert "At 91 keys, the most that all have: owner/small 5." in summary([small, found])
+    assert "the most that all have" not in summary([found])
     heads = heads_table([found, small]).to_pylist()
     assert len(heads) == 72
     assert heads[0]["spread_at_181"] is None

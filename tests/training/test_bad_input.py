@@ -25,7 +25,7 @@ Train = Callable[..., dict[str, Any]]
         ({"learning_rate": float("nan")}, "above 0, got nan"),
         ({"warmup": -1}, "must not be negative; got -1"),
         ({"dtype": "float8"}, "unknown dtype 'float8'; known are float32, bfloat16"),
-        ({"architecture": "gpt5"}, "unknown architecture 'gpt5'; known are gpt2"),
+        ({"architecture": "gpt5"}, "unknown architecture 'gpt5'; did you mean 'gpt2'"),
     ],
 )
 def test_settings_that_cannot_be(changed: dict[str, Any], message: str) -> None:

@@ -119,11 +119,11 @@ def _whole_run(folder: Path, text: Path | None, length: int, target: float | Non
     """From the start of Python to the tables, the loading of the model included."""
     arguments = f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
     start = time.perf_counter()
-    told = told_by(f"from attnorm.bench.analyze import report; report({arguments})")
+    measured = told_by(f"from attnorm.bench.analyze import report; report({arguments})")
     return ModelRun(
         setting=f"{folder.name}, everything, rows=last, from the start of Python to the tables",
-        what=f"{length:,} tokens, {told['heads']} heads", seconds=time.perf_counter() - start,
-        peak_mb=told["peak_mb"], most_seconds=target,
+        what=f"{length:,} tokens, {measured['heads']} heads", seconds=time.perf_counter() - start,
+        peak_mb=measured["peak_mb"], most_seconds=target,
     )  # fmt: skip
 
 

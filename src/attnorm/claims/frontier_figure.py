@@ -56,12 +56,12 @@ def frontier_figure(placed: Frontier) -> Figure:
     top = 1.08 * max(point.effort for point in placed.points)
     count = len(placed.weights)
     wide = 0.635 / count
-    for place, weight in enumerate(placed.weights):
-        axes = figure.add_axes((0.06 + place * (wide + 0.05), 0.145, wide, 0.645))
-        _draw_axes(axes, placed, weight, top, labelled=place == 0)
+    for index, weight in enumerate(placed.weights):
+        axes = figure.add_axes((0.06 + index * (wide + 0.05), 0.145, wide, 0.645))
+        _draw_axes(axes, placed, weight, top, labelled=index == 0)
         for position, group in enumerate(groups):
             _draw_line(axes, placed, group, weight, position)
-        if place == count - 1:
+        if index == count - 1:
             _label_ends(axes, placed, groups, weight)
     left = 0.018
     title = "What does it cost to keep attention on one key?"
@@ -129,15 +129,15 @@ def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: f
     ]
     line = 0.05  # of the panel's height
     places = spread(ends, [line * (len(text) + 0.4) for text in texts])
-    for (position, group), end, place, text in zip(order, ends, places, texts, strict=True):
+    for (position, group), end, index, text in zip(order, ends, places, texts, strict=True):
         colour = _colour(group, position)
         axes.plot(
-            [1.005, 1.03, 1.07, 1.085], [end, end, place, place],
+            [1.005, 1.03, 1.07, 1.085], [end, end, index, index],
             transform=axes.transAxes, color=colour, linewidth=0.7, clip_on=False,
         )  # fmt: skip
         shown = "\n".join([*text[:-1], f"{text[-1]}  {end * top:.2f}"])
         axes.text(
-            1.1, place, shown, transform=axes.transAxes, fontsize=SMALL, color=colour, va="center", linespacing=1.3,
+            1.1, index, shown, transform=axes.transAxes, fontsize=SMALL, color=colour, va="center", linespacing=1.3,
             fontweight="bold" if "softmax" in group else "normal",
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""attnorm reproduce: the papers' figures and tables on any model, and what of them holds."""
+"""attnorm reproduce: the papers' figures and tables on any model, and which claims hold."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from attnorm.cli.measuring import failures
+from attnorm.cli.measuring import failures, numbers_of
 from attnorm.cli.output import Json, show, show_json
 from attnorm.provenance import recorded_command
 
@@ -19,21 +20,34 @@ if TYPE_CHECKING:
     from attnorm.experiments.experiment import ProgressCallback
     from attnorm.experiments.run import Written
 
-_SAFE = "what is finished is kept, and the same command goes on"
+_SAFE = "finished work is kept, and the same command continues"
 _COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not tested": "dim"}
-_LOGGED = 4  # lines per experiment where stderr is no terminal
+_LOGGED = 4  # lines per experiment if stderr is not a terminal
+
+
+Stage = Annotated[
+    str | None,
+    typer.Option(
+        "--stage",
+        metavar="STAGE",
+        help="language-models: run one stage in DIR, which several processes may share: prepare, try, rates, main, "
+        "measure, needle, export, everything, second-seed, tables.",
+    ),
+]
 
 
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="Experiments, or all; without one they are listed.")
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Experiments, or all (default: list the experiments)."),
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             "--model",
             metavar="NAME|DIR",
-            help="Hub name, folder, or bundled; default: gpt2 as in the paper, with --quick bundled. spread: several.",
+            help="Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). spread accepts "
+            "several.",
         ),
     ] = None,
     text: Annotated[
@@ -41,12 +55,13 @@ def reproduce(
         typer.Option(
             "--text",
             metavar="FILE",
-            help="Text to run on; default: one that is built in. The paper's: War and Peace. language-models: several.",
+            help="Text to run on (default: a built-in text; the paper uses War and Peace). language-models accepts "
+            "several.",
         ),
     ] = None,
     valid: Annotated[
         list[Path] | None,
-        typer.Option("--valid", metavar="FILE", help="language-models: text that is not trained on; repeatable."),
+        typer.Option("--valid", metavar="FILE", help="language-models: held-out text; repeatable."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
@@ -58,25 +73,61 @@ def reproduce(
     longest: Annotated[
         int | None,
         typer.Option(
-            min=1024, metavar="TOKENS", help="How far dispersion goes; default: 8192, and twice a limit up to that."
+            min=1024,
+            metavar="TOKENS",
+            help="dispersion: longest context (default: 8192, and twice the model's limit if that is shorter).",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of every random draw.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: the GPU if there is one.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Also what is finished, from the start.")] = False,
+    stage: Stage = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="With --stage: random seeds of the models (default: 0).")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --stage: start no work after this many minutes, and stop training.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="With --stage: change the plan, e.g. batch=16; repeatable."),
+    ] = None,
+    closest: Annotated[
+        int | None,
+        typer.Option(help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of every draw.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or, for example, cuda:1 (default: the GPU if there is one).")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Rerun finished experiments from scratch.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Redo figures, tables and guidelines of the papers on a model, with printed and corrected theory side by side.
+    """Reproduce figures, tables and guidelines of the papers on a model, next to the corrected theory.
 
-    Verdicts go to stdout, pictures and tables to DIR/NAME, all of them on one page: DIR/index.html. What is finished is
-    not run again; an option that one of the experiments does not take is refused. Exit code 0: done, whatever the
-    verdicts; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
+    Prints the verdicts; writes figures and tables to DIR/NAME and one page with everything to DIR/index.html. Finished
+    experiments are not run again. An option that one of the experiments does not use is an error. Exit codes: 0 done,
+    whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 a stage has unfinished work; 130
+    interrupted.
 
     Example: attnorm reproduce fig2 fig3 --text war-and-peace.txt    # gpt2 on War and Peace, as in the paper
     """
     if not names:
         _list(as_json)
         return
+    normalizers = [name.strip() for name in only.split(",") if name.strip()]
+    stage_options = {"--seeds": seeds, "--minutes": minutes, "--set": changes, "--closest": closest}
+    if stage is not None:
+        refused = {"--model": model, "--longest": longest, "--fresh": fresh or None, "--json": as_json or None}
+        with failures(lambda: f"Interrupted; {_SAFE}."), _short_of_memory():
+            _check_stage(names, refused)
+            finished = _run_stage(
+                stage, out, quick=quick, changes=changes or [], texts=text or [], held_out=valid or [],
+                only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,), max_minutes=minutes, device=device,
+                count=3 if closest is None else closest,
+            )  # fmt: skip
+        typer.echo(f"{stage}: {'finished' if finished else 'not all of it is finished'}", err=True)
+        raise typer.Exit(0 if finished else 3)
+    unused = [option for option, value in stage_options.items() if value is not None]
+    if unused:
+        raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
     from attnorm.experiments.catalogue import MODEL, named
     from attnorm.experiments.index_page import INDEX
     from attnorm.experiments.option_checks import check_options
@@ -92,10 +143,10 @@ def reproduce(
         quick=quick,
         seed=seed,
         device=device,
-        only=tuple(name.strip() for name in only.split(",") if name.strip()),
+        only=tuple(normalizers),
         longest=longest,
     )
-    _tell_the_text(first, text)
+    _note_default_text(first, text)
     with (
         failures(lambda: f"Interrupted; {_SAFE}."),
         _default_explained(first, asked=bool(model)),
@@ -105,22 +156,43 @@ def reproduce(
         check_options([one.name for one in named(names)], {MODEL: model or ()})
         written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
     if as_json:
-        show_json({"index": str(out / INDEX), "experiments": [_told(one) for one in written]})
+        show_json({"index": str(out / INDEX), "experiments": [_as_dict(one) for one in written]})
     else:
         show(Group(*(_table(one) for one in written)))
     typer.echo(f"index page: {out / INDEX}", err=True)
+
+
+def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
+    if names != ["language-models"]:
+        raise ValueError(f"--stage belongs to language-models, got {', '.join(names)}; remove it, or run that alone")
+    given = [option for option, value in refused.items() if value is not None]
+    if given:
+        raise ValueError(f"--stage does not use {given[0]}; remove it")
+
+
+def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **options: Any) -> bool:
+    from attnorm.experiments.language_models.plan import FULL, QUICK, change_plan, on_this_machine
+    from attnorm.experiments.language_models.stages import run_stage
+
+    started = time.monotonic()
+
+    def log(words: str) -> None:
+        typer.echo(f"[{time.monotonic() - started:6.1f} s] {words}", err=True)
+
+    plan = on_this_machine(change_plan(QUICK if quick else FULL, changes))
+    return run_stage(stage, folder, plan, log=log, **options)
 
 
 def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import TRAINED
     from attnorm.experiments.paper_setting import default_model
 
-    # What trains its own models asks for none, and must not look for one.
+    # Experiments that train their own models must not look for one.
     return asked or [default_model(quick=quick or all(name in TRAINED for name in names))]
 
 
-def _tell_the_text(model: str, texts: list[Path] | None) -> None:
-    """The paper's model without the paper's text is easily taken for the paper's setting."""
+def _note_default_text(model: str, texts: list[Path] | None) -> None:
+    """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
     from attnorm.analysis.default_text import TOPICS
     from attnorm.experiments.paper_setting import MODEL, TEXT
 
@@ -133,14 +205,14 @@ def _tell_the_text(model: str, texts: list[Path] | None) -> None:
 
 @contextmanager
 def _default_explained(model: str, *, asked: bool) -> Iterator[None]:
-    """Who named no model learns why one is missing, and what needs no network."""
+    """Explain the default model if it cannot be loaded, and what needs no network."""
     try:
         yield
     except ValueError as error:
         if asked or not str(error).startswith(f"{model}: "):
             raise
         raise ValueError(
-            f"{error}. Without --model it is {model}, as in the paper; --model bundled, --model FOLDER and --quick "
+            f"{error}. The default model is {model}, as in the paper; --model bundled, --model FOLDER and --quick "
             "need no network"
         ) from None
 
@@ -158,7 +230,7 @@ def _list(as_json: bool) -> None:
     show(table)
 
 
-def _told(one: "Written") -> dict[str, Any]:
+def _as_dict(one: "Written") -> dict[str, Any]:
     record = one.record
     kept = {name: record[name] for name in ("name", "title", "source", "words", "findings", "parameters")}
     manifest = record["manifest"]
@@ -199,13 +271,13 @@ def _short_of_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
-        typer.echo(f"Error: out of memory. Take --quick, or --device cpu; {_SAFE}.", err=True)
+        typer.echo(f"Error: out of memory. Use --quick or --device cpu; {_SAFE}.", err=True)
         raise typer.Exit(1) from None
 
 
 @contextmanager
 def _progress() -> "Iterator[ProgressCallback]":
-    """A bar on stderr; where that is no terminal, a few lines per experiment."""
+    """Show a bar on stderr, or a few lines per experiment if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -35,7 +35,7 @@ class Finding:
 class Outcome:
     """What a run of an experiment gave. Figures and tables go by the stem of their files."""
 
-    words: str  # the verdict paragraph
+    summary: str  # the verdict paragraph
     findings: tuple[Finding, ...]
     figures: Mapping[str, Figure]
     tables: Mapping[str, pa.Table]

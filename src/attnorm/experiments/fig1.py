@@ -103,17 +103,17 @@ def _alone(weights: Tensor, vectors: Tensor) -> SelectedRows:
 def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
     """Layer and head of the row to draw: of those with the median N_s the one whose top N hold a middling mass."""
     found: list[tuple[float, float, int, int]] = []
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         rows = layer.selected(TOP_N)
         per_group = layer.weights.shape[1]
         for group, row in np.ndindex(*layer.weights.shape[:2]):
             share, mass = float(separability(rows)[group, row]), float(rows.mass[group, row])
-            found.append((share, mass, place, group * per_group + row))
+            found.append((share, mass, index, group * per_group + row))
     middle = float(np.median([one[0] for one in found]))
     nearest = min(abs(one[0] - middle) for one in found)
     likely = [one for one in found if abs(one[0] - middle) == nearest]
-    _, _, place, head = min(likely, key=lambda one: abs(one[1] - 0.6))
-    layer = layers[place]
+    _, _, index, head = min(likely, key=lambda one: abs(one[1] - 0.6))
+    layer = layers[index]
     group, row = divmod(head, layer.weights.shape[1])
     return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
 
@@ -133,7 +133,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     finding = _finding(scenes, shares, chance)
     setting = f"{subject.passages()[0].name}; last of {length} tokens, vectors: values on the sphere"
     return Outcome(
-        words=_words(scenes, shares, chance),
+        summary=_summary(scenes, shares, chance),
         findings=(finding,),
         figures={"fig1": figure(scenes, TOP_N, setting)},
         tables={"fig1": pa.concat_tables([one.table() for one in scenes])},
@@ -155,22 +155,22 @@ def _by_dimension(layers: list[LastRows], subject: Subject, progress: ProgressCa
     found = {}
     for dimension in (2, layers[0].vectors.shape[-1]):
         values = []
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             normal = torch.randn(*layer.vectors.shape[:2], dimension, generator=generator, dtype=torch.float64)
             rows = LastRows(layer.layer, layer.weights, on_sphere(normal), layer.visible).selected(TOP_N)
             values.append(separability_null(rows, DRAWS, "isotropic", None, generator).mean.flatten())
-            progress(f"uniform directions in {dimension} dimensions", place + 1, len(layers))
+            progress(f"uniform directions in {dimension} dimensions", index + 1, len(layers))
         found[dimension] = float(torch.cat(values).mean())
     return found
 
 
 def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> Finding:
     plane, model = chance.items()
-    told = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
+    phrases = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
     some = 0 < float((shares < 1).mean()) < 1
     return Finding(
         "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
-        "; ".join(told) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
+        "; ".join(phrases) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
         f"{(shares == 1).mean():.0%}",
         "reproduces" if some else "partly",
         f"A plane misleads: the heads' weights on uniform directions keep {plane[1]:.2f} of the selected keys inside "
@@ -178,7 +178,7 @@ def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]
     )
 
 
-def _words(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> str:
+def _summary(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> str:
     drawn, real = scenes
     plane, model = chance.items()
     return (

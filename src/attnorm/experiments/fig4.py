@@ -88,7 +88,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         f"{rows} of the longest rows each"
     )
     return Outcome(
-        words=_words(found, findings),
+        summary=_summary(found, findings),
         findings=findings,
         figures={"fig4": figure(found, about)},
         tables={"fig4": table(found)},
@@ -162,15 +162,15 @@ def _capped(largest: Floats) -> str:
     shares = [float(value * eps / 2**0.5) for value, eps in zip(largest, EPSILONS, strict=True)]
     capped = [f"{eps:g}" for eps, share in zip(EPSILONS, shares, strict=True) if share >= AT_THE_BOUND]
     free = [f"{eps:g} ({share:.1%} of it)" for eps, share in zip(EPSILONS, shares, strict=True) if share < AT_THE_BOUND]
-    told = []
+    phrases = []
     if capped:
-        told.append(f"for eps = {' and '.join(capped)} the cap sqrt(2)/eps decides, whatever the logits are")
+        phrases.append(f"for eps = {' and '.join(capped)} the cap sqrt(2)/eps decides, whatever the logits are")
     if free:
-        told.append(
+        phrases.append(
             f"for eps = {' and '.join(free)} it does not: g is the slope averaged over a step of eps, and at low T a "
             "larger step may raise it, where it reaches a tie, or lower it, where it walks past one"
         )
-    return "; ".join(told)
+    return "; ".join(phrases)
 
 
 def table(found: Sensitivity) -> pa.Table:
@@ -202,7 +202,7 @@ def _slope(T: Floats, curve: Floats, where: NDArray[np.bool_]) -> float:
     return float(np.polyfit(np.log(T[used]), np.log(curve[used]), 1)[0]) if used.sum() > 2 else float("nan")
 
 
-def _words(found: Sensitivity, findings: tuple[Finding, ...]) -> str:
+def _summary(found: Sensitivity, findings: tuple[Finding, ...]) -> str:
     bound = findings[1]
     largest = float((found.norm * 2 * found.temperatures).max())
     return (

@@ -108,7 +108,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     text = subject.passages()[0].name
     about = f"{subject.loaded().name}, {text}, {len(found.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
-        words=_words(found),
+        summary=_summary(found),
         findings=judge_claims(found, example),
         figures={"gradients": figure(found, example, about)},
         tables={"toy": example, "rows": table(found)},
@@ -192,13 +192,13 @@ def table(found: Gradients) -> pa.Table:
         {
             "layer": found.layer.astype(np.int64), "head": found.head.astype(np.int64), "n": found.n.astype(np.int64),
             "jacobian_norm": found.norm, "lemma2_printed": found.printed, "lemma2_corrected": found.corrected,
-            **{f"norm_T_{T:g}": found.norms[:, place] for place, T in enumerate(TEMPERATURES)},
-            **{f"move_T_{T:g}": found.move[:, place] for place, T in enumerate(TEMPERATURES)},
+            **{f"norm_T_{T:g}": found.norms[:, index] for index, T in enumerate(TEMPERATURES)},
+            **{f"move_T_{T:g}": found.move[:, index] for index, T in enumerate(TEMPERATURES)},
         }
     )  # fmt: skip
 
 
-def _words(found: Gradients) -> str:
+def _summary(found: Gradients) -> str:
     return (
         f"The toy's constant is 1.06, not 1.41, and eps/T holds only while eps < T. Of {len(found.n):,} real rows, "
         f"{float((found.norm > 0.25).mean()):.0%} have a Jacobian norm above the printed bound 1/4 at the model's own "
@@ -231,11 +231,11 @@ def figure(found: Gradients, example: pa.Table, about: str) -> Figure:
 
 def _toy(axes: Axes, example: pa.Table) -> None:
     rows = example.to_pylist()
-    for place, a in enumerate(HEIGHTS):
+    for index, a in enumerate(HEIGHTS):
         own = [row for row in rows if row["a_over_T"] == a]
-        shade = str(0.75 - 0.75 * place / (len(HEIGHTS) - 1))
+        shade = str(0.75 - 0.75 * index / (len(HEIGHTS) - 1))
         axes.plot(
-            [row["eps_over_T"] for row in own], [row["per_step"] for row in own], color=shade, marker=MARKERS[place],
+            [row["eps_over_T"] for row in own], [row["per_step"] for row in own], color=shade, marker=MARKERS[index],
             markersize=4, linewidth=1.2, label=f"a = {a:g} T",
         )  # fmt: skip
     axes.axhline(math.sqrt(2), **{**PRINTED, **BARE}, label="printed, √2")
@@ -269,9 +269,9 @@ def _moves(axes: Axes, found: Gradients) -> None:
 def _norms(axes: Axes, found: Gradients) -> None:
     axes.scatter(found.n, found.norm, s=4, color=INK, alpha=0.25, linewidth=0, rasterized=True)
     edges = np.geomspace(8, found.n.max() * 1.001, 9)
-    place = np.digitize(found.n, edges)
+    index = np.digitize(found.n, edges)
     middles = [
-        (float(found.n[place == one].mean()), float(np.median(found.norm[place == one]))) for one in np.unique(place)
+        (float(found.n[index == one].mean()), float(np.median(found.norm[index == one]))) for one in np.unique(index)
     ]
     axes.plot(*zip(*middles, strict=True), **{**MEASURED, "markerfacecolor": "white"}, label="median of the rows")
     axes.axhline(0.25, **{**PRINTED, **BARE}, label="printed bound 1/4")

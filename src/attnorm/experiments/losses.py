@@ -53,8 +53,8 @@ def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, st
     low, high = change.interval
     verdict: Verdict = "reproduces" if high < little else "does not" if low >= much else "partly"
     crossed = [f"{line:g}" for line in (little, much) if low < line <= high]
-    told = f", across our line at {' and '.join(crossed)}" if crossed else ""
-    return verdict, f"mean ± standard error of {change.windows} windows, 95 % interval {low:.3f} to {high:.3f}{told}"
+    across = f", across our line at {' and '.join(crossed)}" if crossed else ""
+    return verdict, f"mean ± standard error of {change.windows} windows, 95 % interval {low:.3f} to {high:.3f}{across}"
 
 
 def windows_of(subject: Subject, length: int, count: int) -> Tensor:
@@ -79,23 +79,23 @@ def losses(
     """By name, a number for each window; None is the model as it runs. Every layer gets the normalizer at once."""
     model = subject.loaded().model
     found: dict[str, Floats] = {}
-    for place, (name, normalizer) in enumerate(normalizers.items()):
+    for index, (name, normalizer) in enumerate(normalizers.items()):
 
-        def told(done: int, name: str = name, place: int = place) -> None:
-            progress(f"loss: {name}", place * len(windows) + done, len(normalizers) * len(windows))
+        def report(done: int, name: str = name, index: int = index) -> None:
+            progress(f"loss: {name}", index * len(windows) + done, len(normalizers) * len(windows))
 
         if normalizer is None:
-            found[name] = _losses(model, windows, told)
+            found[name] = _losses(model, windows, report)
             continue
         with swap(model, normalizer, warm_start=False):
-            found[name] = _losses(model, windows, told)
+            found[name] = _losses(model, windows, report)
     return found
 
 
-def _losses(model: Any, windows: Sequence[Tensor] | Tensor, told: Callable[[int], None]) -> Floats:
+def _losses(model: Any, windows: Sequence[Tensor] | Tensor, report: Callable[[int], None]) -> Floats:
     found = []
-    for place, window in enumerate(windows):
-        told(place)
+    for index, window in enumerate(windows):
+        report(index)
         half = len(window) // 2
         hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[:, half:]
         found.append(float(predicted_loss(hidden, model.get_output_embeddings().weight, window[None, half + 1 :])))

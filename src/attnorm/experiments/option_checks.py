@@ -80,7 +80,7 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
         short = {name: fewest for name, fewest in needs.items() if fewest > reach}
         if not short:
             continue
-        told = ", ".join(f"{name} needs {fewest:,} tokens" for name, fewest in short.items())
+        needed = ", ".join(f"{name} needs {fewest:,} tokens" for name, fewest in short.items())
         if there <= reach:
             cause = f"{each.passages()[0].name!r} has {there:,} for {loaded.name}"
             remedy = "give a longer text with --text"
@@ -88,7 +88,7 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
             cause = f"{loaded.name} has positions for {limit:,}"
             remedy = "take another model"
         raise ValueError(
-            f"{told}, and {cause}; {remedy}{_rest(needs, short)}{_quick(chosen, reach, quick=subject.quick)}"
+            f"{needed}, and {cause}; {remedy}{_rest(needs, short)}{_quick(chosen, reach, quick=subject.quick)}"
         )
 
 

@@ -38,12 +38,12 @@ def setting(experiment: str, model: Mapping[str, Any], text: str, content: objec
         return {}
     different = _differences(model, text, content, quick=quick)
     paper = f"{MODEL} ({SHAPE['layers']} layers of {SHAPE['heads']} heads) on {TEXT}"
-    told = (
+    sentence = (
         f"Not the paper's setting, {paper}: {'; '.join(different)}."
         if different
         else f"The paper's setting: {paper}. Rows, vectors and chapters it does not state: ours are in the parameters."
     )
-    return {"paper_setting": {"same": not different, "told": told}}
+    return {"paper_setting": {"same": not different, "told": sentence}}
 
 
 def _differences(model: Mapping[str, Any], text: str, content: object, *, quick: bool) -> Sequence[str]:
@@ -53,8 +53,8 @@ def _differences(model: Mapping[str, Any], text: str, content: object, *, quick:
     if name.rsplit("/", 1)[-1] != MODEL:
         different.append(f"the model is {name}")
     elif shape != SHAPE:
-        told = ", ".join(f"{part} {value}" for part, value in shape.items() if value != SHAPE[part])
-        different.append(f"what is called {name} here has another shape ({told})")
+        sentence = ", ".join(f"{part} {value}" for part, value in shape.items() if value != SHAPE[part])
+        different.append(f"what is called {name} here has another shape ({sentence})")
     if OPENING not in " ".join(str(content)[:200_000].split()):
         different.append(f"the text is {text}")
     if quick:

@@ -161,7 +161,7 @@ def _record(one: Experiment, outcome: Outcome, identity: dict[str, Any], manifes
             "title": one.title,
             "source": one.source,
             "question": one.question,
-            "words": outcome.words,
+            "words": outcome.summary,
             "findings": [finding.as_dict() for finding in outcome.findings],
             "figures": list(outcome.figures),
             "tables": {name: table.num_rows for name, table in outcome.tables.items()},

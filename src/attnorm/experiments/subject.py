@@ -85,20 +85,20 @@ class Subject:
 
     def identity(self, *, with_model: bool) -> dict[str, Any]:
         """Everything about it that decides a result, as plain values: what a finished result is recognised by."""
-        told: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
+        identity: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
         if with_model:
-            told |= self._model_and_texts()
+            identity |= self._model_and_texts()
             if self.others:
-                told["others"] = [list(one._model_and_texts().values()) for one in self.each()[1:]]
-                _told_apart([told["model"], *(other[0] for other in told["others"])])
+                identity["others"] = [list(one._model_and_texts().values()) for one in self.each()[1:]]
+                _require_different_names([identity["model"], *(other[0] for other in identity["others"])])
         elif self.texts:
             # Texts to train on may be packed and as long as a library: their bytes tell them apart.
-            told["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
+            identity["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
         if self.longest is not None:
-            told["longest"] = self.longest
+            identity["longest"] = self.longest
         if self.valid:
-            told["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
-        return told
+            identity["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
+        return identity
 
     def _model_and_texts(self) -> dict[str, Any]:
         from attnorm.analysis.manifest import content_hash
@@ -130,7 +130,7 @@ def _described(model: str, device: str | None) -> dict[str, Any]:
     return describe(_loaded(model, device))
 
 
-def _told_apart(names: list[str]) -> None:
+def _require_different_names(names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

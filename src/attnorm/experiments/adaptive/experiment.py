@@ -42,7 +42,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     text = subject.passages()[0].name
     about = f"{subject.loaded().name}, {text}, {len(found.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
-        words=_words(found),
+        summary=_summary(found),
         findings=judge_claims(found),
         figures={"adaptive": figure(found, about)},
         tables={"versions": table(found), "rows": _rows(found)},
@@ -103,8 +103,8 @@ def judge_claims(found: Adaptive) -> tuple[Finding, ...]:
 
 
 def _where(rule: EntropyRule) -> str:
-    told = [f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting(rule)]
-    return " and ".join(told) or "nowhere"
+    phrases = [f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting(rule)]
+    return " and ".join(phrases) or "nowhere"
 
 
 def table(found: Adaptive) -> pa.Table:
@@ -136,7 +136,7 @@ def _rows(found: Adaptive) -> pa.Table:
     return pa.table(columns)
 
 
-def _words(found: Adaptive) -> str:
+def _summary(found: Adaptive) -> str:
     low, high = REACH
     H = found.entropy
     return (

@@ -110,10 +110,10 @@ def _losses(axes: Axes, found: Adaptive) -> None:
     values = [float(found.losses[name].mean()) for name in names]
     places = np.arange(len(names))[::-1]
     hatches = ("", "....", "////", "xxxx", "++++")
-    for place, name, value, hatch in zip(places, names, values, hatches, strict=False):
-        axes.barh(place, value, color="white", edgecolor=INK, hatch=hatch, height=0.5, linewidth=0.8)
-        told = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({found.change(name)})"
-        axes.text(0, place + 0.3, told, va="bottom", fontsize=8)
+    for index, name, value, hatch in zip(places, names, values, hatches, strict=False):
+        axes.barh(index, value, color="white", edgecolor=INK, hatch=hatch, height=0.5, linewidth=0.8)
+        label_text = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({found.change(name)})"
+        axes.text(0, index + 0.3, label_text, va="bottom", fontsize=8)
     axes.set_yticks(places, [name.replace(", ", ",\n") for name in names])
     axes.set_xlim(0, max(values) * 1.05)
     axes.set_ylim(-0.5, len(names) - 0.3)

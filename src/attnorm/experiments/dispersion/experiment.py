@@ -62,7 +62,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     about = f"{name}, {subject.passages()[0].name}, {main:,} tokens, {rows} rows per head, binned by n"
     curve = curves[main, RUNS]
     return Outcome(
-        words=words(heads, ceilings, far),
+        summary=summary(heads, ceilings, far),
         findings=findings,
         figures={
             "dispersion": overview(heads, curves, ceilings, main, about),
@@ -75,7 +75,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
             "rows": rows,
             "rows_beyond": rows // 2,
             "made_for": limit,
-            "reach": far.told,
+            "reach": far.sentence,
             "rotation": "measured" if (main, CONTENT) in heads else "not applicable: the model does not rotate",
             "key_value_groups": groups,
             "seed": subject.seed,
@@ -124,7 +124,7 @@ def judge_claims(
     )
 
 
-def words(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> str:
+def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> str:
     main = reach.main
     table = heads[main, RUNS]
     slopes = column(table, "gap_slope")
@@ -192,7 +192,7 @@ def _vanishing(table: pa.Table) -> Finding:
 
 
 def _ceiling(ceilings: pa.Table, main: int) -> Finding:
-    def told(reading: str, keys: str) -> str:
+    def shares_at(reading: str, keys: str) -> str:
         shares = _shares(ceilings, main, RUNS, keys, reading)
         known = [f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value)]
         return ", ".join(known) or "at none of these lengths"
@@ -201,9 +201,10 @@ def _ceiling(ceilings: pa.Table, main: int) -> Finding:
     verdict: Verdict = "reproduces" if last > 0.9 else "partly" if last > 0.1 else "does not"
     return Finding(
         claim="The ceiling binds in long contexts (Lemma 2.1 [V]; is it binding for this workload?)",
-        ours=f"heads for which no key can have half of the weight: measured {told('measured', 'all keys')}; with the "
-        f"spread as it is now {told('as_measured', 'all keys')}; if it goes on growing "
-        f"{told('growing', 'all keys')}; the same without the sink {told('growing', 'without the sink')}",
+        ours="heads for which no key can have half of the weight: measured "
+        f"{shares_at('measured', 'all keys')}; with the spread as it is now {shares_at('as_measured', 'all keys')}; "
+        f"if it keeps growing {shares_at('growing', 'all keys')}; the same without the sink "
+        f"{shares_at('growing', 'without the sink')}",
         verdict=verdict,
         why="horizon 1 + e^spread; the last reading extrapolates spread = a + b sqrt(log n)",
     )

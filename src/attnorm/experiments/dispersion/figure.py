@@ -84,7 +84,7 @@ def _one_layer(axes: Axes, own: pa.Table, name: str, which: str) -> None:
         cut = bins(own)
         floor = [float(np.nanmedian(column(part, "entropy_floor_q50"))) for _, part in cut]
         axes.plot([at for at, _ in cut], floor, **{**CORRECTED, **BARE, "linewidth": 1.1}, label="floor (median)")
-    for place, head in enumerate(sorted(set(own.column("head").to_pylist()))):
+    for index, head in enumerate(sorted(set(own.column("head").to_pylist()))):
         one = own.filter(pa.array(column(own, "head") == head)).sort_by("n")
         axes.plot(
             column(one, "n"),
@@ -92,7 +92,7 @@ def _one_layer(axes: Axes, own: pa.Table, name: str, which: str) -> None:
             color=INK,
             linewidth=0.7,
             alpha=0.75,
-            label="heads" if place == 0 else None,
+            label="heads" if index == 0 else None,
         )
     if which == "gap":
         at, first = next(one for one in bins(own) if one[0] >= SHORTEST_IN_SLOPE)
@@ -214,9 +214,9 @@ def _groups(axes: Axes, table: pa.Table) -> None:
     """Each head against the mean of the others of its group; without groups, slope against entropy."""
     layer, group, slope = (column(table, name) for name in ("layer", "kv_head", "gap_slope"))
     pairs = [
-        (slope[place], float(np.nanmean(slope[others])))
-        for place in range(len(slope))
-        if (others := (layer == layer[place]) & (group == group[place]) & (np.arange(len(slope)) != place)).any()
+        (slope[index], float(np.nanmean(slope[others])))
+        for index in range(len(slope))
+        if (others := (layer == layer[index]) & (group == group[index]) & (np.arange(len(slope)) != index)).any()
     ]
     if pairs:
         axes.scatter(

@@ -44,7 +44,7 @@ class Reach:
     why_not_beyond: str = ""
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """A sentence of the verdict."""
         further = f", and {self.beyond:,} beyond what the model was made for" if self.beyond else ""
         reasons = [reason for reason in (self.why_not_limit, self.why_not_beyond) if reason]
@@ -219,10 +219,10 @@ def _within(layer: Floats, group: Floats, slope: Floats) -> float:
     """Mean square around the groups' means over mean square around the layers' means, degrees of freedom counted."""
 
     def spread(which: Floats) -> float:
-        _, place = np.unique(which, return_inverse=True)
-        size = np.bincount(place)
-        means = np.bincount(place, slope) / size
-        return float(((slope - means[place]) ** 2).sum() / max(1, len(slope) - len(size)))
+        _, index = np.unique(which, return_inverse=True)
+        size = np.bincount(index)
+        means = np.bincount(index, slope) / size
+        return float(((slope - means[index]) ** 2).sum() / max(1, len(slope) - len(size)))
 
     return spread(layer * (group.max() + 1) + group) / max(spread(layer), 1e-12)
 

@@ -32,7 +32,7 @@ from attnorm.experiments.fig2.critical_n import (
     subsampled_heads,
 )
 from attnorm.experiments.fig2.figure import paper_figure, why_figure
-from attnorm.experiments.fig2.findings import findings, words
+from attnorm.experiments.fig2.findings import findings, summary
 from attnorm.experiments.fig2.measure import (
     LOWER,
     NORMS,
@@ -102,7 +102,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         choices=_choices(subject, panel_length, sizes, progress),
     )
     return Outcome(
-        words=words(result),
+        summary=summary(result),
         findings=findings(result),
         figures={"fig2": paper_figure(result, _setting(subject)), "fig2_why": why_figure(result, _setting(subject))},
         tables=_tables(result),
@@ -166,7 +166,7 @@ def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> 
 
 def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float | int | str]]:
     """What the test would have said of a model with fewer heads: critical N, and its power at N = 5."""
-    told: list[dict[str, float | int | str]] = []
+    rows: list[dict[str, float | int | str]] = []
     for pair in (PRINTED, UPPER):
         first, second = PAIRS[pair](at)
         for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, at.heads) if size <= at.heads}):
@@ -174,30 +174,30 @@ def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float
             drawn = resampled_critical_n(first, second, at.grid, which)
             low, high = interval(drawn)
             power = rejection_rates(first, second, bootstrap_heads(at.heads, size, sizes.resamples, seed + 1))
-            told.append(
+            rows.append(
                 {
                     "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
                     "power_at_5": float(power[at.column(PANEL_N)]), "resolution": ks_threshold(size),
                 }
             )  # fmt: skip
-    return told
+    return rows
 
 
 def _choices(
     subject: Subject, length: int, sizes: Sizes, progress: ProgressCallback
 ) -> list[dict[str, float | int | str]]:
     """Critical N for other windows of the text and other vectors: the paper fixes neither."""
-    told: list[dict[str, float | int | str]] = []
+    rows: list[dict[str, float | int | str]] = []
     tokens = subject.tokens(length * sizes.windows)
     for start in (length * window for window in range(1, sizes.windows)):
         if start + length > tokens:
             break
         layers = _layers(subject, length, progress, start=start)
-        told.append(_choice(layers, sizes, progress, f"values, tokens {start + 1} to {start + length}"))
+        rows.append(_choice(layers, sizes, progress, f"values, tokens {start + 1} to {start + length}"))
     if not subject.quick:
         layers = _layers(subject, length, progress, vectors="inputs")
-        told.append(_choice(layers, sizes, progress, "layer inputs"))
-    return told
+        rows.append(_choice(layers, sizes, progress, "layer inputs"))
+    return rows
 
 
 def _choice(

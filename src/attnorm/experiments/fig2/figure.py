@@ -80,10 +80,10 @@ def _critical(axes: Axes, result: Result) -> None:
         axes.errorbar(lengths, values, yerr=spread, **{**look, "linestyle": "none"}, **BARS)
         law = comparison.law
         if law is not None:
-            told = None if label is None else f"{label}: {law.coefficient:.2g} $L^{{{law.exponent:.2f}}}$"
+            label_text = None if label is None else f"{label}: {law.coefficient:.2g} $L^{{{law.exponent:.2f}}}$"
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
             at = lengths[np.isfinite(values)]  # what the fit rests on
-            axes.plot(at, law.coefficient * at**law.exponent, label=told, **fit)
+            axes.plot(at, law.coefficient * at**law.exponent, label=label_text, **fit)
     axes.set_xlabel("context length $L$ (tokens)")
     axes.set_ylabel("critical $N$ (KS test, level 0.01)")
     _log2_ticks(axes, [int(length) for length in lengths])

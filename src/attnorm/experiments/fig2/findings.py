@@ -29,7 +29,7 @@ def findings(result: Result) -> tuple[Finding, ...]:
     )
 
 
-def words(result: Result) -> str:
+def summary(result: Result) -> str:
     printed, upper, lower = (result.critical(name) for name in (PRINTED, UPPER, LOWER))
     L = result.length
     reason = explained(result.at_panel, printed.top_n)
@@ -53,9 +53,9 @@ def explained(at: Distances, top_n: float) -> float:
     if math.isnan(top_n):
         return math.nan
     column = at.column(int(top_n))
-    told = np.log(at.printed[:, column] / at.measured[:, column])
-    rest = told - np.log(at.output[:, column] / at.context[:, column])
-    return float(1 - rest.var() / told.var())
+    ratio = np.log(at.printed[:, column] / at.measured[:, column])
+    rest = ratio - np.log(at.output[:, column] / at.context[:, column])
+    return float(1 - rest.var() / ratio.var())
 
 
 def _linear_growth(result: Result) -> Finding:
@@ -159,8 +159,8 @@ def _critical_share(result: Result) -> Finding:
 
 
 def _other_choices(result: Result) -> str:
-    told = ", ".join(f"{choice[PRINTED]:g} for {choice['what']}" for choice in result.choices)
-    return f"; printed for other rows and vectors: {told}" if told else ""
+    phrases = ", ".join(f"{choice[PRINTED]:g} for {choice['what']}" for choice in result.choices)
+    return f"; printed for other rows and vectors: {phrases}" if phrases else ""
 
 
 def _sub_linear(result: Result) -> Finding:
@@ -199,7 +199,7 @@ def _meaning(result: Result) -> Finding:
         return Finding(claim, "there is no critical N", "not tested")
     at = result.at_panel
     column = at.column(int(printed.top_n))
-    random_told = [_random_is_told_apart(point) for point in result.by_n]
+    rejected = [_rejects_random_sets(point) for point in result.by_n]
     mass, expected = float(np.median(at.mass[:, column])), _ratio(result, "upper")
     return Finding(
         claim,
@@ -208,7 +208,7 @@ def _meaning(result: Result) -> Finding:
         f"{ks_threshold(at.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
         f"{_share(explained(at, printed.top_n))} of the variance of log(printed / measured); permuted values give "
         f"N = {result.permuted_critical[PRINTED]:g}; sets that are random are told apart from the printed expectation "
-        f"at {sum(random_told)} of {len(random_told)} N",
+        f"at {sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",
         "The printed critical N measures top-N mass, not indistinguishability from random selection.",
     )
@@ -216,7 +216,7 @@ def _meaning(result: Result) -> Finding:
 
 def _number_of_heads(result: Result) -> Finding:
     printed = [row for row in result.fewer_heads if row["compared"] == PRINTED]
-    told = "; ".join(
+    phrases = "; ".join(
         f"{row['heads']} heads: N = {row['critical_n']:g}"
         + (f" ({row['low']:.0f} to {row['high']:.0f})" if row is not printed[-1] else "")
         + f", power at N = 5 {row['power_at_5']:.0%}"
@@ -229,7 +229,7 @@ def _number_of_heads(result: Result) -> Finding:
     depends = not most <= 1.25 * fewest
     return Finding(
         claim,
-        f"subsampled at L = {result.length}, printed expectation: {told}",
+        f"subsampled at L = {result.length}, printed expectation: {phrases}",
         "does not" if depends else "reproduces",
         "A two-sample test sees gaps of about sqrt(-log(level / 2) / heads) only: with fewer heads the critical N is "
         "smaller.",
@@ -259,7 +259,7 @@ def _ratio(result: Result, name: str) -> float:
     return float(np.median(getattr(at, name)[:, column] / at.measured[:, column]))
 
 
-def _random_is_told_apart(point: Point) -> bool:
+def _rejects_random_sets(point: Point) -> bool:
     """Whether the test with the printed expectation finds random sets to be other than random."""
     statistic = ks_statistic(point.expected[:, None], point.printed[:, None])[0]
     return bool(statistic >= ks_threshold(len(point.expected)))

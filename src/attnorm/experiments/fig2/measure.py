@@ -96,11 +96,11 @@ def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Calla
     for rows in every:
         _ = rows.norms, rows.output, rows.squares  # the same for all N
     columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
-    for place, N in enumerate(grid):
+    for index, N in enumerate(grid):
         chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
         for name, number in _NUMBERS.items():
             columns[name].append(_by_head(chosen, number))
-        progress(place + 1)
+        progress(index + 1)
     return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
 
 

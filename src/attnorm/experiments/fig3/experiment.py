@@ -38,7 +38,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         f"{subject.loaded().name}, {subject.passages()[0].name}; last row of {len(raw.measured)} heads, L = {length}"
     )
     return Outcome(
-        words=words(sphere, raw),
+        summary=summary(sphere, raw),
         findings=findings(sphere, raw),
         figures={"fig3": figure(sphere, raw, setting)},
         tables={"fig3": pa.concat_tables([sphere.table("on the sphere"), raw.table("as they are")])},
@@ -76,7 +76,7 @@ def findings(sphere: Separabilities, raw: Separabilities) -> tuple[Finding, ...]
     )
 
 
-def words(sphere: Separabilities, raw: Separabilities) -> str:
+def summary(sphere: Separabilities, raw: Separabilities) -> str:
     medians = _medians(sphere)
     last = sphere.top_n[-1]
     above = _above_null(sphere)
@@ -103,7 +103,7 @@ def _decline(sphere: Separabilities, raw: Separabilities) -> Finding:
 
 def _level(sphere: Separabilities, raw: Separabilities) -> Finding:
     low, high = SATURATED
-    told = []
+    phrases = []
     verdicts: list[Verdict] = []
     for name, found in (("on the sphere", sphere), ("as they are", raw)):
         late = found.measured[:, [N >= TURN for N in found.top_n]]
@@ -112,26 +112,28 @@ def _level(sphere: Separabilities, raw: Separabilities) -> Finding:
         near = low - CLOSE <= quartiles[1] <= high + CLOSE
         inside = low <= quartiles[1] <= high and share > 0.5
         verdicts.append("reproduces" if inside else "partly" if near else "does not")
-        told.append(
+        phrases.append(
             f"{name} {quartiles[1]:.2f} (quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f}), {share:.0%} inside"
         )
     return Finding(
         "It saturates between 0.7 and 0.85 (Fig. 3)",
-        f"heads at N >= {TURN}: " + "; ".join(told),
+        f"heads at N >= {TURN}: " + "; ".join(phrases),
         verdicts[0],
         "The level is a number of a model, and heads differ widely: it is the median that lies there or does not.",
     )
 
 
 def _hard_limit(sphere: Separabilities, raw: Separabilities) -> Finding:
-    told = []
+    phrases = []
     for name, found in (("on the sphere", sphere), ("as they are", raw)):
         at = found.measured[:, found.top_n.index(TURN)]
-        told.append(f"{name} {(at > 0.8).mean():.0%} of the heads separate more than 80 %, {(at == 1).mean():.0%} all")
+        phrases.append(
+            f"{name} {(at > 0.8).mean():.0%} of the heads separate more than 80 %, {(at == 1).mean():.0%} all"
+        )
     broken = bool((sphere.measured[:, sphere.top_n.index(TURN)] > 0.8).any())
     return Finding(
         "No more than about 80 % of the top N can be distinguished: a hard limit (contribution 2)",
-        f"at N = {TURN}: " + "; ".join(told),
+        f"at N = {TURN}: " + "; ".join(phrases),
         "does not" if broken else "reproduces",
         "Orthonormal vectors give N_s / N = 1 for every N: it is an observation about one model, not a theorem.",
     )
@@ -180,11 +182,11 @@ def _ideal(sphere: Separabilities) -> Finding:
 
 
 def _chance(sphere: Separabilities, raw: Separabilities) -> Finding:
-    told = []
+    phrases = []
     for name, found in (("on the sphere", sphere), ("as they are", raw)):
         at = found.top_n.index(TURN)
         difference = found.measured[:, at] - found.permuted[:, at]
-        told.append(
+        phrases.append(
             f"{name} {np.median(found.measured[:, at]):.2f} against {np.median(found.permuted[:, at]):.2f} "
             f"({(difference > CLOSE).mean():.0%} of the heads above, {(difference < -CLOSE).mean():.0%} below)"
         )
@@ -192,7 +194,7 @@ def _chance(sphere: Separabilities, raw: Separabilities) -> Finding:
     medians = abs(float(np.median(sphere.measured[:, at] - sphere.permuted[:, at])))
     return Finding(
         "A drop of N_s / N to 70-80 % means that the head has saturated its geometric capacity (Conclusions)",
-        f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(told),
+        f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(phrases),
         "does not" if medians < 0.1 else "partly",
         "Weights that know nothing of the vectors fall as well, and as far: judge a head against its own null."
         if medians < 0.1

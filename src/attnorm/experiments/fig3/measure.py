@@ -70,7 +70,7 @@ def measure(
 ) -> Separabilities:
     """tell: after each layer."""
     found: dict[str, list[Floats]] = {}
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         every = layer.selected(max(top_n))
         radii = _at_each(every, top_n, nearest_outsider)
         numbers = {
@@ -80,7 +80,7 @@ def measure(
         }
         for name, value in numbers.items():
             found.setdefault(name, []).append(np.asarray(value.flatten(0, -2).numpy(), dtype=np.float64))
-        progress(f"separability of vectors {what}", place + 1, len(layers))
+        progress(f"separability of vectors {what}", index + 1, len(layers))
     return Separabilities(top_n, draws, **{name: np.concatenate(values) for name, values in found.items()})
 
 
@@ -121,7 +121,7 @@ def _nulls(
         drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
         chosen = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
         isotropic.append(torch.stack([separability(rows) for rows in chosen], -1))
-        fixed.append(torch.stack([separability(rows, radii[..., place]) for place, rows in enumerate(chosen)], -1))
+        fixed.append(torch.stack([separability(rows, radii[..., index]) for index, rows in enumerate(chosen)], -1))
     with_fixed = torch.stack(fixed)
     return {
         "permuted": torch.stack(permuted).mean(0),

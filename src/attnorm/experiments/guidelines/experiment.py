@@ -46,7 +46,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
     )
     return Outcome(
-        words=_words(findings, found.selected),
+        summary=_summary(findings, found.selected),
         findings=findings,
         figures={"guidelines": figure(found, about)},
         tables={
@@ -70,15 +70,15 @@ def _finding(claim: str, answer: Answer, ours: str, why: str) -> Finding:
 
 
 def _active_set(found: Selected) -> Finding:
-    place = SHARES.index(PAPERS_SHARE)
+    index = SHARES.index(PAPERS_SHARE)
     lost, most = (found.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
-    fading = [found.separability[at] - found.null[at] for at in (0, place, -1)]
-    verdict, told = weighed(lost, LITTLE, MUCH)
+    fading = [found.separability[at] - found.null[at] for at in (0, index, -1)]
+    verdict, phrase = weighed(lost, LITTLE, MUCH)
     return Finding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
-        f"changes by {lost} nats per token ({told}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
-        f"{found.mass[place]:.0%} of the weight in the median "
+        f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
+        f"{found.mass[index]:.0%} of the weight in the median "
         f"head, and are told apart {fading[1]:+.2f} better than with permuted values (N = 1 % of L: "
         f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
         verdict,
@@ -92,19 +92,19 @@ def _entropy(found: EarlySign) -> Finding:
     readings = {"at most 80 % told apart": found.by_level, "no better than with permuted values": found.by_null}
     areas = {name: found.area_under_curve(saturated) for name, saturated in readings.items()}
     known = [area for area in areas.values() if not np.isnan(area)]
-    told = "; ".join(
+    phrase = "; ".join(
         f"saturated = {name} ({int(saturated.sum())} of {len(saturated)} heads): "
         + ("nothing to predict" if np.isnan(areas[name]) else f"{areas[name]:.0%} of the pairs")
         for name, saturated in readings.items()
     )
     if not known:
-        return Finding(claim, told, "not tested")
+        return Finding(claim, phrase, "not tested")
     answer: Answer = "yes" if min(known) >= 0.8 else "partly" if max(known) >= 0.65 else "no"
     return _finding(
         claim,
         answer,
         "entropy / log n at a quarter of the length ranks a head that will be saturated above one that will not "
-        f"(chance: 50 %): {told}; a rise of entropy and a drop of separability have rank correlation "
+        f"(chance: 50 %): {phrase}; a rise of entropy and a drop of separability have rank correlation "
         f"{-found.correlation():+.2f}",
         "entropy knows the weights only; how many keys are told apart depends on the vectors too, and with permuted "
         "values it is often as many",
@@ -178,7 +178,7 @@ def _early(found: EarlySign) -> pa.Table:
     )  # fmt: skip
 
 
-def _words(findings: tuple[Finding, ...], found: Selected) -> str:
+def _summary(findings: tuple[Finding, ...], found: Selected) -> str:
     short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
     first, *rest = (
         f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)

@@ -140,11 +140,11 @@ def _coverage(axes: Axes, found: Covered) -> None:
         "three,\nall theirs": (found.together, "xxxx"),
     }
     axes.axhline(COVERED, **{**PRINTED, **BARE}, label=f"{COVERED:.0%}, as printed", zorder=0)
-    for place, (value, hatch) in enumerate(bars.values()):
-        axes.bar(place, value, color="white", edgecolor=INK, hatch=hatch, width=0.62, linewidth=0.8)
+    for index, (value, hatch) in enumerate(bars.values()):
+        axes.bar(index, value, color="white", edgecolor=INK, hatch=hatch, width=0.62, linewidth=0.8)
         # Above the printed line where the bar comes near it.
         height = value + 0.03 if value < COVERED - 0.12 else COVERED + 0.03
-        axes.text(place, max(height, value + 0.03), f"{value:.1%}", ha="center", fontsize=8)
+        axes.text(index, max(height, value + 0.03), f"{value:.1%}", ha="center", fontsize=8)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.25)

@@ -232,11 +232,11 @@ def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
 def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
     """Alone, of the first head's own, and of all that three select; over triples of heads."""
     shape = (heads, -1, chosen.weights.shape[-1])
-    told, picked = distinguishable(chosen).reshape(shape), chosen.chosen.reshape(shape)  # (h, r, w)
+    distinct, picked = distinguishable(chosen).reshape(shape), chosen.chosen.reshape(shape)  # (h, r, w)
     alone = float(separability(chosen).nanmean())
     own, together = [], []
     for three in _triples(heads):
-        covered, selections = told[list(three)].transpose(0, 1), picked[list(three)].transpose(0, 1)  # (r, 3, w)
+        covered, selections = distinct[list(three)].transpose(0, 1), picked[list(three)].transpose(0, 1)  # (r, 3, w)
         own.append(float(union_coverage(covered, selections[:, 0]).union.nanmean()))
         together.append(float(union_coverage(covered, selections.any(1)).union.nanmean()))
     return alone, float(np.mean(own)), float(np.mean(together))

@@ -53,7 +53,7 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
         problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
         raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
     return Outcome(
-        words=in_words(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
+        summary=in_words(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
         findings=_findings(found, judge_claims=plan.main_tokens >= LEAST_TOKENS),
         figures={"language-models": comparison_figure(found), "course": course_figure(lines)},
         tables={"models": _table(found)},

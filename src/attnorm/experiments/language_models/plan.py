@@ -1,6 +1,8 @@
-"""What is run: the models, the tokens they read, the learning rates tried, and what is asked of them afterwards."""
+"""What is run: the models, the tokens they read, the learning rates tried, and the tests afterwards."""
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -84,3 +86,25 @@ def on_this_machine(plan: LanguageModelPlan) -> LanguageModelPlan:
     import torch
 
     return plan if torch.cuda.is_available() else replace(plan, dtype="float32", compiled=False)
+
+
+def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageModelPlan:
+    """Apply NAME=VALUE changes, VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300.
+
+    Raises:
+        ValueError: The plan has no such name, or the value is not JSON.
+    """
+    for change in changes:
+        name, _, text = change.partition("=")
+        part, dot, inner = name.partition(".")
+        if part not in plan.as_dict() or (dot and inner not in plan.as_dict()[part]):
+            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(plan.as_dict())}")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
+        value = tuple(value) if isinstance(value, list) else value
+        if dot:
+            value = replace(getattr(plan, part), **{inner: value})
+        plan = replace(plan, **{part: value})
+    return plan

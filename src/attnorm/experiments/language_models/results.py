@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+from scipy.stats import binomtest, spearmanr
+
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]
 
@@ -140,30 +142,16 @@ def telling_length(found: Sequence[Contender]) -> int | None:
 
 
 def wilson_interval(share: float, questions: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that so many questions gave."""
-    z2 = 1.96**2
-    middle = (share + z2 / (2 * questions)) / (1 + z2 / questions)
-    half = (z2 * (share * (1 - share) / questions + z2 / (4 * questions**2))) ** 0.5 / (1 + z2 / questions)
-    return middle - half, middle + half
+    """Return Wilson's 95 % interval of a share that was measured with so many questions."""
+    found = binomtest(round(share * questions), questions).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's; None for fewer than four pairs, or where one side is all the same."""
-    if len(pairs) < 4:
+    """Return Spearman's rank correlation; None for fewer than four pairs, or if one side is constant."""
+    if len(pairs) < 4 or any(len({pair[side] for pair in pairs}) == 1 for side in (0, 1)):
         return None
-    first, second = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
-    middle = (len(pairs) - 1) / 2
-    spread = [sum((rank - middle) ** 2 for rank in ranks) for ranks in (first, second)]
-    if not all(spread):
-        return None
-    together = sum((a - middle) * (b - middle) for a, b in zip(first, second, strict=True))
-    return float(together / (spread[0] * spread[1]) ** 0.5)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """From 0; equal values share the mean of theirs."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
 AS_IT_ACTS: dict[str, tuple[str, Callable[[float], float]]] = {

@@ -1,16 +1,18 @@
-"""All of it in order, each part resumable, under a time limit.
+"""The stages of the experiment, each resumable and under a time limit.
 
-Every stage takes the normalizers it is for and the minutes it may take, and returns whether all of it is finished. What
-is finished is not done again, and what another process is at is left to it: start as many as the machine can bear.
+Every stage takes normalizers and a time limit in minutes, and returns whether all of its work is finished. It does not
+repeat finished work and skips work that another process has claimed, so several processes can share one folder.
 """
 
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypedDict, Unpack
 
+from attnorm.experiments.language_models.engine_choice import choose_engines
 from attnorm.experiments.language_models.evaluate import measure as measure_one
 from attnorm.experiments.language_models.evaluate import needle as needle_one
-from attnorm.experiments.language_models.plan import SOFTMAX
+from attnorm.experiments.language_models.plan import SOFTMAX, LanguageModelPlan
 from attnorm.experiments.language_models.train import (
     Log,
     OutOfTimeError,
@@ -20,70 +22,61 @@ from attnorm.experiments.language_models.train import (
     train_main,
     try_rates,
 )
-from attnorm.experiments.language_models.workspace import Texts, Workspace, prepare_texts, read_texts
+from attnorm.experiments.language_models.workspace import RESULTS, Texts, Workspace, prepare_texts, read_texts
+from attnorm.files import read_jsonl, write_text
+from attnorm.suggest import did_you_mean
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
-MOST_PROBLEMS = 3  # a GPU that was full for a moment is worth another try, but not for ever
+MOST_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
+
+
+class Limits(TypedDict, total=False):
+    """Keyword arguments of every stage."""
+
+    seeds: Sequence[int]
+    max_minutes: float | None
+    device: str | None
+    log: Log
 
 
 def prepare(workspace: Workspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
-    """The texts as tokens; everything else needs them."""
+    """Encode the texts; all other stages need them."""
     return prepare_texts(workspace, train, valid, others)
 
 
-def rates(
-    workspace: Workspace, normalizers: Names = None, *, max_minutes: float | None = None, device: str | None = None,
-    log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """Short runs at every learning rate."""
-    return _each(workspace, [try_rates], normalizers, (0,), max_minutes, device, log)
+def rates(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Train short runs at every learning rate."""
+    return _each(workspace, [try_rates], normalizers, **limits)
 
 
-def main(
-    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """The long runs, at the best learning rate."""
-    return _each(workspace, [train_main], normalizers, seeds, max_minutes, device, log)
+def main(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Train the long runs, at the best learning rate."""
+    return _each(workspace, [train_main], normalizers, **limits)
 
 
-def needle(
-    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """Fine-tuning on pass keys, and whether they are found."""
-    return _each(workspace, [needle_one], normalizers, seeds, max_minutes, device, log)
+def needle(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Fine-tune on pass keys and count the keys found."""
+    return _each(workspace, [needle_one], normalizers, **limits)
 
 
-def measure(
-    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """Losses by length and attention statistics."""
-    return _each(workspace, [measure_one], normalizers, seeds, max_minutes, device, log)
+def measure(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Measure losses by length and attention statistics."""
+    return _each(workspace, [measure_one], normalizers, **limits)
 
 
-def export(
-    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """The trained models as Hugging Face folders in bfloat16."""
-    return _each(workspace, [export_main], normalizers, seeds, max_minutes, device, log)
+def export(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Write the trained models as Hugging Face folders in bfloat16."""
+    return _each(workspace, [export_main], normalizers, **limits)
 
 
-def everything(
-    workspace: Workspace, normalizers: Names = None, *, seeds: Sequence[int] = (0,), max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda words: None,
-) -> bool:  # fmt: skip
-    """All stages of one normalizer before the next one's, so that a time limit leaves whole results."""
-    return _each(
-        workspace, [try_rates, train_main, measure_one, needle_one], normalizers, seeds, max_minutes, device, log
-    )
+def everything(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+    """Run all stages of one normalizer before those of the next, so that a time limit leaves complete results."""
+    return _each(workspace, [try_rates, train_main, measure_one, needle_one], normalizers, **limits)
 
 
 def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
-    """The normalizers whose main runs of the first seed end lowest: those worth a second seed, softmax among them."""
+    """Return softmax and the `count` normalizers whose main runs ended with the lowest loss."""
     ended = {
         each["normalizer"]: each["valid_loss"]
         for each in workspace.results(stage="main", seed=seed)
@@ -93,14 +86,86 @@ def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
     return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
 
 
+def second_seed(workspace: Workspace, normalizers: Names = None, *, count: int = 3, **limits: Unpack[Limits]) -> bool:
+    """Run everything for seed 1: these normalizers, or softmax and the `count` whose main runs ended lowest."""
+    return everything(workspace, normalizers or closest(workspace, count), **{**limits, "seeds": [1]})
+
+
+def write_tables(folder: Path) -> None:
+    """Write tables.md and the figures from the results of a folder.
+
+    Raises:
+        ValueError: The folder has no results, or no model is finished.
+    """
+    from attnorm.experiments.figure_style import save, style
+    from attnorm.experiments.language_models.figure import comparison_figure, course_figure
+    from attnorm.experiments.language_models.results import contenders
+    from attnorm.experiments.language_models.tables import all_tables
+
+    if not (folder / RESULTS).exists():
+        raise ValueError(f"{folder} has no {RESULTS}; name the folder that the stages wrote to")
+    lines = read_jsonl(folder / RESULTS)
+    if not contenders(lines):
+        raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
+    write_text(folder / "tables.md", all_tables(lines))
+    with style():
+        save(comparison_figure(contenders(lines)), folder / "language-models")
+        save(course_figure(lines), folder / "course")
+
+
+STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
+
+
+def run_stage(
+    stage: str,
+    folder: Path,
+    plan: LanguageModelPlan,
+    *,
+    texts: Sequence[Path] = (),
+    held_out: Sequence[Path] = (),
+    only: Names = None,
+    count: int = 3,
+    **limits: Unpack[Limits],
+) -> bool:
+    """Run one of STAGES in a folder that several processes may share; return whether all of it is finished.
+
+    texts, held_out: for `prepare`; the first held-out text is the validation text.
+    count: for `second-seed`, as there.
+
+    Raises:
+        ValueError: Unknown stage, texts missing, or a folder of another plan.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"unknown stage {stage!r}; {did_you_mean(stage, STAGES)}")
+    if stage == "prepare" and not (texts and held_out):
+        raise ValueError("the stage prepare needs texts: --text FILE to train on and --valid FILE held out")
+    if stage == "tables":
+        write_tables(folder)
+        return True
+    workspace = Workspace.open(folder, plan)
+    if stage == "prepare":
+        prepare(workspace, texts, held_out[0], held_out[1:])
+        return True
+    if stage == "try":
+        choose_engines(workspace, only, **{name: value for name, value in limits.items() if name != "seeds"})
+        return True
+    if stage == "second-seed":
+        return second_seed(workspace, only, count=count, **limits)
+    run = {
+        "rates": rates, "main": main, "measure": measure, "needle": needle, "export": export, "everything": everything,
+    }[stage]  # fmt: skip
+    return run(workspace, only, **limits)
+
+
 def _each(
     workspace: Workspace,
     works: Sequence[Work],
     normalizers: Names,
-    seeds: Sequence[int],
-    max_minutes: float | None,
-    device: str | None,
-    log: Log,
+    *,
+    seeds: Sequence[int] = (0,),
+    max_minutes: float | None = None,
+    device: str | None = None,
+    log: Log = lambda words: None,
 ) -> bool:
     worker = Worker.at(workspace, read_texts(workspace), device=device, max_minutes=max_minutes, log=log)
     finished = True
@@ -120,7 +185,7 @@ def _done(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> 
             work(worker, normalizer, seed)
     except OutOfTimeError:
         return False
-    except Exception as error:  # whatever a compiler or a full GPU may say: it must not keep the others from their turn
+    except Exception as error:  # a compiler or a full GPU may raise anything; the other normalizers continue
         worker.log(f"{normalizer} seed {seed}: {traceback.format_exc()[-2000:]}")
         worker.workspace.add(
             {"stage": "problem", "normalizer": normalizer, "seed": seed, "problem": f"{type(error).__name__}: {error}"}

@@ -1,14 +1,15 @@
-"""One folder that several processes share: nobody does what another is doing or has done.
+"""The folder that several processes share, and the texts in it. No work is done twice.
 
-plan.json                     what is run here; a folder belongs to one plan
-results.jsonl                 one line per finished piece of work, written the moment it is finished
+plan.json                     the plan of this folder; a folder belongs to one plan
+data/                         the texts as tokens, encoded once and memory-mapped by every process
+results.jsonl                 one line per finished piece of work
 runs/NORMALIZER/NAME/         metrics and checkpoints of a run
-locks/                        who works on what; the operating system frees the locks of a process that ends
+locks/                        which work is claimed; the operating system releases the locks of a process that ends
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from attnorm.experiments.language_models.plan import LanguageModelPlan
-from attnorm.files import atomic_replace, write_json
+from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
+from attnorm.run_folder import lock, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines
 
@@ -40,17 +42,12 @@ class Workspace:
         """
         folder.mkdir(parents=True, exist_ok=True)
         workspace = cls(folder, plan)
-        ours = json.loads(json.dumps(plan.as_dict()))
+        here = json.loads(json.dumps(plan.as_dict()))
         with workspace.locked("plan", WAIT_TO_WRITE):
             if not (folder / PLAN).exists():
-                write_json(folder / PLAN, ours)
-        theirs = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        different = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-        if different:
-            raise ValueError(
-                f"{folder} holds another plan: {different[0]} is {theirs.get(different[0])} there and "
-                f"{ours.get(different[0])} here; choose another folder"
-            )
+                write_json(folder / PLAN, here)
+        there = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        require_same_run(here, there, f"{folder} holds another plan", "Choose another folder")
         return workspace
 
     @property
@@ -64,54 +61,36 @@ class Workspace:
         return self.folder / "models" / f"{_as_file(normalizer)}-seed-{seed}"
 
     def results(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The finished pieces of work that have these values, in the order in which they were finished."""
-        path = self.folder / RESULTS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        """Return the finished pieces of work that have these values, in the order in which they were finished."""
+        found = read_jsonl(self.folder / RESULTS)
         return [each for each in found if all(each.get(key) == value for key, value in wanted.items())]
 
     def add(self, result: dict[str, Any]) -> dict[str, Any]:
-        line = json.dumps(result, ensure_ascii=False, allow_nan=False)
-        with self.locked("results", WAIT_TO_WRITE), (self.folder / RESULTS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
+        """Append a finished piece of work to the results."""
+        with self.locked("results", WAIT_TO_WRITE):
+            append_jsonl(self.folder / RESULTS, [result])
         return result
 
-    @contextmanager
-    def claimed(self, work: str) -> Iterator[bool]:
-        """Whether this process may do it now: False where another one is at it."""
-        from filelock import Timeout
+    def claimed(self, work: str) -> AbstractContextManager[bool]:
+        """Yield whether this process may do the work: False if another process is doing it."""
+        return try_lock(self._lock_path(work))
 
-        try:
-            with self.locked(work, 0):
-                yield True
-        except Timeout:
-            yield False
+    def locked(self, work: str, timeout: float = -1) -> AbstractContextManager[None]:
+        """Wait until no other process does this work, at most `timeout` seconds (default: without limit)."""
+        return lock(self._lock_path(work), timeout)
 
-    @contextmanager
-    def alone(self, work: str) -> Iterator[None]:
-        """Waits until no other process is at it."""
-        with self.locked(work, -1):
-            yield
-
-    @contextmanager
-    def locked(self, name: str, timeout: float) -> Iterator[None]:
-        from filelock import FileLock
-
-        path = self.folder / "locks" / f"{_as_file(name)}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path, timeout=timeout):
-            yield
+    def _lock_path(self, work: str) -> Path:
+        return self.folder / "locks" / f"{_as_file(work)}.lock"
 
 
 def _as_file(name: str) -> str:
-    """kneemax:knee=0.25 as a name that every system takes."""
+    """Return a name that is valid on every file system: kneemax:knee=0.25 -> kneemax-knee=0.25."""
     return name.replace(":", "-")
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What all models read: a training text, and texts that nothing is trained on by name."""
+    """What all models read: the training text, and the held-out texts by name."""
 
     corpus: Corpus
     held_out: dict[str, Tokens]
@@ -122,16 +101,16 @@ class Texts:
 
 
 def prepare_texts(workspace: Workspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
-    """Learns the vocabulary and encodes all texts, unless that is done; then counts, for what a model must beat.
+    """Train the tokenizer and encode all texts once; then compute the unigram and bigram baselines.
 
     Raises:
-        ValueError: A file is missing, no text, or two have one name.
+        ValueError: A file is missing or not text, or two have the same name.
     """
     names = [text_name(path) for path in (valid, *others)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two texts are named {twice!r}; results are told apart by file names: rename one")
-    with workspace.alone("prepare"):
+        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+    with workspace.locked("prepare"):
         if not (workspace.data / INDEX).exists():
             corpus = prepare(train, valid, workspace.data, vocab=workspace.plan.vocab, seed=SEED)
             held_out = {names[0]: f"{corpus.folder.name}/valid.npy"}
@@ -142,7 +121,7 @@ def prepare_texts(workspace: Workspace, train: Sequence[Path], valid: Path, othe
             index = {"folder": corpus.folder.name, "held_out": held_out, "source": corpus.source}
             write_json(workspace.data / INDEX, index)
     texts = read_texts(workspace)
-    with workspace.alone("counts"):
+    with workspace.locked("counts"):
         if not workspace.results(stage="texts"):
             workspace.add({"stage": "texts", **_described(texts)})
     return texts
@@ -151,7 +130,7 @@ def prepare_texts(workspace: Workspace, train: Sequence[Path], valid: Path, othe
 def read_texts(workspace: Workspace) -> Texts:
     """
     Raises:
-        ValueError: They are not prepared yet.
+        ValueError: The texts are not encoded yet.
     """
     if not (workspace.data / INDEX).exists():
         raise ValueError(f"{workspace.folder} holds no encoded texts yet; run the stage 'prepare' first")

@@ -48,7 +48,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     numbers = Numbers(lines, scales)
     about = _about(len(chosen.seeds))
     return Outcome(
-        words=words(numbers, _missing(everything), quick=subject.quick),
+        summary=summary(numbers, _missing(everything), quick=subject.quick),
         findings=findings(numbers, quick=subject.quick),
         figures=figures.drawn(lines, scales, about),
         tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales)},
@@ -81,13 +81,13 @@ def _records_elsewhere(parts: Path) -> Iterator[Path]:
 
 def _missing(found: list[Found]) -> list[str]:
     """By section; "all" where nothing of it is complete."""
-    told = []
+    phrases = []
     for section in dict.fromkeys(one.training.section for one in found):
         mine = [one for one in found if one.training.section == section]
         missing = [one.training.label for one in mine if not one.complete]
         if missing:
-            told.append(f"{section}: {'all' if len(missing) == len(mine) else ', '.join(missing)}")
-    return told
+            phrases.append(f"{section}: {'all' if len(missing) == len(mine) else ', '.join(missing)}")
+    return phrases
 
 
 def _about(seeds: int) -> str:
@@ -113,8 +113,8 @@ class Numbers:
 
     def line(self, section: Section, label: str, tested_with: str, size: int) -> Line | None:
         for line in self.lines:
-            place = (line.section, line.label, line.row.tested_with, line.row.size)
-            if place == (section, label, tested_with, size):
+            key = (line.section, line.label, line.row.tested_with, line.row.size)
+            if key == (section, label, tested_with, size):
                 return line
         return None
 
@@ -144,7 +144,7 @@ def findings(numbers: Numbers, *, quick: bool) -> tuple[Finding, ...]:
     return tuple(Finding(one.claim, one.ours, "not tested", reason) for one in made)
 
 
-def words(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
+def summary(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
     paper, better = (numbers.percents(section, BASELINE) for section in ("paper", "ours"))
     long = numbers.percents("steps", PAPERS_RECIPE)
     parts = ["A small version of the experiment." if quick else ""]
@@ -203,13 +203,13 @@ def _adaptive(numbers: Numbers) -> Finding | None:
     gains = {line.row.size: line.difference for line in found if line.difference}
     better = [size for size, gain in gains.items() if gain.mean.value > 0 and gain.p < SIGNIFICANT]
     verdict: Verdict = "reproduces" if len(better) == len(gains) else "partly" if better else "does not"
-    told = ", ".join(
+    phrases = ", ".join(
         f"{100 * gain.mean.value:+.1f} at {size:,} (p = {gain.p:.1g})" for size, gain in sorted(gains.items())
     )
     theirs = ", ".join(f"{PRINTED_ADAPTIVE[size] - PRINTED_SOFTMAX[size]:+.1f} at {size:,}" for size in sizes)
     return Finding(
         f"Adaptive temperature at inference helps from 64 items on, in points: {theirs} ({TABLE}).",
-        f"{told}; paired t-tests without correction, as printed",
+        f"{phrases}; paired t-tests without correction, as printed",
         verdict,
         "It sharpens what is dispersed and cannot reorder logits; hard attention shows how far that goes.",
     )

@@ -53,8 +53,8 @@ def accuracy(lines: Sequence[Line], about: str) -> Figure:
     """Every normalizer against the size of the set: the paper's recipe on the left, ours on the right."""
     panels = [(section, title) for section, title in PANELS.items() if any(line.section == section for line in lines)]
     figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
-    for place, (section, title) in enumerate(panels):
-        axes = figure.add_axes(((0.11 + place) / len(panels), 0.13, 0.69 / len(panels), 0.78))
+    for index, (section, title) in enumerate(panels):
+        axes = figure.add_axes(((0.11 + index) / len(panels), 0.13, 0.69 / len(panels), 0.78))
         mine = [line for line in lines if line.section == section]
         sizes = _draw_sizes(axes, lines)
         for tested_with, (label, look) in TESTS.items():
@@ -70,7 +70,7 @@ def accuracy(lines: Sequence[Line], about: str) -> Figure:
         axes.plot(list(there), list(there.values()), **(AS_PRINTED if section == "paper" else GOAL))
         _list_beside(axes, [line for line in mine if line.row.tested_with == OWN])
         axes.legend(loc="upper right" if section == "paper" else "lower left", fontsize=7.5)
-        letter(axes, "ab"[place], title)
+        letter(axes, "ab"[index], title)
     note(figure, f"{about}. Bars: 95 % confidence. Grey: other normalizers, trained and tested with themselves.")
     return figure
 
@@ -82,13 +82,13 @@ def parts(lines: Sequence[Line], about: str) -> Figure:
     mine = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
     _draw_sizes(axes, mine)
     looks = ("-", "--", "-.", ":")
-    for place, label in enumerate(dict.fromkeys(line.label for line in mine)):
+    for index, label in enumerate(dict.fromkeys(line.label for line in mine)):
         chosen = [line for line in mine if line.label == label]
         edge = label in ("paper's recipe", "our recipe")
         colour = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
-        look = "-" if edge else looks[place % 4]
+        look = "-" if edge else looks[index % 4]
         axes.plot(*_points(chosen), color=colour, linewidth=2.2 if edge else 1.2, linestyle=look,
-                  marker="os^vDPX*"[place % 8], markersize=4)  # fmt: skip
+                  marker="os^vDPX*"[index % 8], markersize=4)  # fmt: skip
     _label_ends(axes, mine)
     axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")
     note(figure, f"{about}. Blue: one part alone; orange: all but one, or more.")
@@ -99,7 +99,7 @@ def errors(lines: Sequence[Line], about: str) -> Figure:
     """Small multiples: right answers, dispersed, logits wrong, stacked by size."""
     split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
     columns = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
-    keep = [place for place in columns if place[0] == "paper" or place[1] == BASELINE]
+    keep = [index for index in columns if index[0] == "paper" or index[1] == BASELINE]
     across = min(6, max(1, len(keep)))
     down = -(-len(keep) // across)
     figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), facecolor="white", layout="constrained")
@@ -174,11 +174,11 @@ def tasks(lines: Sequence[Line], about: str) -> Figure:
     figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), facecolor="white", layout="constrained")
     axes = figure.subplots()
     for section, (title, colour, marker) in TASKS.items():
-        there = [(place, chosen[section][name].row) for place, name in enumerate(names) if name in chosen[section]]
+        there = [(index, chosen[section][name].row) for index, name in enumerate(names) if name in chosen[section]]
         if not there:
             continue
         axes.errorbar(
-            [100 * row.accuracy.value for _, row in there], [place for place, _ in there],
+            [100 * row.accuracy.value for _, row in there], [index for index, _ in there],
             xerr=[100 * (row.accuracy.half_width or 0) for _, row in there], color=colour, marker=marker,
             linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {there[0][1].size:,} items",
             markerfacecolor=colour if section == "ours" else "white",
@@ -245,8 +245,8 @@ def _list_beside(axes: Axes, lines: Sequence[Line]) -> None:
         return
     there = sorted((line for line in lines if line.row.size == widest), key=lambda line: -line.accuracy)
     axes.text(1.06, 1.0, f"% at {widest:,}", transform=axes.transAxes, fontsize=7.5, va="center", color=PALE)
-    for place, line in enumerate(there, 1):
-        axes.text(1.06, 1.0 - 1.15 * LINE_HEIGHT * place, f"{100 * line.accuracy:4.1f}  {_name(line.label)}",
+    for index, line in enumerate(there, 1):
+        axes.text(1.06, 1.0 - 1.15 * LINE_HEIGHT * index, f"{100 * line.accuracy:4.1f}  {_name(line.label)}",
                   transform=axes.transAxes, fontsize=7.5, va="center",
                   fontweight="bold" if line.label == BASELINE else "normal")  # fmt: skip
 
@@ -266,13 +266,13 @@ def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
     heights = [ends[label][0] / 102 for label in ordered]
     places = spread(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
     lowest = min(places, default=0.0)
-    places = [place + max(0.0, 0.01 - lowest) for place in places]
-    for label, height, place in zip(ordered, heights, places, strict=True):
-        axes.plot([1.002, 1.02, 1.05], [height, height, place], transform=axes.transAxes, color=PALE, linewidth=0.6,
+    places = [index + max(0.0, 0.01 - lowest) for index in places]
+    for label, height, index in zip(ordered, heights, places, strict=True):
+        axes.plot([1.002, 1.02, 1.05], [height, height, index], transform=axes.transAxes, color=PALE, linewidth=0.6,
                   clip_on=False)  # fmt: skip
         weight = "bold" if label in (BASELINE, "our recipe") else "normal"
-        told = f"{ends[label][0]:4.1f}  {_name(label)}"
-        axes.text(1.06, place, told, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
+        label_text = f"{ends[label][0]:4.1f}  {_name(label)}"
+        axes.text(1.06, index, label_text, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
 
 
 def _name(label: str) -> str:

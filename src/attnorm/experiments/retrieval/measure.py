@@ -47,7 +47,7 @@ def collect(
     there = [record for path in (folder / RECORDS, *known) for record in records_in(path)]
     here = chosen_device(device).type
     chosen = here if device is not None else _made_on(plan, there) or here
-    place = device if chosen == here else chosen
+    device_name = device if chosen == here else chosen
     found = []
     for number, training in enumerate(plan.trainings):
         progress(f"{training.section}: {training.label}", number, len(plan.trainings))
@@ -56,7 +56,7 @@ def collect(
             with one_thread():
                 records = train_retrieval(
                     [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
-                    trials=training.trials, device=place, compiled=_compiled(training),
+                    trials=training.trials, device=device_name, compiled=_compiled(training),
                     report=_telling(progress, training, number, len(plan.trainings)),
                 ).records  # fmt: skip
             there += records
@@ -90,7 +90,7 @@ def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], dev
         for record in records
         if record.get("run") == key and record["seed"] in seeds and training.trials.asked(record)
     }
-    return [mine[place] for place in sorted(mine)]
+    return [mine[device_name] for device_name in sorted(mine)]
 
 
 def _wanted(training: Training, seeds: Sequence[int]) -> int:

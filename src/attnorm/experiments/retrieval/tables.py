@@ -118,8 +118,8 @@ def _errors(section: Section, lines: Sequence[Line]) -> str:
     ]
     heading = _heading(f"What the errors are: {SECTIONS[section]}")
     table = _by_size(["trained with"], rows, _sizes(lines))
-    told = "Errors in %: logits wrong (the largest is not the right item's) + dispersed (it is, the answer is not)."
-    return f"{heading}\n\n{table}\n\n{told}\n"
+    caption = "Errors in %: logits wrong (the largest is not the right item's) + dispersed (it is, the answer is not)."
+    return f"{heading}\n\n{table}\n\n{caption}\n"
 
 
 def _scales(section: Section, scales: Sequence[Scale]) -> str:
@@ -139,13 +139,17 @@ def _scales(section: Section, scales: Sequence[Scale]) -> str:
         _by_size(head, [(about[label], cells) for label, cells in margins.items()], sizes),
         _by_size(["trained with"], [([label], cells) for label, cells in rights.items()], sizes),
     )
-    margin_told = (
+    margin_caption = (
         "Slope of the logit in the priority and class leak in units of priority, from 0.9 to 1. By size, in logits: "
         "margin between the two best that is delivered / needed for half of the weight (-: no margin alone decides) / "
         "moved by the class (one standard deviation; a margin below it is a guess; -: not measured among the best)."
     )
-    right_told = "Sets whose largest logit is the right item's, in %: measured / predicted from the class leak alone."
-    parts = "\n\n".join(f"{table}\n\n{line}" for table, line in zip(tables, (margin_told, right_told), strict=True))
+    right_caption = (
+        "Sets whose largest logit is the right item's, in %: measured / predicted from the class leak alone."
+    )
+    parts = "\n\n".join(
+        f"{table}\n\n{line}" for table, line in zip(tables, (margin_caption, right_caption), strict=True)
+    )
     return f"{_heading('The scale of the logits: ' + SECTIONS[section])}\n\n{parts}\n"
 
 

@@ -38,7 +38,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
         lengths[found[-1].model] = length
 
     return Outcome(
-        words=words(found),
+        summary=summary(found),
         findings=judge_claims(found),
         figures={"spread": figure(found)},
         tables={"spread": spread_table(found), "heads": heads_table(found)},
@@ -86,7 +86,7 @@ def judge_claims(found: Sequence[Spreads]) -> tuple[Finding, ...]:
     )
 
 
-def words(found: Sequence[Spreads]) -> str:
+def summary(found: Sequence[Spreads]) -> str:
     """The paragraph: the table in a sentence, then what decides the numbers in it."""
     spreads = ", ".join(
         f"the {len(one.last)} heads of {one.model} {_spread(one.last)} nats at {one.keys:,} keys" for one in found
@@ -106,16 +106,18 @@ def _compared(found: Sequence[Spreads]) -> str:
     if len(found) < 2:
         return ""
     same = common_keys(found)
-    told = ", ".join(
+    phrases = ", ".join(
         f"{one.model} {_spread(one.at(same))}" for one in sorted(found, key=lambda one: one.at(same).mean())
     )
-    return f" At {same:,} keys, the most that all have: {told}."
+    return f" At {same:,} keys, the most that all have: {phrases}."
 
 
-def _each(found: Sequence[Spreads], told: Sequence[str]) -> str:
+def _each(found: Sequence[Spreads], phrases: Sequence[str]) -> str:
     """What is told of every model, under its name where there are several."""
     return (
-        told[0] if len(found) == 1 else "; ".join(f"{one.model}: {text}" for one, text in zip(found, told, strict=True))
+        phrases[0]
+        if len(found) == 1
+        else "; ".join(f"{one.model}: {text}" for one, text in zip(found, phrases, strict=True))
     )
 
 
@@ -132,9 +134,9 @@ def _spread(values: np.ndarray) -> str:
 
 
 def _readings(one: Spreads, with_keys: bool) -> str:
-    told = "; ".join(f"{_spread(one.readings[name])} ({meaning})" for name, meaning in READINGS.items())
+    phrases = "; ".join(f"{_spread(one.readings[name])} ({meaning})" for name, meaning in READINGS.items())
     at = f" at {one.keys:,} keys" if with_keys else ""
-    return f"{told} nats{at}; range {one.last.min():.2f} to {one.last.max():.2f}"
+    return f"{phrases} nats{at}; range {one.last.min():.2f} to {one.last.max():.2f}"
 
 
 def _small(one: Spreads) -> Verdict:
@@ -153,16 +155,16 @@ def _horizons(one: Spreads) -> str:
 
 def _proposition(found: Sequence[Spreads]) -> Finding:
     verdicts: list[Verdict] = []
-    told = []
+    phrases = []
     for one in found:
         ratio = one.bound_ratio
         if not len(ratio):
             verdicts.append("not tested")
-            told.append("not applicable: q and k of this model are not its input times a matrix")
+            phrases.append("not applicable: q and k of this model are not its input times a matrix")
             continue
         holds = int((ratio >= 1).sum())
         verdicts.append("reproduces" if holds == len(ratio) else "does not")
-        told.append(
+        phrases.append(
             f"holds in {holds} of {len(ratio)} heads; the bound is {np.median(ratio):.0f} times the spread in the "
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"
         )
@@ -171,7 +173,7 @@ def _proposition(found: Sequence[Spreads]) -> Finding:
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
     return Finding(
         "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
-        _each(found, told),
+        _each(found, phrases),
         verdict,
         why if verdict != "not tested" else "",
     )

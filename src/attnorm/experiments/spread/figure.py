@@ -89,16 +89,16 @@ def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]
             low, quarter, half, most, high = (float(one) for one in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
             mean, std = float(values.mean()), float(values.std())
             rows.append(Row(label, (low, high), (quarter, most), half, mean, std, look))
-    for place, row in enumerate(reversed(rows)):
+    for index, row in enumerate(reversed(rows)):
         colour = row.look["color"]
-        axes.plot(row.range, [place, place], color=colour, linewidth=0.9)
-        axes.plot(row.middle, [place, place], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+        axes.plot(row.range, [index, index], color=colour, linewidth=0.9)
+        axes.plot(row.middle, [index, index], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
         if row.median is not None:
-            axes.plot([row.median] * 2, [place - 0.13, place + 0.13], color=colour, linewidth=1.6)
+            axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=colour, linewidth=1.6)
         axes.plot(
-            [row.mean], [place], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white",
+            [row.mean], [index], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white",
         )  # fmt: skip
-        axes.text(row.mean, place + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
+        axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
     axes.set_ylim(-0.5, len(rows) - 0.3)
     axes.set_xscale("log")

@@ -110,7 +110,7 @@ def _heads(one: Spreads) -> pa.Table:
             "layer": one.layer.astype(np.int64), "head": one.head.astype(np.int64),
             **{f"spread_{name}": values for name, values in one.readings.items()},
             "proposition31_bound": one.bound,
-            **{f"spread_at_{n:.0f}": one.against_n[:, place] for place, n in enumerate(one.n)},
+            **{f"spread_at_{n:.0f}": one.against_n[:, index] for index, n in enumerate(one.n)},
         }
     )  # fmt: skip
 

@@ -119,12 +119,12 @@ def dense_attention(
 def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
     """(B, H, L, L). Scale rules in front multiply the queries: on the logits they would take two more passes over the
     matrix, one of them for the gradients of their own parameters."""
-    place = torch.arange(query.shape[2], device=query.device)
-    n = (place[:, None] + 1).to(query.dtype)
+    position = torch.arange(query.shape[2], device=query.device)
+    n = (position[:, None] + 1).to(query.dtype)
     rules = normalizer.rules
     while rules and isinstance(rules[0], ScaleRule):
         query, rules = rules[0].scaled(query, n, None, None), rules[1:]
-    block = Block.of(query @ key.transpose(-1, -2), place[:, None] >= place)
+    block = Block.of(query @ key.transpose(-1, -2), position[:, None] >= position)
     for rule in rules:
         block = block.with_logits(block.hide(rule(block)))
     for selection in normalizer.selections:

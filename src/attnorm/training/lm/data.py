@@ -145,8 +145,8 @@ def _sample(texts: Iterable[Path], seed: int) -> list[str]:
             seen += 1
             if len(kept) < SAMPLE_PIECES:
                 kept.append(piece)
-            elif (place := chooser.randrange(seen)) < SAMPLE_PIECES:
-                kept[place] = piece
+            elif (corpus_folder := chooser.randrange(seen)) < SAMPLE_PIECES:
+                kept[corpus_folder] = piece
     return kept
 
 
@@ -200,9 +200,9 @@ def prepare(
     """
     source = describe_texts(texts, valid)
     key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
-    place = folder / settings_hash(key)[:16]
-    if not place.is_dir():
-        with atomic_replace(place) as draft:
+    corpus_folder = folder / settings_hash(key)[:16]
+    if not corpus_folder.is_dir():
+        with atomic_replace(corpus_folder) as draft:
             draft.mkdir()
             progress("tokenizer", 0)
             tokenizer = train_tokenizer(texts, vocab, seed)
@@ -210,7 +210,7 @@ def prepare(
             for name, paths in (("train", texts), ("valid", [valid])):
                 encode(tokenizer, paths, draft / f"{name}.npy", partial(progress, name))
             write_json(draft / "source.json", key)
-    return read_corpus(place, source)
+    return read_corpus(corpus_folder, source)
 
 
 def read_corpus(folder: Path, source: dict[str, Any]) -> Corpus:

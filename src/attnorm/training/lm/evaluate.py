@@ -149,9 +149,9 @@ def _pair_counts(tokens: Tokens, pairs: Counts, vocabulary: int) -> Counts:
     """How often each of the sorted pairs occurs; only these are kept, so a large vocabulary costs no V x V table."""
     counts = np.zeros(len(pairs), dtype=np.int64)
     for seen in _pairs_of(tokens, vocabulary):
-        place = np.searchsorted(pairs, seen)
-        place[place == len(pairs)] = 0
-        counts += np.bincount(place[pairs[place] == seen], minlength=len(pairs))
+        index = np.searchsorted(pairs, seen)
+        index[index == len(pairs)] = 0
+        counts += np.bincount(index[pairs[index] == seen], minlength=len(pairs))
     return counts
 
 

@@ -92,7 +92,7 @@ def train_lm(
     check_normalizer(settings)
     check_attention(attention, settings)
     check_accelerate()
-    place = chosen_device(device)
+    torch_device = chosen_device(device)
     source = describe_texts(texts, valid)
     record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
     if _is_finished(record, settings, lengths):
@@ -107,7 +107,7 @@ def train_lm(
     measured = evaluation_lengths(lengths, settings, corpus.valid)
 
     deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-    with accelerated(place, settings.dtype) as accelerator, StopRequest() as stop:
+    with accelerated(torch_device, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
         report(LMProgress("training", run.step, settings.steps))  # the first steps may have to be compiled
         for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
@@ -116,7 +116,7 @@ def train_lm(
         raise TrainingInterrupted(run.step)
     report(LMProgress("evaluating", run.step, settings.steps))
     return export(
-        out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=place,
+        out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=torch_device,
         lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
     )  # fmt: skip
 

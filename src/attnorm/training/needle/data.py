@@ -157,8 +157,8 @@ def _puzzle(
         for start, distance, key in zip(starts, distances, keys, strict=True)
     ]
     room = length - sum(len(sentence) for _, _, sentence in cuts)
-    place = int(generator.integers(0, len(filler) - room + 1))
-    text = filler[place : place + room].astype(np.int64)
+    offset = int(generator.integers(0, len(filler) - room + 1))
+    text = filler[offset : offset + room].astype(np.int64)
     window: list[int] = []
     answers, used = [], 0
     for cut, asked, sentence in sorted(cuts, key=lambda each: each[:2]):

@@ -51,8 +51,8 @@ def train_needle(
     check_accelerate()
     folder = folder_of(model)
     settings = settings_of(folder)
-    place = chosen_device(device)
-    usual = settings.dtype if place.type == "cuda" else "float32"
+    torch_device = chosen_device(device)
+    usual = settings.dtype if torch_device.type == "cuda" else "float32"
     settings = replace(settings, dtype=dtype or usual)
     check_lengths([times * settings.context for times in task.longer], settings)
     if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
@@ -60,9 +60,9 @@ def train_needle(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     wording = Wording.of(tokenizer)
     practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
-    loaded: Any = load(folder, device=str(place), dtype=torch.float32).model
-    course = fine_tune(loaded, settings, practised, wording, task, place, compiled=compiled, report=report)
-    found = find_keys(loaded, settings, tested, wording, task, place)
+    loaded: Any = load(folder, device=str(torch_device), dtype=torch.float32).model
+    course = fine_tune(loaded, settings, practised, wording, task, torch_device, compiled=compiled, report=report)
+    found = find_keys(loaded, settings, tested, wording, task, torch_device)
     return {
         "model": folder.name,
         "normalizer": settings.normalizer,
@@ -70,7 +70,7 @@ def train_needle(
         "text": text.name,
         "task": asdict(task),
         "course": course,
-        "among_many": among_many(loaded, settings, tested, wording, task, place),
+        "among_many": among_many(loaded, settings, tested, wording, task, torch_device),
         "by_length": summary(found),
         "answers": [each.as_dict() for each in found],
     }

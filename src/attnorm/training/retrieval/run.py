@@ -95,9 +95,9 @@ def train_retrieval(
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     check_accelerate()
     recipe, trials = recipe or RetrievalRecipe(), trials or Trials()
-    sort, place = find_task(task), chosen_device(device)
-    compiled = place.type == "cuda" if compiled is None else compiled
-    check_recipe(recipe, sort)
+    task_, torch_device = find_task(task), chosen_device(device)
+    compiled = torch_device.type == "cuda" if compiled is None else compiled
+    check_recipe(recipe, task_)
     _check_names(normalizers, seeds)
     require_only(out, {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}, "files of something else")
     out.mkdir(parents=True, exist_ok=True)
@@ -105,12 +105,14 @@ def train_retrieval(
     manifest: dict[str, Any] = {}
     for number, name in enumerate(normalizers, 1):
         here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
-        job = _Job(sort, name, recipe, place, compiled, checkpoint_every, command)
+        job = _Job(task_, name, recipe, torch_device, compiled, checkpoint_every, command)
         for stack in _stacks(out, job, seeds, here, report):
             testing = replace(here, stage="testing", total=len(trials.sizes))
-            found = records_of(out, stack, sort, trials, place, partial(_tell_trials, report, testing))
+            found = records_of(out, stack, task_, trials, torch_device, partial(_tell_trials, report, testing))
             records += [record for record in found if record["seed"] in seeds]
-        manifest = _write_manifest(out, command, place)  # after each: the folder speaks for itself if we are stopped
+        manifest = _write_manifest(
+            out, command, torch_device
+        )  # after each: the folder speaks for itself if we are stopped
     return Results(_in_order(records, normalizers, trials.names), manifest)
 
 
@@ -194,8 +196,8 @@ def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def _in_order(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:
-    def place(record: Record) -> tuple[int, int, int, int]:
+    def torch_device(record: Record) -> tuple[int, int, int, int]:
         first, second = list(normalizers).index(record["normalizer"]), list(tests).index(record["tested_with"])
         return first, second, record["size"], record["seed"]
 
-    return sorted(records, key=place)
+    return sorted(records, key=torch_device)
