@@ -76,9 +76,9 @@ def test_wrong_usage_exits_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        (KeyboardInterrupt(), 130, "the same command goes on"),
-        (MemoryError(), 1, "out of memory. Take --quick"),
-        (torch.OutOfMemoryError("CUDA"), 1, "out of memory. Take --quick"),
+        (KeyboardInterrupt(), 130, "the same command continues"),
+        (MemoryError(), 1, "out of memory. Use --quick"),
+        (torch.OutOfMemoryError("CUDA"), 1, "out of memory. Use --quick"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (ValueError("the text ends"), 2, "the text ends"),
     ],

@@ -61,7 +61,7 @@ def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -
 
 def test_a_pass_that_was_made_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure(QUICK, silent, 64, 16, tmp_path)
-    monkeypatch.setattr("attnorm.experiments.dispersion.experiment.look_at", None)  # a second pass would call it
+    monkeypatch.setattr("attnorm.experiments.dispersion.measure.run_forward_pass", None)  # a second pass would call it
     again = measure(QUICK, silent, 64, 16, tmp_path)
     names = ["layer", "head", "rows", "entropy_nats", "logit_spread"]  # without NaN, which equals nothing
     assert again.variants[RUNS]["heads"].select(names).equals(first.variants[RUNS]["heads"].select(names))

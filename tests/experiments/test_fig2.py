@@ -182,7 +182,7 @@ def test_rows_that_do_not_see_everything_are_left_out_or_refused() -> None:
     assert whole(layers, 40) == layers
     broken = LastRows(0, layers[0].weights * math.nan, layers[0].vectors, layers[0].visible)
     assert whole([broken, layers[1]], 40) == [layers[1]]
-    with pytest.raises(ValueError, match="no layer of this model looks at all 64 tokens"):
+    with pytest.raises(ValueError, match="no layer of this model attends to all 64 tokens"):
         whole(layers, 64)
 
 

@@ -125,7 +125,7 @@ def test_a_damaged_record_or_checkpoint(train: Train, tmp_path: Path) -> None:
     [
         ({"evaluate_every": 0}, "evaluate_every must be at least 1, got 0"),
         ({"checkpoint_every": -5}, "checkpoint_every must be at least 1, got -5"),
-        ({"sample_tokens": -1}, "negative number of tokens, got -1"),
+        ({"sample_tokens": -1}, "sample tokens, got -1"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str, train: Train, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_training_goes_the_same_way(train: Train, tmp_path: Path) -> None:
 
 
 def test_a_mechanism_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'gaussian' is a mechanism that makes none; leave --dense"):
+    with pytest.raises(ValueError, match=r"'gaussian' is a mechanism without one; remove --dense"):
         train(tmp_path / "run", normalizer="gaussian", options={"attention": "dense"})
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
-"""The last query row of every head of a model: its weights and the vectors that they mix, as theory takes them.
+"""Rows of attention of every head: the last row with its vectors, and sampled rows of logits.
 
-Vectors are the values after the head's projection, or what they were projected from (`vectors="inputs"`).
+`last_rows` returns weights and the vectors that they mix: the values after the head's projection, or the layer inputs
+(`vectors="inputs"`). `sample_rows` keeps whole rows of logits, for experiments that apply several maps to one row.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _TENSORS = ("weights", "vectors", "visible")
 
 @dataclass(frozen=True)
 class LastRows:
-    """The last row of the heads of one layer, by the vectors that they share (grouped-query attention)."""
+    """The last row of the heads of one layer, grouped by the vectors that they share (grouped-query attention)."""
 
     layer: int
     weights: Tensor  # (g, h / g, L)
@@ -38,11 +39,11 @@ class LastRows:
 
     @property
     def keys(self) -> int:
-        """Visible to the row that sees most."""
+        """Number of visible keys, of the row that sees most."""
         return int(self.visible.sum(-1).max())
 
     def selected(self, most: int) -> SelectedRows:
-        """With the `most` heaviest keys; `with_indices(.indices[..., :N])` gives the top N of them."""
+        """Select the `most` heaviest keys; `with_indices(.indices[..., :N])` gives the top N of them."""
         indices = top_n_indices(self.weights, most, self.visible)
         return SelectedRows(self.weights, self.vectors, self.visible, indices, one_row_per_set=False)
 
@@ -50,13 +51,13 @@ class LastRows:
         return replace(self, vectors=on_sphere(self.vectors))
 
     def permuted(self, generator: torch.Generator) -> "LastRows":
-        """Every head's weights dealt out to its visible keys at random: the weights know nothing of the vectors."""
+        """Permute every head's weights over its visible keys, so that they are independent of the vectors."""
         scores = torch.rand(self.weights.shape, generator=generator, dtype=torch.float64)
         return replace(self, weights=permute_weights(self.weights, self.visible, scores))
 
 
 def permute_weights(weights: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
-    """The weights of each row on its visible keys in the order of their scores, which are below 1."""
+    """Permute the weights of each row over its visible keys, in the order of random scores below 1."""
     by_score = torch.where(visible, scores, 2.0).argsort(dim=-1)  # hidden keys last
     in_order = visible.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return torch.zeros_like(weights).scatter(-1, by_score, weights.gather(-1, in_order))
@@ -70,8 +71,7 @@ def last_rows(
     vectors: Vectors = "values",
     progress: ProgressCallback = lambda what, done, total: None,
 ) -> list[LastRows]:
-    """One forward pass over `length` tokens of the first text, from token `start` on; attention to an encoder is left
-    out."""
+    """Run one forward pass over `length` tokens of the first text from token `start` on, without cross-attention."""
     found: list[LastRows] = []
     run_forward_pass(
         subject, length, lambda call: found.append(_last_row(call, vectors)), progress,
@@ -81,7 +81,7 @@ def last_rows(
 
 
 def joined(layers: Sequence[LastRows]) -> list[LastRows]:
-    """Layers of one shape as one, head after head: the same numbers from fewer and larger operations."""
+    """Concatenate layers of the same shape: the same numbers from fewer and larger operations."""
     by_shape: dict[tuple[torch.Size, torch.Size], list[LastRows]] = {}
     for layer in layers:
         by_shape.setdefault((layer.weights.shape, layer.vectors.shape), []).append(layer)
@@ -94,7 +94,7 @@ def joined(layers: Sequence[LastRows]) -> list[LastRows]:
 def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
     values = call.value_BGKE if vectors == "values" else call.inputs_BKC
     if values is None:
-        raise ValueError("the layer inputs of this model cannot be seen; take the values as vectors")
+        raise ValueError("the layer inputs of this model cannot be recorded; use the values as vectors")
     if vectors == "inputs":
         values = values[:, None]
     row = torch.tensor([call.query_BHQD.shape[-2] - 1], device=call.query_BHQD.device)
@@ -117,9 +117,9 @@ def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """M rows of up to L keys: the same rows of every head, heads one after the other."""
+    """M rows of up to L keys: the same rows of every head, head after head."""
 
-    logits: Tensor  # (M, L), 0 where hidden; scaled as the model runs them
+    logits: Tensor  # (M, L), 0 if hidden; scaled as in the model
     visible: Tensor  # (M, L), boolean
     layer: Tensor  # (M,)
     head: Tensor  # (M,)
@@ -133,7 +133,7 @@ class SampledRows:
 
 
 def sample_rows(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> SampledRows:
-    """`rows` rows of every head, spread over the lengths of contexts up to `length`."""
+    """Sample `rows` rows of every head, spread over context lengths up to `length`."""
     logits: list[Tensor] = []
     visible: list[Tensor] = []
     layers: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Every experiment by name. Modules are imported when an experiment is used, so that the command starts fast.
 
-A module of the table has an `EXPERIMENT`: an `Experiment` of the name it is listed under. What an experiment takes of
-the command's options stands here, so that an option that it would ignore can be refused.
+Each module has an `EXPERIMENT` with the name under which it is listed. `takes` lists the options of the command that an
+experiment uses; any other option is an error.
 """
 
 import importlib
@@ -19,11 +19,13 @@ ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
 @dataclass(frozen=True)
 class Entry:
     module: str
-    what: str  # in a few words, for a list that imports nothing
-    takes: Mapping[str, int | None] = field(default_factory=lambda: ONE_OF_EACH)  # option -> how often, None: any
+    what: str  # short description, for a list that imports nothing
+    takes: Mapping[str, int | None] = field(
+        default_factory=lambda: ONE_OF_EACH
+    )  # option -> how many values; None: any number
 
 
-# The papers' figures, tables and guidelines: what "all" runs, in this order.
+# The papers' figures, tables and guidelines: "all" runs these, in this order.
 PAPERS = {
     "fig1": Entry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
     "fig2": Entry("attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"),
@@ -43,7 +45,7 @@ PAPERS = {
     "gradients": Entry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
     "guidelines": Entry("attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"),
 }
-# Experiments that train models, hours long: only by name.
+# Experiments that train models for hours: they run only by name.
 TRAINED = {
     "retrieval": Entry(
         "attnorm.experiments.retrieval.experiment", "models that pick from sets, on sets far larger", {ONLY: None}
@@ -58,7 +60,7 @@ EXPERIMENTS = {**PAPERS, **TRAINED}
 
 
 def named(names: Iterable[str]) -> list[Experiment]:
-    """The experiments of these names, each once, in the order given; "all" stands for those of the papers."""
+    """Return the experiments of these names without duplicates; "all" stands for those of the papers."""
     wanted: list[str] = []
     for name in names:
         wanted += PAPERS if name == ALL else [name]

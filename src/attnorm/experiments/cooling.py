@@ -1,4 +1,4 @@
-"""The temperatures at which rows and heads are looked at: the model as trained runs at 1."""
+"""Lower temperatures: those at which rows and heads are measured, and how Jacobian norms are drawn against them."""
 
 import numpy as np
 from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""What an experiment is: a question from a paper, a recipe that answers it on any model, and the answer's form."""
+"""What an experiment is: a question from a paper, a function that answers it on a model, and the form of the answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,12 +20,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim of a paper and what we found."""
+    """One claim of a paper and our result."""
 
-    claim: str  # what the paper says, with its number and place
+    claim: str  # what the paper says, with its number and section
     ours: str  # our number, in words with units
     verdict: Verdict
-    why: str = ""  # one sentence: what the corrected theory says about it
+    why: str = ""  # one sentence: the explanation by the corrected theory
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -33,18 +33,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of an experiment gave. Figures and tables go by the stem of their files."""
+    """The result of a run. Figures and tables are named by the stem of their files."""
 
-    summary: str  # the verdict paragraph
+    summary: str  # one paragraph
     findings: tuple[Finding, ...]
     figures: Mapping[str, Figure]
     tables: Mapping[str, pa.Table]
-    parameters: Mapping[str, Any]  # everything needed to run it again: lengths, N, rows, seeds, ...
+    parameters: Mapping[str, Any]  # everything needed to repeat it: lengths, N, rows, seeds, ...
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe. The path it is given is a folder of its own for parts that can be resumed; it may not exist yet."""
+    """A named experiment. `run` gets a folder for intermediate results, which may not exist yet."""
 
     name: str
     title: str
@@ -52,8 +52,8 @@ class Experiment:
     question: str
     run: Callable[[Subject, ProgressCallback, Path], Outcome]
     needs_model: bool = True
-    tokens: tuple[int, int] = (1, 1)  # of the text, at least: in full, and with --quick
-    passing: bool = False  # its parts are of no use once it is finished
+    tokens: tuple[int, int] = (1, 1)  # fewest tokens of the text: in full, and with --quick
+    passing: bool = False  # its intermediate results are removed at the end
 
     def fewest_tokens(self, *, quick: bool) -> int:
         return self.tokens[quick]

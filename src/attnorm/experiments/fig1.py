@@ -1,8 +1,9 @@
-"""Figure 1: tokens on a circle, scaled by attention, and the ball around what is selected - a toy, and a real head.
+"""Figure 1: tokens on a circle, scaled by attention, and the ball around the selected keys; a toy and a real head.
 
-The paper's picture is two-dimensional; a head's vectors are not. The real head is drawn so that what decides stays
-exact: on the left directions in a plane, in the middle the length of every a_i x_i, on the right its distance from s,
-and so who is inside the ball. The plane is that of s and of the direction in which the selected keys differ most.
+The paper's figure is two-dimensional; a head's vectors are not. The real head is drawn so that the decisive quantities
+are exact: on the left directions in a plane, in the middle the length of every a_i x_i, on the right its distance from
+s, and so which keys are inside the ball. The plane is spanned by s and the direction in which the selected keys differ
+most.
 """
 
 import math
@@ -24,7 +25,7 @@ from attnorm.experiments.figure_style import INK, PALE, note
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
 
-LENGTH = 48  # tokens: as many as a picture can show
+LENGTH = 48  # tokens: as many as a figure can show
 TOP_N = 5
 TOY_TOKENS = 24
 DRAWS = 20
@@ -35,7 +36,7 @@ MAGENTA = "#d81b79"
 
 @dataclass(frozen=True)
 class Scene:
-    """One row as the picture shows it; everything by key."""
+    """One row as the figure shows it; arrays by key."""
 
     title: str
     directions: Floats  # angle of x_i in the plane
@@ -54,7 +55,7 @@ class Scene:
 
 
 def scene(rows: SelectedRows, title: str) -> Scene:
-    """Of one row: weights (1, 1, L) and vectors (1, L, d)."""
+    """Compute the scene of one row: weights (1, 1, L) and vectors (1, L, d)."""
     y = rows.weights[0, 0, :, None] * rows.vectors[0]
     s = rows.context[0, 0]
     plane = _plane(s, y[rows.chosen[0, 0]])
@@ -78,7 +79,7 @@ def _array(values: Tensor) -> Floats:
 
 
 def _plane(s: Tensor, selected: Tensor) -> Tensor:
-    """Two orthonormal directions (2, d): that of s, and the one in which the selected keys differ most beside it."""
+    """Return two orthonormal directions (2, d): that of s, and the one in which the selected keys differ most."""
     if s.shape[-1] == 2:
         return torch.eye(2, dtype=s.dtype)
     first = s / torch.linalg.vector_norm(s).clamp(min=1e-12)
@@ -89,7 +90,7 @@ def _plane(s: Tensor, selected: Tensor) -> Tensor:
 
 
 def toy(seed: int, tokens: int = TOY_TOKENS) -> SelectedRows:
-    """The paper's picture: tokens at random on a circle, softmax of random logits."""
+    """Return the paper's toy: random tokens on a circle, softmax of random logits."""
     generator = torch.Generator().manual_seed(seed)
     angles = 2 * math.pi * torch.rand(tokens, generator=generator, dtype=torch.float64)
     logits = torch.randn(tokens, generator=generator, dtype=torch.float64)
@@ -101,7 +102,7 @@ def _alone(weights: Tensor, vectors: Tensor) -> SelectedRows:
 
 
 def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
-    """Layer and head of the row to draw: of those with the median N_s the one whose top N hold a middling mass."""
+    """Return layer, head and row to draw: of those with the median N_s, the one whose top N mass is closest to 0.6."""
     found: list[tuple[float, float, int, int]] = []
     for index, layer in enumerate(layers):
         rows = layer.selected(TOP_N)
@@ -122,7 +123,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     (length,) = subject.lengths([LENGTH])
     layers = [one.on_sphere() for one in last_rows(subject, length, progress=progress) if one.keys == length]
     if not layers:
-        raise ValueError(f"no layer of this model looks at all {length} tokens; Figure 1 draws a row that does")
+        raise ValueError(f"no layer of this model attends to all {length} tokens, which Figure 1 needs")
     layer, head, rows = typical(layers)
     scenes = (
         scene(toy(subject.seed), "toy: random tokens on a circle"),
@@ -150,7 +151,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
 
 
 def _by_dimension(layers: list[LastRows], subject: Subject, progress: ProgressCallback) -> dict[int, float]:
-    """Mean N_s / N of the heads' own weights on uniform directions: in the plane of the picture, and in the model's."""
+    """Return the mean N_s / N of the heads' weights on uniform directions, in two dimensions and in the model's."""
     generator = torch.Generator().manual_seed(subject.seed)
     found = {}
     for dimension in (2, layers[0].vectors.shape[-1]):

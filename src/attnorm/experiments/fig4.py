@@ -1,10 +1,10 @@
-"""Figure 4 of Mudarisov et al. 2025: how far attention weights move when logits do, against the temperature.
+"""Figure 4 of Mudarisov et al. 2025: sensitivity of attention weights to their logits against the temperature.
 
     g(T, eps) = || softmax((l + eps d)/T) - softmax(l/T) || / eps,   ||d|| = 1
 
-The paper's T divides the raw products q.k: its models run at T = sqrt(d). So it is here, in float64, since at T = 1e-3
-the rounding of a float32 logit moves the weights more than eps = 1e-3 does. Which rows and directions the paper took it
-does not say: here the longest rows of every head, and one random direction for each.
+The paper's T divides the raw products q.k, so its models run at T = sqrt(d). The same holds here. Computed in float64: at
+T = 1e-3 the rounding of a float32 logit moves the weights more than eps = 1e-3 does. The paper does not specify rows and
+directions: here they are the longest rows of every head, and one random direction for each.
 """
 
 import math
@@ -28,9 +28,9 @@ from attnorm.theory.gradient import corollary3_corrected, corollary3_printed, fi
 LENGTHS, QUICK_LENGTH = (256, 512, 1024), 256  # the longest that there is text for
 EPSILONS = (1e-3, 1e-1, 10.0)
 LOWEST, HIGHEST = -3.0, 1.5  # powers of ten of the temperature, as in the paper
-TWO_ORDERS = 50.0  # what reads as a factor of 100 on a logarithmic axis
+TWO_ORDERS = 50.0  # reads as a factor of 100 on a logarithmic axis
 AT_THE_BOUND = 0.8
-ROUNDING = 1e-9  # relative: a number counts as above a bound from here on
+ROUNDING = 1e-9  # relative tolerance of a bound
 SHADES = ("#0b3d66", "#3f8fcf", "#9cc3e4")
 MARKERS = ("v", "D", "s")
 
@@ -158,7 +158,7 @@ def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
 
 
 def _capped(largest: Floats) -> str:
-    """Where the cap sqrt(2)/eps decides and where it does not."""
+    """Return in words for which eps the cap sqrt(2)/eps decides."""
     shares = [float(value * eps / 2**0.5) for value, eps in zip(largest, EPSILONS, strict=True)]
     capped = [f"{eps:g}" for eps, share in zip(EPSILONS, shares, strict=True) if share >= AT_THE_BOUND]
     free = [f"{eps:g} ({share:.1%} of it)" for eps, share in zip(EPSILONS, shares, strict=True) if share < AT_THE_BOUND]
@@ -208,7 +208,7 @@ def _summary(found: Sensitivity, findings: tuple[Finding, ...]) -> str:
     return (
         f"The largest Jacobian norm over {len(found.heads)} heads reaches {largest:.0%} of 1/(2T), so the printed "
         f"bound 1/(4T) {'fails' if bound.verdict == 'does not' else 'happens to hold'} on this model. A random "
-        "direction, as taken here (the paper does not say which it took), sees only a part of the norm; and with "
+        "direction, as taken here (the paper does not specify it), sees only a part of the norm; and with "
         "eps = 10 the curve is flat because no step can move two rows of weights further apart than sqrt 2."
     )
 

@@ -1,6 +1,6 @@
-"""What all figures of the experiments share: lettering, inks that stay apart in grey, and files that do not change.
+"""What all figures of the experiments share: fonts, colours, line styles, and reproducible files.
 
-Every quantity has its own line style and marker as well as its colour, so that a grey printer loses nothing.
+Every quantity has its own line style and marker besides its colour, so that figures can be read in grey.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ LETTERING: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "legend.frameon": False, "legend.fontsize": 8,
 }  # fmt: skip
 
-# Keyword arguments of a line for each thing that figures compare: colour, style and marker differ, and lightness too.
+# Keyword arguments of a line for each quantity that figures compare; they differ in lightness too.
 MEASURED: dict[str, Any] = {"color": INK, "linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.8}
 CORRECTED: dict[str, Any] = {"color": "#0a6ab4", "linestyle": "--", "marker": "s", "markersize": 4, "linewidth": 1.5}
 PRINTED: dict[str, Any] = {
@@ -39,13 +39,13 @@ NULL: dict[str, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Figures are to be made and saved inside."""
+    """Apply the style to figures that are made and saved inside."""
     with matplotlib.rc_context(LETTERING):
         yield
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """As SVG, PNG and PDF beside each other, without dates: the same figure gives the same bytes."""
+    """Save as SVG, PNG and PDF without dates: the same figure gives the same bytes."""
     svg, png, pdf = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("svg", "png", "pdf"))
     figure.savefig(svg, metadata={"Date": None}, facecolor="white")
     figure.savefig(png, dpi=160, facecolor="white")
@@ -54,7 +54,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def tidy(axes: Axes, *, grid: bool = True) -> None:
-    """No box, a pale grid behind the data."""
+    """Remove the box and draw a pale grid behind the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if grid:
@@ -63,11 +63,11 @@ def tidy(axes: Axes, *, grid: bool = True) -> None:
 
 
 def letter(axes: Axes, which: str, title: str) -> None:
-    """The panel's letter and what it shows, above it on the left."""
+    """Write the panel's letter and title above it on the left."""
     axes.set_title(f"({which})  {title}", loc="left")
 
 
 def note(figure: Figure, text: str) -> None:
-    """A line in small print under everything: model, text, rows."""
-    # Names of models and texts are data: a dollar sign must not start a formula.
+    """Write a line in small print at the bottom: model, text, rows."""
+    # A dollar sign in the name of a model or text must not start a formula.
     figure.text(0.01, 0.008, text, fontsize=7, color=PALE, parse_math=False)

@@ -1,4 +1,4 @@
-"""One pass of a model over the start of a text, its attention calls looked at one by one."""
+"""Run a model over the start of a text and inspect its attention calls one by one."""
 
 from collections.abc import Callable
 
@@ -24,11 +24,11 @@ def run_forward_pass(
     inputs: bool = False,
     encoders: bool = False,
 ) -> None:
-    """Runs the model over `length` tokens of the first text; `look` gets every causal attention call.
+    """Run the model over `length` tokens of the first text; `on_call` gets every causal attention call.
 
-    start: the first of these tokens.
-    inputs: with the layer inputs behind the keys.
-    encoders: also calls in which every query sees all keys.
+    start: index of the first token.
+    inputs: record the layer inputs that the keys were projected from.
+    encoders: also pass calls in which every query sees all keys.
     """
     loaded = subject.loaded()
     kinds = ("decoder", "encoder") if encoders else ("decoder",)
@@ -45,7 +45,7 @@ def run_forward_pass(
     with observe(loaded.model, one, inputs=inputs):
         run(loaded, _from(start, subject.model_inputs(start + length)))
     if not seen:
-        raise ValueError(f"{loaded.name} has no causal attention, and this experiment is about contexts that grow")
+        raise ValueError(f"{loaded.name} has no causal attention, which this experiment needs")
 
 
 def _from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def _from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def longest_rows(call: AttentionCall, count: int) -> Tensor:
-    """`count` queries out of the longest half octave of contexts, evenly spaced, the last among them."""
+    """Return `count` queries, evenly spaced in the longest half octave of contexts, including the last."""
     queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
     n = torch.arange(queries) + 1 + keys - queries
     return spread((n >= length_bins(keys)[0][0]).nonzero().squeeze(-1), count)

@@ -1,8 +1,8 @@
-"""Gradient sensitivity, section 2.3 of Mudarisov et al. 2025: its toy exactly, and the same questions to real heads.
+"""Gradient sensitivity, section 2.3 of Mudarisov et al. 2025: its toy exactly, and the same move on real heads.
 
-The toy: the two largest logits a, a + eps become a + 2 eps, a. The paper has the weights move by about sqrt(2) eps/T;
-to first order it is 3 sqrt(2)/4 eps/T, and however small T is the weights cannot move by more than sqrt 2. On real
-rows the same move is made on the two largest logits, and the exact norm of the Jacobian stands beside every bound.
+The toy: the two largest logits a, a + eps become a + 2 eps, a. According to the paper the weights move by about
+sqrt(2) eps/T. To first order it is 3 sqrt(2)/4 eps/T, and for any T at most sqrt 2. On real rows the same move is made
+on the two largest logits, and the exact norm of the Jacobian is compared with every bound.
 """
 
 import math
@@ -31,7 +31,7 @@ from attnorm.theory.gradient import (
 
 LENGTHS, QUICK_LENGTH = (512, 1024), 512  # the longest that there is text for
 STEPS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # eps/T of the toy
-HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: how far the two stand above the rest
+HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: height of the two above the rest
 TOY_KEYS = 1024
 ROUNDING = 1e-6
 ROOM = {"left": 0.075, "right": 0.985, "top": 0.94, "bottom": 0.115, "wspace": 0.24, "hspace": 0.42}
@@ -41,7 +41,7 @@ MARKERS = "vsD^o"
 
 @dataclass(frozen=True)
 class Gradients:
-    """Real rows in order of nothing in particular; `move` and `norms` have one column for each temperature."""
+    """Real rows, unordered; `move` and `norms` have one column per temperature."""
 
     n: Floats
     layer: Floats
@@ -54,7 +54,7 @@ class Gradients:
 
 
 def toy() -> pa.Table:
-    """One row per height a/T and step eps/T, T = 1: distances in units of eps/T."""
+    """Return one row per height a/T and step eps/T, T = 1, with distances in units of eps/T."""
     rows = []
     for a in HEIGHTS:
         for step in STEPS:
@@ -70,7 +70,7 @@ def toy() -> pa.Table:
 
 
 def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
-    """epsilon: the toy's eps in units of T, small enough for first order."""
+    """Measure the rows. epsilon: the toy's eps in units of T, small enough for first order."""
     logits = torch.where(rows.visible, rows.logits.double(), -torch.inf)
     best = logits.topk(2, dim=-1).indices
     move = torch.zeros_like(logits).scatter(
@@ -250,7 +250,7 @@ def _toy(axes: Axes, example: pa.Table) -> None:
 
 
 def _moves(axes: Axes, found: Gradients) -> None:
-    """How much the toy's move does to real rows, at three temperatures."""
+    """Draw the effect of the toy's move on real rows, at three temperatures."""
     for T, look in ((0.1, PRINTED), (1.0, MEASURED), (3.0, CORRECTED)):
         values = np.sort(found.move[:, TEMPERATURES.index(T)])
         few = slice(None, None, max(1, len(values) // 300))

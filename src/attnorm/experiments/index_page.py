@@ -1,4 +1,4 @@
-"""One page over all finished experiments of a folder: pictures, verdicts, links to every file; without script."""
+"""One HTML page for all finished experiments of a folder: figures, verdicts, links to every file; no scripts."""
 
 import base64
 import hashlib
@@ -100,7 +100,7 @@ PAGE = """<!doctype html>
 
 
 def write_index(out: Path) -> Path:
-    """Writes the page of all finished experiments in the folder, in the catalogue's order; its path."""
+    """Write the page of all finished experiments in the folder, in the catalogue's order; return its path."""
     records = [record for name in EXPERIMENTS if (record := _record(out / name / "outcome.json"))]
     path = out / INDEX
     write_text(path, render(records))
@@ -115,7 +115,7 @@ def render(records: list[dict[str, Any]]) -> str:
         counts=counts,
         total=counts.total(),
         marks=MARKS,
-        style=Markup(STYLE),  # as it is: the policy lets in these bytes only
+        style=Markup(STYLE),  # unescaped: the policy allows exactly these bytes
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file:; base-uri 'none'",
     )
     return page
@@ -127,7 +127,7 @@ def _template() -> Any:
 
 
 def _record(path: Path) -> dict[str, Any] | None:
-    """None also where a file is damaged: the run that meets it says so, and the page shows the others."""
+    """Read a record; None if it is missing or damaged, so that the page shows the others."""
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""What another normalizer does to a language model's predictions, without training: nats per token on a text.
+"""The loss of a language model with another normalizer, without training, in nats per token.
 
-Only the second half of each window counts: there every context is long enough to be selected from. Windows differ far
-more in their loss than in how much a normalizer changes it, so a change is judged window by window.
+Only the second half of each window counts, where every context is long. Windows differ far more in their loss than in
+the change that a normalizer causes, so the change is computed window by window.
 """
 
 import math
@@ -24,7 +24,7 @@ AS_IT_RUNS = "as it runs"
 
 @dataclass(frozen=True)
 class WindowMean:
-    """Of a number for each window."""
+    """Mean of one number per window."""
 
     value: float
     error: float  # standard error
@@ -32,7 +32,7 @@ class WindowMean:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %, by Student's t: two windows tell little."""
+        """95 % interval by Student's t."""
         reach = float(student.ppf(0.975, self.windows - 1)) * self.error
         return self.value - reach, self.value + reach
 
@@ -41,14 +41,14 @@ class WindowMean:
 
 
 def mean(values: Floats) -> WindowMean:
-    """Of two windows or more."""
+    """Return the mean of two or more windows."""
     return WindowMean(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))), len(values))
 
 
 def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, str]:
-    """Whether a loss stays as it is, and how sure that is: below one line, above the other, or not known to be either.
+    """Judge whether a loss stays the same: "reproduces" below `little`, "does not" above `much`, else "partly".
 
-    little, much: changes in nats per token, up to and from which the answer is plain.
+    little, much: changes in nats per token. Also return the interval in words.
     """
     low, high = change.interval
     verdict: Verdict = "reproduces" if high < little else "does not" if low >= much else "partly"
@@ -58,9 +58,9 @@ def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, st
 
 
 def windows_of(subject: Subject, length: int, count: int) -> Tensor:
-    """(windows, length): stretches of the first text one after the other, as many as it has up to `count`.
+    """Return consecutive windows of the first text, (windows, length), at most `count`.
 
-    A text too short for two has two shorter ones: one window would tell nothing of how sure a number is.
+    A text that is too short for two windows is cut into two shorter ones: an interval needs two.
     """
     tokens = subject.tokens(count * length)
     if tokens < 2 * length:
@@ -76,7 +76,7 @@ def losses(
     normalizers: Mapping[str, Normalizer | None],
     windows: Sequence[Tensor] | Tensor,
 ) -> dict[str, Floats]:
-    """By name, a number for each window; None is the model as it runs. Every layer gets the normalizer at once."""
+    """Return one loss per window for each normalizer, put into every layer; None is the unchanged model."""
     model = subject.loaded().model
     found: dict[str, Floats] = {}
     for index, (name, normalizer) in enumerate(normalizers.items()):

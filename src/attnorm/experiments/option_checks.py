@@ -1,4 +1,4 @@
-"""What a call asks for and cannot have, told before anything runs or is written."""
+"""Reject a call before anything runs: unused options, and texts or models that are too short."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ NOUNS = {MODEL: "model", TEXT: "text"}
 
 
 def check_unused_options(chosen: Sequence[Experiment], subject: Subject) -> None:
-    """An option that an experiment ignores would stand in its record as if it had been used."""
+    """Raise ValueError for an option that an experiment ignores: its record would show it as used."""
     models = (subject.model, *subject.others)
     given: dict[str, Sequence[str]] = {
         MODEL: models if subject.others else (),  # one may be the default
@@ -20,7 +20,7 @@ def check_unused_options(chosen: Sequence[Experiment], subject: Subject) -> None
     }
     check_options([one.name for one in chosen], given)
     if subject.quick and subject.longest is not None:
-        raise ValueError(f"--quick goes no further than its small sizes: leave it out, or --longest {subject.longest}")
+        raise ValueError(f"--quick uses small sizes only: remove --quick, or --longest {subject.longest}")
 
 
 def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> None:
@@ -28,7 +28,7 @@ def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> 
     chosen: names of experiments. given: option -> its values.
 
     Raises:
-        ValueError: One of the experiments does not take an option that was given, or not so often.
+        ValueError: An experiment does not use an option, or accepts fewer values.
     """
     for option, values in given.items():
         if not values:
@@ -60,7 +60,7 @@ def _taking(option: str) -> list[str]:
 
 
 def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
-    """Every experiment of the call against the text and the model's positions, before the first one takes its time.
+    """Compare the tokens that the experiments need with the text and the positions of the model.
 
     Raises:
         ValueError: The text has fewer tokens than one of the experiments needs, or the model fewer positions.
@@ -71,7 +71,7 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
     if not needs:
         return
     for each in subject.each():
-        each.described()  # reads the model once for this and for what identifies it
+        each.described()  # loads the model once for this and for its identity
         loaded = each.loaded()
         limit, _ = longest_context(loaded.model)
         most = max(needs.values())
@@ -86,7 +86,7 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
             remedy = "give a longer text with --text"
         else:
             cause = f"{loaded.name} has positions for {limit:,}"
-            remedy = "take another model"
+            remedy = "use another model"
         raise ValueError(
             f"{needed}, and {cause}; {remedy}{_rest(needs, short)}{_quick(chosen, reach, quick=subject.quick)}"
         )

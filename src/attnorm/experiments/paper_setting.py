@@ -1,7 +1,7 @@
-"""The setting of Mudarisov et al. 2025, which is what runs by default: GPT-2 (124M) on War and Peace.
+"""The setting of Mudarisov et al. 2025, which is the default: GPT-2 (124M) on War and Peace.
 
-Their section 3 has 144 heads in 12 layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel; which
-chapters, rows and vectors it does not say. The novel is no part of this package: it is given as a file.
+Their section 3 has 144 heads in 12 layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel. It
+does not state which chapters, rows and vectors. The novel is not part of this package; give it as a file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ MODEL = "gpt2"
 FULL_NAME = "openai-community/gpt2"  # the same repository
 TEXT = "War and Peace"
 SHAPE = {"layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024}
-# What that paper measured or advises; the other experiments test Velickovic et al., who used other models.
+# Experiments of that paper; the others test Velickovic et al., who used other models.
 EXPERIMENTS = ("fig1", "fig2", "fig3", "fig4", "gradients", "guidelines")
 # In the first sentence of the English translations; editions put contents and prefaces before it.
 OPENING = "Genoa and Lucca"
 
 
 def default_model(*, quick: bool) -> str:
-    """The model of the paper; for small sizes the one that is on every machine."""
+    """Return the model of the paper; for small sizes the bundled one."""
     if quick:
         return BUNDLED
     from huggingface_hub import try_to_load_from_cache
@@ -30,7 +30,7 @@ def default_model(*, quick: bool) -> str:
 
 
 def setting(experiment: str, model: Mapping[str, Any], text: str, content: object, *, quick: bool) -> dict[str, Any]:
-    """For the manifest: whether a run is in the paper's setting, and where not, in what it differs.
+    """Return the manifest's entry about the paper's setting: whether it is the same, and the differences.
 
     model: as `attnorm.models.describe` has it. text: its name.
     """

@@ -1,19 +1,16 @@
-"""Runs experiments and writes what they give; what is finished is not done again.
+"""Run experiments and write their results; finished experiments are not run again.
 
-OUT/index.html          pictures and verdicts of all experiments in the folder
-OUT/NAME/               one finished experiment, there whole or not at all:
-    verdict.md          the verdict in words, and the findings
+OUT/index.html          figures and verdicts of all experiments in the folder
+OUT/NAME/               one finished experiment, complete or absent:
+    verdict.md          the summary and the findings
     outcome.json        findings, parameters, and the manifest: model, texts, versions
     *.svg *.png *.pdf   figures              *.csv *.parquet   tables
-OUT/parts/NAME-KEY/     what a long experiment keeps while it runs, and goes on from after a stop; gone at its end where
-                        nothing else needs it
+OUT/parts/NAME-KEY/     intermediate results from which an interrupted experiment resumes; some are removed at the end
 """
 
 import contextlib
-import hashlib
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +21,6 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from attnorm.analysis.manifest import now, versions
 from attnorm.experiments.catalogue import named
 from attnorm.experiments.experiment import Experiment, Outcome, ProgressCallback, Subject
 from attnorm.experiments.figure_style import save, style
@@ -32,7 +28,9 @@ from attnorm.experiments.index_page import write_index
 from attnorm.experiments.option_checks import check_text_lengths, check_unused_options
 from attnorm.experiments.paper_setting import setting
 from attnorm.files import atomic_replace
+from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.analysis_json import finite
+from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
@@ -41,12 +39,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Written:
-    """A finished experiment on the disk."""
+    """A finished experiment on disk."""
 
     name: str
     folder: Path
     record: Mapping[str, Any]  # outcome.json
-    found: bool  # it was there already
+    found: bool  # it was finished before this call
 
     @property
     def findings(self) -> list[dict[str, str]]:
@@ -62,32 +60,31 @@ def reproduce(
     progress: ProgressCallback = lambda what, done, total: None,
     command: str = "",
 ) -> list[Written]:
-    """Runs the experiments of these names and writes them to the folder, with an index page over all that is there.
+    """Run experiments by name and write them to the folder, with an index page of all experiments in it.
 
-    fresh: also those that are finished, from the start.
+    fresh: rerun finished experiments from scratch.
 
     Raises:
-        ValueError: An experiment that does not exist, that ignores an option that was given, whose text is too short,
-            or whose place in the folder holds one of other settings.
+        ValueError: Unknown experiment, an option that it does not use, a text that is too short, or a folder with
+            results of other settings.
     """
     chosen = named(names)
     check_unused_options(chosen, subject)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; name a folder for the output")
+    require_folder(out)
     check_text_lengths(chosen, subject)
     identities = [_identity(one, subject) for one in chosen]
     if not fresh:
         for one, identity in zip(chosen, identities, strict=True):
             _require_same_settings(out / one.name, identity)
-    _make(out)
+    make_writable(out)  # before an experiment takes its time
     written = []
-    for place, (one, identity) in enumerate(zip(chosen, identities, strict=True)):
+    for number, (one, identity) in enumerate(zip(chosen, identities, strict=True), 1):
 
-        def told(what: str, done: int, total: int, name: str = one.name) -> None:
+        def named_progress(what: str, done: int, total: int, name: str = one.name) -> None:
             progress(f"{name}: {what}" if what else name, done, total)
 
-        progress(f"{one.name} ({place + 1} of {len(chosen)})", 0, 1)
-        written.append(_one(one, subject, identity, out, fresh, told, command))
+        progress(f"{one.name} ({number} of {len(chosen)})", 0, 1)
+        written.append(_one(one, subject, identity, out, fresh, named_progress, command))
         write_index(out)
     return written
 
@@ -127,24 +124,24 @@ def _one(
 
 def _clear(parts: Path) -> None:
     shutil.rmtree(parts, ignore_errors=True)
-    with contextlib.suppress(OSError):  # others have theirs there
+    with contextlib.suppress(OSError):  # not empty: other experiments keep theirs there
         parts.parent.rmdir()
 
 
 def _identity(one: Experiment, subject: Subject) -> dict[str, Any]:
-    told = {"experiment": one.name, **subject.identity(with_model=one.needs_model)}
-    plain: dict[str, Any] = json.loads(json.dumps(told))
+    settings = {"experiment": one.name, **subject.identity(with_model=one.needs_model)}
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
 
 def _key(identity: Mapping[str, Any]) -> str:
-    """Parts of a long experiment serve every choice among them."""
+    """Name the intermediate results; they do not depend on `only`, which selects some of them."""
     decisive = {name: value for name, value in identity.items() if name != "only"}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
+    return settings_hash(decisive)[:12]
 
 
 def _model(one: Experiment, subject: Subject) -> dict[str, Any]:
-    """Of the manifest: the model, or all that were compared; and whether this is how the paper did it."""
+    """Return the manifest's entries about the model or models, and whether this is the paper's setting."""
     if not one.needs_model:
         return {}
     models = [each.described() for each in subject.each()]
@@ -187,7 +184,7 @@ def _write(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Paths, and numbers of NumPy and torch, which experiments put among their parameters."""
+    """Convert paths and numbers of NumPy and torch, which experiments use as parameters."""
     if isinstance(value, Path):
         return value.name
     if hasattr(value, "tolist"):
@@ -196,7 +193,7 @@ def _plain(value: Any) -> Any:
 
 
 def _verdict_page(record: Mapping[str, Any]) -> str:
-    """As Markdown: the words, then one row per claim."""
+    """Return Markdown: the summary, then one row per claim."""
     lines = [f"# {record['title']}", "", f"{record['source']}. {record['question']}", "", record["words"], ""]
     if same := record["manifest"].get("paper_setting"):
         lines += [same["told"], ""]
@@ -210,57 +207,29 @@ def _verdict_page(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _make(out: Path) -> None:
-    """Makes the folder, and finds out that it cannot be written before an experiment takes its time."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write into {out}: {error.strerror}; choose another folder with --out") from None
-
-
 def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The record of a finished run with these settings by this version of attnorm, or None."""
-    record = read_record(folder)
+    """Return the record of a finished run with these settings and this version of attnorm, or None."""
+    record = read_outcome(folder)
     if record is None or record["settings"] != identity:
         return None
     same_version = record["manifest"]["versions"].get("attnorm") == versions()["attnorm"]
     return record if same_version and record["schema"] == SCHEMA else None
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """outcome.json of a finished experiment; None where there is none."""
-    path = folder / OUTCOME
-    if not path.is_file():
-        return None
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not {"settings", "manifest", "schema", "findings"} <= record.keys():
-            raise ValueError("it lacks entries")
-    except (ValueError, AttributeError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); remove the folder {folder}, or replace it with --fresh"
-        ) from None
-    return record
+def read_outcome(folder: Path) -> dict[str, Any] | None:
+    """Read outcome.json of a finished experiment; None if there is none."""
+    remedy = f"remove the folder {folder}, or replace it with --fresh"
+    return read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
 
 
 def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
     if folder.exists() and not (folder / OUTCOME).is_file():
         raise ValueError(f"{folder} exists and holds no finished experiment; choose another --out, or remove it")
-    record = read_record(folder)
-    if record is None:
-        return
-    there = record["settings"]
-    different = [name for name in {**there, **identity} if there.get(name) != identity.get(name)]
-    if different:
-        told = "; ".join(
-            f"{name}: {_short(there.get(name))} there, {_short(identity.get(name))} here" for name in different
-        )
-        raise ValueError(
-            f"{folder} holds {record.get('name', 'an experiment')} of other settings ({told}); "
-            "choose another --out, or replace it with --fresh"
-        )
+    record = read_outcome(folder)
+    if record is not None:
+        holds = f"{folder} holds {record.get('name', 'an experiment')} of other settings"
+        remedy = "Choose another --out, or replace it with --fresh"
+        require_same_run(identity, record["settings"], holds, remedy, _short)
 
 
 def _short(value: Any) -> str:

@@ -1,11 +1,13 @@
-"""What an experiment runs on: a model and texts, loaded once for all experiments of a call."""
+"""What an experiment runs on: a model and texts, loaded once for all experiments of one call."""
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from attnorm.files import read_text
+from attnorm.provenance import file_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,41 +22,41 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by name and texts by path; nothing is read before it is asked for."""
+    """A model by name and texts by path; both are loaded on first use."""
 
     model: str = BUNDLED  # "bundled", a folder or a hub name
     others: tuple[str, ...] = ()  # further models, for the experiments that compare several
-    texts: tuple[Path, ...] = ()  # none: the text that attnorm.analyze takes for that model
-    valid: tuple[Path, ...] = ()  # texts that nothing is trained on, for the experiments that train
-    quick: bool = False  # small sizes: seconds, for CI
+    texts: tuple[Path, ...] = ()  # empty: the default text of attnorm.analyze
+    valid: tuple[Path, ...] = ()  # held-out texts, for the experiments that train
+    quick: bool = False  # small sizes: seconds
     seed: int = 0
     device: str | None = None
-    only: tuple[str, ...] = ()  # parts of a long experiment, e.g. names of normalizers; none: all
-    longest: int | None = None  # tokens of the longest pass, for the experiments that go on as far as one likes
+    only: tuple[str, ...] = ()  # parts of a long experiment, for example normalizers; empty: all
+    longest: int | None = None  # tokens of the longest pass, for dispersion
 
     def each(self) -> "list[Subject]":
-        """One for every model, the first one first; each is read when its turn comes."""
+        """Return one subject per model; each model is loaded when it is used."""
         return [replace(self, model=model, others=()) for model in (self.model, *self.others)]
 
     def loaded(self) -> "LoadedModel":
         return _loaded(self.model, self.device)
 
     def described(self) -> dict[str, Any]:
-        """What the model is, for a manifest; asked again, it is not read again."""
+        """Return the description of the model for a manifest; cached."""
         return dict(_described(self.model, self.device))
 
     def passages(self) -> "list[Text]":
-        """The texts under their names."""
+        """Return the texts with their names."""
         return _passages(self.texts, self.model == BUNDLED)
 
     def model_inputs(self, length: int, text: int = 0) -> "dict[str, Tensor]":
-        """The first `length` tokens of a text, ready for the model."""
+        """Return the first `length` tokens of a text as model inputs."""
         from attnorm.models.inputs import prepared
 
         return prepared(self.passages()[text], self.loaded(), length)
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
-        """Those of the lengths that the first text and the model have tokens and positions for, in order."""
+        """Return the lengths, sorted, for which the first text has tokens and the model has positions."""
         from attnorm.models.positions import longest_context
 
         loaded = self.loaded()
@@ -72,11 +74,11 @@ class Subject:
         return fitting
 
     def tokens(self, wanted: int) -> int:
-        """How many the first text has; of a long text any number that is not below `wanted`."""
+        """Return the number of tokens of the first text; of a long text, a number not below `wanted`."""
         from attnorm.models.inputs import prepared
 
         loaded, passage = self.loaded(), self.passages()[0]
-        # Tokenizing the start of a book is enough to know that it goes on.
+        # Tokenizing the start of a book shows that it is long enough.
         start = str(passage.content)[: 16 * wanted]
         tokens = prepared(type(passage)(passage.name, start), loaded, None)["input_ids"].shape[1]
         if tokens < wanted and len(start) < len(str(passage.content)):
@@ -84,7 +86,7 @@ class Subject:
         return int(tokens)
 
     def identity(self, *, with_model: bool) -> dict[str, Any]:
-        """Everything about it that decides a result, as plain values: what a finished result is recognised by."""
+        """Return everything that decides a result, as plain values: a finished result is recognised by it."""
         identity: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
         if with_model:
             identity |= self._model_and_texts()
@@ -92,12 +94,12 @@ class Subject:
                 identity["others"] = [list(one._model_and_texts().values()) for one in self.each()[1:]]
                 _require_different_names([identity["model"], *(other[0] for other in identity["others"])])
         elif self.texts:
-            # Texts to train on may be packed and as long as a library: their bytes tell them apart.
-            identity["texts"] = [[path.name, _file_hash(path)] for path in self.texts]
+            # Texts to train on may be compressed and very long: hash the files.
+            identity["texts"] = [[path.name, file_hash(path)] for path in self.texts]
         if self.longest is not None:
             identity["longest"] = self.longest
         if self.valid:
-            identity["valid"] = [[path.name, _file_hash(path)] for path in self.valid]
+            identity["valid"] = [[path.name, file_hash(path)] for path in self.valid]
         return identity
 
     def _model_and_texts(self) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _loaded(model: str, device: str | None) -> "LoadedModel":
     from attnorm.models.support import check_observable
 
     if (model, device) not in _held:
-        _held.clear()  # before the next one is read: two may not fit into memory
+        _held.clear()  # two models may not fit into memory
         loaded = load(model, device=device)
         check_observable(loaded.model)
         _held[model, device] = loaded
@@ -134,15 +136,14 @@ def _require_different_names(names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"two models are named {name!r}; results are told apart by these names: leave one out, or "
-                "rename its folder"
+                f"two models are named {name!r}; results are identified by these names: leave one out, "
+                "or rename its folder"
             )
 
 
 @lru_cache(maxsize=1)
 def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     from attnorm.models.inputs import texts_from
-    from attnorm.models.text_files import read_text
 
     if not files:
         from attnorm.analysis.default_text import default_text
@@ -151,13 +152,5 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two texts are named {twice!r}; results are told apart by file names: rename one")
+        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
     return texts_from({path.name: read_text(path) for path in files})
-
-
-def _file_hash(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"cannot read the text {path}: {error.strerror}") from None

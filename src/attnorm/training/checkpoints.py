@@ -1,8 +1,8 @@
-"""Where training stands, as safetensors and JSON: weights, optimizer state and the number of steps done.
+"""Checkpoints as safetensors and JSON: weights, optimizer state and the number of steps done.
 
-A checkpoint is a folder that appears whole; the one before it goes only after that. So there is always one to resume
-from, whenever the program is killed. No random state is needed: the windows of a step follow from the seed and the
-step. Not accelerate's `save_state`, which pickles optimizers: a pickle can run code when it is read.
+A checkpoint is a folder that is written atomically; the previous one is removed afterwards. So a killed program always
+leaves one to resume from. No random state is needed: the data of a step follow from the seed and the step. Unlike
+accelerate's `save_state`, this does not pickle: a pickle can run code when it is loaded.
 """
 
 import json
@@ -18,28 +18,28 @@ from attnorm.files import atomic_replace, write_json
 def save_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, record: dict[str, Any]
 ) -> None:
-    """Adds `step-<step>` to the folder and removes every older one. `record` is JSON that comes back with it."""
+    """Write `step-<step>` to the folder and remove older ones; `load_checkpoint` returns the JSON `record` again."""
     from safetensors.torch import save
 
     with atomic_replace(folder / f"step-{step:08d}") as draft:
         draft.mkdir()
         weights = {name: value.detach().contiguous() for name, value in model.named_parameters()}
         for name, tensors in (("model", weights), ("optimizer", _optimizer_tensors(model, optimizer))):
-            (draft / f"{name}.safetensors").write_bytes(save(tensors))  # so that a full disk is an ordinary OSError
+            (draft / f"{name}.safetensors").write_bytes(save(tensors))  # a full disk is then an ordinary OSError
         write_json(draft / "state.json", {"step": step, **record})
-    for useless in (*finished_checkpoints(folder)[:-1], *folder.glob(".step-*.tmp")):  # drafts of a killed program
-        shutil.rmtree(useless)
+    for obsolete in (*finished_checkpoints(folder)[:-1], *folder.glob(".step-*.tmp")):  # of a killed program
+        shutil.rmtree(obsolete)
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
-    """From the oldest to the newest."""
+    """Return the checkpoints of a folder, oldest first."""
     return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def load_checkpoint(
     path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, Any]:
-    """Puts model and optimizer into the state that was saved; returns the record with its `step`.
+    """Restore model and optimizer; return the record with its `step`.
 
     Raises:
         ValueError: The checkpoint is damaged or belongs to another model.
@@ -58,7 +58,7 @@ def load_checkpoint(
 
 
 def load_weights(path: Path, model: torch.nn.Module, device: torch.device) -> None:
-    """The weights of a checkpoint alone.
+    """Load only the weights of a checkpoint.
 
     Raises:
         ValueError: As `load_checkpoint`.

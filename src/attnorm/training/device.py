@@ -1,8 +1,8 @@
-"""accelerate's Accelerator for one training: one process, on the device and in the precision that were asked for.
+"""The device of a training: which one, its precision through accelerate, and the peak of its memory.
 
-accelerate keeps both once per process, and what it is not told it takes from the environment. But here several models
-are trained in one process, and what `accelerate config` or a launcher left must not change their weights. So a training
-has accelerate's state to itself and hides the variables that accelerate reads; afterwards both are as they were.
+accelerate keeps device and precision once per process and reads what is not given from the environment. Here several
+models are trained in one process, and settings of `accelerate config` or a launcher must not change their weights. So
+each training gets its own accelerate state, hides the variables that accelerate reads, and restores both afterwards.
 """
 
 import os
@@ -22,7 +22,7 @@ PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_S
 
 
 def check_accelerate() -> None:
-    """To be asked before anything is read or written; `accelerated` asks too.
+    """Check that training is possible, before anything is read or written; `accelerated` checks too.
 
     Raises:
         ImportError: accelerate is not installed.
@@ -34,14 +34,15 @@ def check_accelerate() -> None:
         if os.environ.get(name, "1") not in ("0", "1"):
             raise ValueError(
                 f"attnorm trains in one process, on one GPU or CPU, and this is one of several: {name} is "
-                f"{os.environ[name]}; start it without a launcher, or with --num_processes 1, and to use several GPUs "
-                "start one run on each, with --device cuda:0, --device cuda:1, ... and folders of their own"
+                f"{os.environ[name]}; start it without a launcher, or with --num_processes 1. To use several GPUs, "
+                "start one run on each, with --device cuda:0, --device cuda:1, ... and one folder per run"
             )
 
 
 @contextmanager
 def accelerated(device: torch.device, dtype: str) -> "Iterator[Accelerator]":
-    """
+    """Yield an Accelerator for this device and precision, with accelerate's global state saved and restored.
+
     Raises:
         ImportError, ValueError: As `check_accelerate`.
     """
@@ -49,7 +50,7 @@ def accelerated(device: torch.device, dtype: str) -> "Iterator[Accelerator]":
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # accelerate has no public way to end what an Accelerator began, not even for the Trainer of transformers.
+    # accelerate has no public way to reset its state, not even for the Trainer of transformers.
     states = [kind._shared_state for kind in (AcceleratorState, GradientState, PartialState)]
     before = [dict(state) for state in states]
     names = [name for name in os.environ if name.startswith("ACCELERATE_") or name == "LOCAL_RANK"]
@@ -68,16 +69,16 @@ def accelerated(device: torch.device, dtype: str) -> "Iterator[Accelerator]":
 
 
 def chosen_device(name: str | None) -> torch.device:
-    """The device of this name; a GPU where none is named and there is one.
+    """Return the device with this name (default: a GPU if there is one).
 
     Raises:
-        ValueError: Not a device, or none that this machine has.
+        ValueError: Not a device, or not one of this machine.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:  # its message lists every kind that torch has a name for
+    except RuntimeError:  # torch's message lists every device type
         raise ValueError(f"cannot use device {name!r}: expected cpu, cuda or, say, cuda:1; try cpu") from None
     try:
         torch.zeros(1, device=device).item()
@@ -88,7 +89,7 @@ def chosen_device(name: str | None) -> torch.device:
 
 
 class MemoryPeak:
-    """Counted from the last `restart` on a GPU; a CPU's operating system remembers only the whole process's peak."""
+    """Peak memory: since the last `restart` on a GPU; of the whole process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +100,7 @@ class MemoryPeak:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def bytes(self) -> int | None:
-        """None where nobody keeps count."""
+        """Return the peak, or None if it is unknown."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if self._device.type == "cpu" and sys.platform != "win32":

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that is granted between two steps, when the state is whole."""
+"""Defer SIGINT (Ctrl-C) and SIGTERM to the next step, where the state can be saved."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Asked to stop; everything up to `step` is in the last checkpoint."""
+    """Training was interrupted; the last checkpoint has everything up to `step`."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"interrupted after step {step}; the same command continues from there")
@@ -15,14 +15,14 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """While inside, the first signal sets `asked`; a second one acts as it always does."""
+    """Context manager: the first signal sets `asked`, a second one has its usual effect."""
 
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        if threading.current_thread() is threading.main_thread():  # only this thread may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
         return self

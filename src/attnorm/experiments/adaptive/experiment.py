@@ -1,9 +1,9 @@
-"""Adaptive temperature on real heads: where the printed polynomial acts, and what a re-fit and a monotone one change.
+"""Adaptive temperature on real heads: where the printed polynomial acts, and the effect of a re-fit and a monotone form.
 
-Velickovic et al. 2024 multiply the logits of a row by beta(H), a polynomial of the row's own entropy H that they fitted
-on a toy task. It exceeds 1 only for 0.849 < H < 5.945 nats (`REACH`): rows as flat as uniform over more than 381 keys
-(`MOST_KEYS`), those that dispersed most, are left alone. The re-fit is made on this model's own rows: the smallest
-factor at which the winner of a row has half of the weight.
+Velickovic et al. 2024 multiply the logits of a row by beta(H), a polynomial of the row's entropy H, fitted on a toy
+task. It exceeds 1 only for 0.849 < H < 5.945 nats (`REACH`). Rows as flat as uniform over more than 381 keys
+(`MOST_KEYS`), the most dispersed ones, are not changed. The re-fit uses this model's rows: the smallest factor at which
+the winner of a row has half of the weight.
 """
 
 import math
@@ -30,7 +30,7 @@ from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, EntropyRule
 
 LENGTHS, QUICK_LENGTH = (512, 1024, 2048), 512  # the longest that there is text for
 WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
-LITTLE, MUCH = 0.01, 0.1  # nats per token: what a drop-in replacement may cost, and what it may not
+LITTLE, MUCH = 0.01, 0.1  # nats per token: acceptable and unacceptable cost of a drop-in replacement
 
 
 def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -88,7 +88,7 @@ def judge_claims(found: Adaptive) -> tuple[Finding, ...]:
             ours=f"fitted to this model's rows it acts {_where(found.rules[REFIT])}; its beta at H = 3 is "
             f"{beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
             verdict="reproduces",
-            why="how much a row must be sharpened depends on its gap, of which its entropy knows only a part",
+            why="how much a row must be sharpened depends on its gap, which the entropy determines only in part",
         ),
         Finding(
             claim="A drop-in replacement at inference (highlights of [V])",
@@ -108,7 +108,7 @@ def _where(rule: EntropyRule) -> str:
 
 
 def table(found: Adaptive) -> pa.Table:
-    """One row per version of the polynomial."""
+    """Return one row per version of the polynomial."""
     rows = []
     for name, rule in found.rules.items():
         beta = rule.beta(torch.from_numpy(found.entropy)).numpy()
@@ -142,10 +142,10 @@ def _summary(found: Adaptive) -> str:
     return (
         f"The printed polynomial acts on {np.mean((low < H) & (high > H)):.0%} of {len(H):,} rows; "
         f"{np.mean(high <= H):.0%} are flatter than its upper end of {high:.2f} nats and stay as they are, "
-        f"{np.mean(H <= LEAST_ENTROPY):.0%} are sharp already. Put into all layers without training it changes the "
+        f"{np.mean(H <= LEAST_ENTROPY):.0%} are sharp already. In all layers without training it changes the "
         f"loss of {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token by {found.change(PRINTED)}, fitted to "
         f"this model's own rows by {found.change(REFIT)} (mean ± standard error of "
-        f"{len(found.losses[AS_IT_RUNS])} windows): most heads that are flat are flat for a reason."
+        f"{len(found.losses[AS_IT_RUNS])} windows): most flat heads have a reason to be flat."
     )
 
 

@@ -1,4 +1,4 @@
-"""beta(H) of the four polynomials over the entropies of real rows, and what they do to them."""
+"""Draw beta(H) of the four polynomials over the entropies of real rows, their effect on the rows, and the losses."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def _factors(axes: Axes, found: Adaptive) -> None:
 
 
 def _apart(found: Adaptive) -> dict[str, str]:
-    """The versions to draw, with their labels: a monotone one that is the same as the other is not drawn over it."""
+    """Return the versions to draw with their labels; a monotone form that is identical is not drawn twice."""
     labels: dict[str, str] = {}
     for name, monotone in MONOTONE.items():
         same = torch.equal(found.rules[name].beta(FACTORS), found.rules[monotone].beta(FACTORS))
@@ -87,7 +87,7 @@ def _rows(axes: Axes, found: Adaptive) -> None:
 
 
 def _after(axes: Axes, found: Adaptive) -> None:
-    """The largest weight of rows, before and after, as shares of rows up to it."""
+    """Draw the cumulative distribution of the largest weight of rows, before and after."""
     lines: dict[str, tuple[Floats, dict[str, Any]]] = {
         AS_IT_RUNS: (found.largest, {"color": INK, "linewidth": 2.4, "linestyle": "-", "marker": None})
     }

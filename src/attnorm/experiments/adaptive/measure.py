@@ -14,7 +14,7 @@ from attnorm.normalizers.adaptive_temperature import EntropyRule, adaptive_tempe
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_nats
 
-KEEP = 0.5  # weight that the re-fit wants a row's winner to have
+KEEP = 0.5  # target weight of a row's winner in the re-fit
 FIT_ROWS = 4096
 PRINTED, REFIT = "printed", "re-fit"
 MONOTONE = {PRINTED: "printed, monotone", REFIT: "re-fit, monotone"}
@@ -22,7 +22,7 @@ MONOTONE = {PRINTED: "printed, monotone", REFIT: "re-fit, monotone"}
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Rows of real heads: number of keys, entropy as the model runs, and entropy and largest weight by version."""
+    """Rows of real heads: number of keys, entropy in the unchanged model, and entropy and largest weight by version."""
 
     n: Floats
     entropy: Floats
@@ -36,7 +36,7 @@ class Adaptive:
 
 
 def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
-    """The polynomials by name: printed, printed but never falling, fitted to these rows, and that one never falling."""
+    """Return the polynomials by name: printed and re-fit to these rows, both also in a monotone form."""
     generator = torch.Generator().manual_seed(seed)
     some = rows.where(torch.randperm(len(rows.n), generator=generator)[:FIT_ROWS])
     some = some.where(some.n > 2)
@@ -49,7 +49,7 @@ def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
 
 
 def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]]:
-    """The intervals of entropy on which beta > 1; one that is still open at the highest, e^12 keys, has no end."""
+    """Return the intervals of entropy with beta > 1; one that reaches the highest, e^12 keys, ends at infinity."""
     H = torch.linspace(0, highest, 12_001, dtype=torch.float64)
     above = (rule.beta(H) > 1).numpy()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(int)))
@@ -57,7 +57,7 @@ def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]
 
 
 REACH = acting(EntropyRule())[0]  # of the printed polynomial, in nats
-MOST_KEYS = int(math.exp(REACH[1]))  # uniform over more is beyond it
+MOST_KEYS = int(math.exp(REACH[1]))  # beyond it uniform rows are not corrected
 
 
 def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]) -> Adaptive:

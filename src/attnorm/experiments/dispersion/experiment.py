@@ -1,11 +1,11 @@
 """Dispersion against context length: the rate test, and for how many heads the ceiling of softmax binds.
 
-If dispersion were forced, the entropy of a head would climb to log n and the log-odds of its winner against the mean of
-the others, the effective gap, would stay where they are: slope 0 on log n. Slope 1 keeps the largest weight at every
-length. In a causal model one pass holds all shorter contexts, so every curve here comes from one pass, binned by n.
+If dispersion were forced, the entropy of a head would rise to log n. The effective gap, the log-odds of its winner
+against the mean of the others, would stay constant: slope 0 on log n. Slope 1 keeps the largest weight at every length.
+In a causal model one pass contains all shorter contexts, so every curve comes from one pass, binned by n.
 
-The same logits are measured as the model runs, among the keys beside the first (the sink), and from queries and keys
-before their rotation to positions: what the content alone would select.
+Logits are measured in three forms: unchanged, without the first key (the sink), and from queries and keys before their
+rotation, which shows what the content alone would select.
 """
 
 import math
@@ -135,7 +135,7 @@ def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> 
         f"0.25); the median slope is {median(slopes):.2f}, where the prediction is 0. So entropy climbs, but for "
         "most heads more slowly than forced dispersion would have it: their logits spread further apart as the "
         f"context grows. Growing on like that, the ceiling would bind for {now:.0%} of the heads at 8k keys and for "
-        f"{far:.0%} at a million. {reach.told}"
+        f"{far:.0%} at a million. {reach.sentence}"
     )
 
 

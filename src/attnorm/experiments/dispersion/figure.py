@@ -1,4 +1,4 @@
-"""Dispersion in six panels, and the curves of every head layer by layer."""
+"""Draw dispersion in six panels, and the curves of every head layer by layer."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def overview(
 
 
 def by_layer(curves: pa.Table, heads: pa.Table, which: str, about: str) -> Figure:
-    """One small panel per layer, a thin line per head."""
+    """Draw one small panel per layer, with a thin line per head."""
     layers = sorted(set(curves.column("layer").to_pylist()))
     across = 6 if len(layers) > 4 else len(layers)
     down = math.ceil(len(layers) / across)
@@ -133,7 +133,7 @@ def _gap(axes: Axes, curves: pa.Table) -> None:
 
 
 def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
-    """Distributions over heads, as the share of heads up to each slope."""
+    """Draw cumulative distributions of the slopes over heads."""
     table = heads[main, RUNS]
     lines = [("all keys", column(table, "gap_slope"), MEASURED)]
     lines.append(("without the sink key", column(table, "gap_slope_without_sink"), CORRECTED))
@@ -147,7 +147,7 @@ def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
         known = np.sort(slopes[np.isfinite(slopes)])
         shares = np.arange(1, len(known) + 1) / max(1, len(known))
         axes.plot(known, shares, **{**look, "markevery": max(1, len(known) // 8)}, label=label)
-    top = 1.3  # the legend stands above the lines
+    top = 1.3  # room for the legend above the lines
     for at in (0, 1):
         axes.axvline(at, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
     every = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
@@ -185,7 +185,7 @@ def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
     axes.set_xticks(list(CEILING_LENGTHS.values()), list(CEILING_LENGTHS))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(n[0], n[-1])
-    top = max(0.1, 1.9 * most)  # the legend stands above the lines
+    top = max(0.1, 1.9 * most)  # room for the legend above the lines
     axes.set_ylim(-0.02 * top, top)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("visible keys n  (shaded: beyond what was measured)")
@@ -211,7 +211,7 @@ def _layers(axes: Axes, table: pa.Table) -> None:
 
 
 def _groups(axes: Axes, table: pa.Table) -> None:
-    """Each head against the mean of the others of its group; without groups, slope against entropy."""
+    """Draw each head against the mean of the others of its group; without groups, slope against entropy."""
     layer, group, slope = (column(table, name) for name in ("layer", "kv_head", "gap_slope"))
     pairs = [
         (slope[index], float(np.nanmean(slope[others])))
@@ -245,7 +245,7 @@ def _groups(axes: Axes, table: pa.Table) -> None:
 
 
 def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
-    """n, and over heads the median, 10 % and 90 %."""
+    """Return n and, over heads, the median, 10 % and 90 %."""
     cut = bins(curves)
     numbers = [np.nanquantile(_finite(column(part, name)), (0.5, 0.1, 0.9)) for _, part in cut]
     return np.array([at for at, _ in cut]), *np.array(numbers).T

@@ -1,4 +1,4 @@
-"""How far the dispersion experiment goes: to the model's limit and beyond, unless text, positions or patience end."""
+"""Measure dispersion: which lengths, the tables of one pass, numbers per head, and where the ceiling binds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ TABLES = ("heads", "by_length")
 
 @dataclass(frozen=True)
 class Reach:
-    """Tokens of the main pass, and of one beyond what the model was made for; and why it is not more, in words."""
+    """Tokens of the main pass and of one beyond the model's context, and the reasons if they are not longer."""
 
     main: int
     beyond: int | None
-    why_not_limit: str = ""  # empty: the main pass is as long as the model was made for
+    why_not_limit: str = ""  # empty: the main pass is as long as the model's context
     why_not_beyond: str = ""
 
     @property
     def sentence(self) -> str:
-        """A sentence of the verdict."""
+        """A sentence of the summary."""
         further = f", and {self.beyond:,} beyond what the model was made for" if self.beyond else ""
         reasons = [reason for reason in (self.why_not_limit, self.why_not_beyond) if reason]
         why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
@@ -53,9 +53,9 @@ class Reach:
 
 
 def wanted(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int, ...]:
-    """Lengths to try for the main pass, the last one first choice.
+    """Return lengths for the main pass; the last is preferred.
 
-    limit: tokens that the model was made for, None: any number. longest: what the user asks for.
+    limit: context length of the model; None: any length. longest: the option of the user.
     """
     if quick:
         return QUICK_LENGTHS
@@ -67,8 +67,9 @@ def wanted(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int,
 def reach(
     main: int, limit: int | None, *, hard: bool, tokens: int, quick: bool, longest: int | None, model: str
 ) -> Reach:
-    """
-    main: the length of the main pass. hard: beyond the limit the model cannot go. tokens: of the text, at least.
+    """Decide whether there is a pass beyond the model's context, and give the reason if not.
+
+    main: length of the main pass. hard: the model cannot exceed its limit. tokens: of the text, at least.
     """
     if limit is None:
         further = "" if quick or longest is not None else "; --longest TOKENS goes further"
@@ -95,9 +96,9 @@ def reach(
 
 
 def head_table(tables: Mapping[str, pa.Table]) -> pa.Table:
-    """One row per head: slopes, entropy, spread, horizon, and the length from which the ceiling will bind.
+    """Return one row per head: slopes, entropy, spread, horizon, and the length from which the ceiling binds.
 
-    weight_slope is that of the log of the largest weight on log n (-1: it falls as 1/n), entropy_slope that of the
+    weight_slope: slope of the log of the largest weight on log n (-1: it falls as 1/n). entropy_slope: slope of the
     entropy in nats (1: as uniform attention).
     """
     curves: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -121,10 +122,10 @@ def head_table(tables: Mapping[str, pa.Table]) -> pa.Table:
 
 
 def bound_shares(heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table]) -> pa.Table:
-    """Shares of heads whose ceiling binds at 1k, 8k, 128k and 1M keys: no key can have half of the weight.
+    """Return the shares of heads whose ceiling binds at 1k, 8k, 128k and 1M keys: no key can have half of the weight.
 
-    `measured` from the spread of the rows of about that length, where there are any; `as measured` if the spread of the
-    longest rows stayed as it is; `growing` if it goes on growing as sqrt(log n), an extrapolation.
+    measured: from the spread of rows of about that length, if there are any. as_measured: if the spread of the longest
+    rows stayed constant. growing: if it keeps growing as sqrt(log n), an extrapolation.
     """
     rows = []
     for key, table in heads.items():
@@ -142,8 +143,10 @@ def bound_shares(heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table]) 
 
 
 def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999) -> dict[str, Any]:
-    """Do query heads that share their keys have like slopes? Variance within groups over that within layers, and how
-    often random groups of the same sizes have less."""
+    """Test whether query heads that share keys have similar slopes.
+
+    Returns the variance within groups over that within layers, and how often random groups have less.
+    """
     layer, group, slope = (column(heads, name) for name in ("layer", "kv_head", "gap_slope"))
     known = np.isfinite(slope)
     layer, group, slope = layer[known], group[known], slope[known]
@@ -176,13 +179,13 @@ def median(values: Floats) -> float:
 
 
 def share(values: Floats, above: float) -> float:
-    """Of the known values, those of at least so much."""
+    """Return the share of the known values that are at least `above`."""
     known = values[~np.isnan(values)]
     return float((known >= above).mean()) if len(known) else float("nan")
 
 
 def bins(curves: pa.Table) -> list[tuple[float, pa.Table]]:
-    """The curves cut by bins of n, from the shortest: mean n, and the rows of all heads."""
+    """Split the curves by bins of n, shortest first: mean n, and the rows of all heads."""
     low = column(curves, "n_low")
     return [
         (float(column(part, "n").mean()), part)
@@ -216,7 +219,7 @@ def _slope(curve: Sequence[Mapping[str, Any]], name: str, *, logarithm: bool = F
 
 
 def _within(layer: Floats, group: Floats, slope: Floats) -> float:
-    """Mean square around the groups' means over mean square around the layers' means, degrees of freedom counted."""
+    """Return the variance within groups over the variance within layers, with degrees of freedom."""
 
     def spread(which: Floats) -> float:
         _, index = np.unique(which, return_inverse=True)
@@ -229,14 +232,14 @@ def _within(layer: Floats, group: Floats, slope: Floats) -> float:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of a length gave: for each variant the heads and the curves against n."""
+    """The tables of one pass: for each variant the heads and the curves against n."""
 
     length: int
     variants: Mapping[str, Mapping[str, pa.Table]]  # RUNS, and CONTENT where the model rotates
 
 
 def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, folder: Path) -> Pass:
-    """One pass; its tables are kept in the folder and read from there when they are complete."""
+    """Run one pass and keep its tables in the folder; read them from there if they are complete."""
     done = folder / f"{length}-{rows}"
     if (done / "finished").exists():
         names = [variant for variant in (RUNS, CONTENT) if (done / f"{variant}-heads.parquet").exists()]

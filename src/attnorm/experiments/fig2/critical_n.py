@@ -1,4 +1,4 @@
-"""Critical N: the smallest N at which two numbers per head are no longer told apart, and how sure that is.
+"""Critical N: the smallest N at which a test no longer distinguishes two numbers per head, and its uncertainty.
 
 The test is the two-sample Kolmogorov-Smirnov test over the heads of a model, as in Mudarisov et al. 2025, section 3.1,
 https://arxiv.org/abs/2508.17821. Arrays are (heads, len(grid)): a column for each N of a grid.
@@ -20,7 +20,7 @@ LEVEL = 0.01
 
 
 def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
-    """Every N at first, then steps by that factor, up to length - 1."""
+    """Return every N up to `dense_up_to`, then steps by the factor `ratio`, up to length - 1."""
     grid = list(range(1, min(dense_up_to, length - 1) + 1))
     while grid[-1] < length - 1:
         grid.append(min(max(grid[-1] + 1, round(grid[-1] * ratio)), length - 1))
@@ -28,21 +28,21 @@ def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
 
 
 def ks_statistic(first: Floats, second: Floats) -> Floats:
-    """The largest gap between the two empirical distributions, column by column."""
+    """Return the largest gap between the two empirical distributions, column by column."""
     count = len(first)
     values = np.concatenate([first, second])
     steps = np.concatenate([np.full(first.shape, 1.0), np.full(second.shape, -1.0)])
     order = np.argsort(values, axis=0, kind="stable")
     gaps = np.abs(np.cumsum(np.take_along_axis(steps, order, 0), axis=0))
     values = np.take_along_axis(values, order, 0)
-    # Between equal values there is no gap to see.
+    # Between equal values there is no gap.
     last_of_equals = np.concatenate([values[1:] != values[:-1], np.full((1, values.shape[1]), True)])
     return np.asarray(np.where(last_of_equals, gaps, 0.0).max(0) / count, dtype=np.float64)
 
 
 @lru_cache(maxsize=64)
 def ks_threshold(heads: int, level: float = LEVEL) -> float:
-    """The smallest statistic of two samples of that many heads whose exact p-value is below the level."""
+    """Return the smallest statistic of two samples of this many heads whose exact p-value is below the level."""
     for steps in range(1, heads + 1):
         if ks_p_value(steps, heads) < level:
             return steps / heads
@@ -50,7 +50,7 @@ def ks_threshold(heads: int, level: float = LEVEL) -> float:
 
 
 def ks_p_value(steps: int, heads: int) -> float:
-    """P(statistic >= steps / heads) for two samples from one law: Gnedenko and Korolyuk's alternating sum."""
+    """Return P(statistic >= steps / heads) for two samples from one law: Gnedenko and Korolyuk's alternating sum."""
     total, sign = 0.0, 1.0
     for shift in range(steps, heads + 1, steps):
         total += sign * math.exp(_log_choose(2 * heads, heads - shift) - _log_choose(2 * heads, heads))
@@ -59,12 +59,12 @@ def ks_p_value(steps: int, heads: int) -> float:
 
 
 def accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
-    """For each N: whether the test cannot tell the two apart."""
+    """Return for each N whether the test does not distinguish the two."""
     return ks_statistic(first, second) < ks_threshold(len(first), level)
 
 
 def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: float = LEVEL) -> float:
-    """The smallest N of the grid at which the test accepts; NaN where it never does."""
+    """Return the smallest N of the grid at which the test accepts; NaN if it never does."""
     found = np.flatnonzero(accepted(first, second, level))
     return float(grid[found[0]]) if len(found) else math.nan
 
@@ -72,28 +72,28 @@ def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: floa
 def resampled_critical_n(
     first: Floats, second: Floats, grid: tuple[int, ...], which: npt.NDArray[np.int64], level: float = LEVEL
 ) -> Floats:
-    """Critical N for each row of head numbers: a bootstrap, or subsamples of fewer heads."""
+    """Return the critical N for each row of head indices: a bootstrap, or subsamples of fewer heads."""
     return np.array([critical_n(first[heads], second[heads], grid, level) for heads in which])
 
 
 def rejection_rates(first: Floats, second: Floats, which: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
-    """The power of the test at each N: the share of the resamples in which it tells the two apart."""
+    """Return the power of the test at each N: the share of resamples in which it rejects."""
     return np.asarray(1 - np.mean([accepted(first[heads], second[heads], level) for heads in which], axis=0))
 
 
 def bootstrap_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArray[np.int64]:
-    """Head numbers (draws, size), drawn with replacement."""
+    """Return head indices (draws, size), drawn with replacement."""
     return np.random.default_rng(seed).integers(0, heads, (draws, size))
 
 
 def subsampled_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArray[np.int64]:
-    """Head numbers (draws, size), none twice in a draw."""
+    """Return head indices (draws, size), drawn without replacement."""
     generator = np.random.default_rng(seed)
     return np.stack([generator.permutation(heads)[:size] for _ in range(draws)])
 
 
 def interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
-    """The middle share of the values; NaN among them are left out."""
+    """Return the central interval of the values, without NaN."""
     tail = (1 - confidence) / 2
     kept = values[np.isfinite(values)]
     if not len(kept):
@@ -103,15 +103,15 @@ def interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
 
 
 def middle(values: Floats) -> float:
-    """The median; NaN among them are left out, and NaN it is where there are no others."""
+    """Return the median without NaN; NaN if there are no other values."""
     kept = values[np.isfinite(values)]
     return float(np.median(kept)) if len(kept) else math.nan
 
 
 def power_law_over_heads(lengths: tuple[int, ...], critical: Floats, resampled: Floats) -> PowerLaw | None:
-    """c L^g through the critical N of each length; the interval of g is that of resamples (draws, lengths) of heads.
+    """Fit c L^g to the critical N of each length; the interval of g comes from resampled heads (draws, lengths).
 
-    None where fewer than three lengths have a critical N.
+    None if fewer than three lengths have a critical N.
     """
     usable = torch.from_numpy(np.isfinite(critical))
     if usable.sum() < 3:

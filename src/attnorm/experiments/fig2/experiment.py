@@ -1,9 +1,9 @@
-"""Figure 2: the distance between what a head selects and the rest, against what random selection would give.
+"""Figure 2: the distance between the selected keys and the rest, compared with random selection.
 
-The paper compares the distance d_tilde of every head with its expectation E for a random set of the same size, and
-calls the N at which a Kolmogorov-Smirnov test cannot tell them apart critical. Its E is misprinted. This measures both,
-and asks what the printed one really tells: d_tilde is about (L - N) ||s||, the printed E about (L - N) ||x_bar||, so
-the two meet when the N heaviest keys make up the whole output, whatever random sets do.
+The paper compares the distance d_tilde of every head with its expectation E for a random set of the same size. The
+critical N is the smallest at which a Kolmogorov-Smirnov test does not distinguish the two. Its E is misprinted. This
+experiment measures both forms and what the printed one means: d_tilde is about (L - N) ||s||, the printed E about
+(L - N) ||x_bar||. So the two meet when the N heaviest keys make up the whole output, whatever random sets do.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Sizes:
     resamples: int
     draws: int  # of random sets
     windows: int  # of the text, at the length of panel (b)
-    heaviest: int  # keys that the corrected bounds of panels (a) and (b) tell apart
+    heaviest: int  # keys that the corrected bounds of panels (a) and (b) treat separately
 
 
 FULL = Sizes((32, 64, 128, 256, 512, 1024, 2048), 1.06, 400, 200, 4, 6)
@@ -148,7 +148,7 @@ def _critical(distances: Distances, pair: str) -> float:
 
 
 def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> Comparison:
-    """Critical N at every length, with intervals from resampled heads, and the power law through it."""
+    """Compute the critical N at every length, with intervals from resampled heads, and the power law through it."""
     heads = min(one.heads for one in distances)
     which = bootstrap_heads(heads, heads, sizes.resamples, seed)
     found, resampled = [], []
@@ -165,7 +165,7 @@ def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> 
 
 
 def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float | int | str]]:
-    """What the test would have said of a model with fewer heads: critical N, and its power at N = 5."""
+    """Repeat the test with fewer heads: critical N, and the power at N = 5."""
     rows: list[dict[str, float | int | str]] = []
     for pair in (PRINTED, UPPER):
         first, second = PAIRS[pair](at)
@@ -186,7 +186,7 @@ def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float
 def _choices(
     subject: Subject, length: int, sizes: Sizes, progress: ProgressCallback
 ) -> list[dict[str, float | int | str]]:
-    """Critical N for other windows of the text and other vectors: the paper fixes neither."""
+    """Compute the critical N for other windows of the text and other vectors, which the paper does not specify."""
     rows: list[dict[str, float | int | str]] = []
     tokens = subject.tokens(length * sizes.windows)
     for start in (length * window for window in range(1, sizes.windows)):

@@ -1,4 +1,4 @@
-"""Figure 2 in the paper's layout, and a second one that shows why the printed critical N is what it is."""
+"""Draw Figure 2 in the paper's layout, and a second figure that explains the printed critical N."""
 
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +82,7 @@ def _critical(axes: Axes, result: Result) -> None:
         if law is not None:
             label_text = None if label is None else f"{label}: {law.coefficient:.2g} $L^{{{law.exponent:.2f}}}$"
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
-            at = lengths[np.isfinite(values)]  # what the fit rests on
+            at = lengths[np.isfinite(values)]  # the points of the fit
             axes.plot(at, law.coefficient * at**law.exponent, label=label_text, **fit)
     axes.set_xlabel("context length $L$ (tokens)")
     axes.set_ylabel("critical $N$ (KS test, level 0.01)")
@@ -139,7 +139,7 @@ def _statistics(axes: Axes, result: Result) -> None:
     for first, second, look, label in compared:
         axes.plot(at.grid, ks_statistic(first, second), label=label, markevery=6, **look)
     threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
-    axes.axhline(ks_threshold(at.heads), label="told apart above this line", **threshold)
+    axes.axhline(ks_threshold(at.heads), label="distinguished above this line", **threshold)
     axes.set_ylim(0, 1.45)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     _log2_ticks(axes, [4**power for power in range(6) if 4**power <= at.length])

@@ -1,4 +1,4 @@
-"""Figure 2 judged: each statement of the paper about it, our number, and what the corrected theory says."""
+"""Judge Figure 2: each statement of the paper, our number, and the explanation by the corrected theory."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def summary(result: Result) -> str:
     L = result.length
     reason = explained(result.at_panel, printed.top_n)
     if math.isnan(printed.top_n):
-        return f"At L = {L} the printed expectation is told apart from the distance at every N."
+        return f"At L = {L} the test distinguishes the printed expectation from the distance at every N."
     return (
         f"At L = {L} the printed expectation meets the measured distance from N = {printed.top_n:g} on "
         f"({printed.share:.3f} L; the paper: about 0.06 L), and leaves it again beyond N = {printed.last_accepted}. "
@@ -49,7 +49,7 @@ def summary(result: Result) -> str:
 
 
 def explained(at: Distances, top_n: float) -> float:
-    """The share of the variance of log(printed / d_tilde) over heads that log(||x_bar|| / ||s||) accounts for."""
+    """Return the share of the variance of log(printed / d_tilde) over heads that log(||x_bar|| / ||s||) explains."""
     if math.isnan(top_n):
         return math.nan
     column = at.column(int(top_n))
@@ -189,7 +189,7 @@ def _never(result: Result) -> str:
     every = result.comparisons[PRINTED].critical
     never = [str(one.length) for one in every if math.isnan(one.top_n)]
     rests = f"so the fit rests on {len(every) - len(never)} of {len(every)} lengths"
-    return f"; at L = {', '.join(never)} the printed one is told apart at every N, {rests}" if never else ""
+    return f"; at L = {', '.join(never)} the test rejects the printed one at every N, {rests}" if never else ""
 
 
 def _meaning(result: Result) -> Finding:
@@ -207,8 +207,8 @@ def _meaning(result: Result) -> Finding:
         f"{expected:.0%} of the distance (KS statistic {_ks(at.measured, at.upper, column):.2f}, threshold "
         f"{ks_threshold(at.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
         f"{_share(explained(at, printed.top_n))} of the variance of log(printed / measured); permuted values give "
-        f"N = {result.permuted_critical[PRINTED]:g}; sets that are random are told apart from the printed expectation "
-        f"at {sum(rejected)} of {len(rejected)} N",
+        f"N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the printed expectation at "
+        f"{sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",
         "The printed critical N measures top-N mass, not indistinguishability from random selection.",
     )
@@ -253,14 +253,14 @@ def _linear(law: PowerLaw | None) -> bool:
 
 
 def _ratio(result: Result, name: str) -> float:
-    """Median of the corrected expectation over the distance, at the printed critical N."""
+    """Return the median of the corrected expectation over the distance, at the printed critical N."""
     at = result.at_panel
     column = at.column(int(result.critical(PRINTED).top_n))
     return float(np.median(getattr(at, name)[:, column] / at.measured[:, column]))
 
 
 def _rejects_random_sets(point: Point) -> bool:
-    """Whether the test with the printed expectation finds random sets to be other than random."""
+    """Return whether the test with the printed expectation rejects random sets."""
     statistic = ks_statistic(point.expected[:, None], point.printed[:, None])[0]
     return bool(statistic >= ks_threshold(len(point.expected)))
 

@@ -1,6 +1,6 @@
-"""The numbers behind Figure 2: the distance of every head at every N, and what random selection would give instead.
+"""Measure Figure 2: the distance of every head at every N, and the expectation for random selection.
 
-All formulas are theory's; here they are taken at the last row of every head. Arrays are (heads, len(grid)).
+The formulas are those of attnorm.theory, applied to the last row of every head. Arrays are (heads, len(grid)).
 """
 
 import math
@@ -25,7 +25,7 @@ from attnorm.theory.random_set import (
 )
 from attnorm.theory.selection import SelectedRows
 
-# What the test compares with the measured distance, or, for NORMS, with ||s||.
+# What the test compares with the measured distance or, for NORMS, with ||s||.
 PRINTED, UPPER, LOWER = "printed", "corrected, upper end", "corrected, lower end"
 NORMS = "||s|| against ||x_bar||"
 
@@ -54,7 +54,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Point:
-    """Every head at one length and N, with what is too slow for every N."""
+    """Every head at one length and N, with the quantities that are too slow for every N."""
 
     length: int
     top_n: int
@@ -79,18 +79,18 @@ class Point:
 
 
 def whole(layers: Sequence[LastRows], length: int) -> list[LastRows]:
-    """The layers whose last row sees all keys: a sliding window does not."""
+    """Return the layers whose last row sees all keys, which a sliding window does not."""
     kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
     if not kept:
         raise ValueError(
-            f"no layer of this model looks at all {length} tokens with finite weights; Figure 2 is about rows that do"
+            f"no layer of this model attends to all {length} tokens with finite weights, which Figure 2 needs"
         )
     return kept
 
 
 @one_thread()
 def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Callable[[int], None]) -> Distances:
-    """tell: how many N are done."""
+    """Measure every N of the grid. progress: called with the number of finished N."""
     length = layers[0].keys
     every = [layer.selected(max(grid)) for layer in layers]
     for rows in every:
@@ -108,7 +108,7 @@ def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Calla
 def at_point(
     layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
 ) -> Point:
-    """draws: of random sets. heaviest: how many keys the corrected bounds tell apart, tighter for peaked rows."""
+    """Measure one N. draws: random sets. heaviest: keys that the corrected bounds treat separately; more is tighter."""
     chosen = [layer.selected(top_n) for layer in layers]
     drawn = [random_set_monte_carlo(rows, draws, generator) for rows in chosen]
     bounds = [theorem1_random_bounds(rows, heaviest) for rows in chosen]
@@ -192,11 +192,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was measured."""
+    """All measurements of Figure 2."""
 
     distances: tuple[Distances, ...]  # by length
     at_panel: Distances  # at the length of panel (b)
-    permuted: Distances  # there, with the weights dealt out at random
+    permuted: Distances  # at the same length, with permuted weights
     by_length: tuple[Point, ...]  # panel (a)
     by_n: tuple[Point, ...]  # panel (b)
     comparisons: Mapping[str, Comparison]
@@ -209,5 +209,5 @@ class Result:
         return self.at_panel.length
 
     def critical(self, name: str) -> Critical:
-        """At the length of panel (b)."""
+        """Return the critical N of a comparison at the length of panel (b)."""
         return self.comparisons[name].at(self.length)

@@ -1,9 +1,9 @@
-"""Figure 3: how many of the N selected keys are geometrically distinguishable, and how many chance would make so.
+"""Figure 3: how many of the N selected keys are geometrically distinguishable, compared with chance.
 
-N_s counts the selected y_i = a_i x_i within r of the context vector s, r the distance of the nearest key that was not
-selected. The paper normalises the vectors to a sphere; here also as they are. Beside the measured N_s / N stand the
-same weights dealt out to the keys at random (permuted), directions drawn anew (Assumption 1, "isotropic"), and the
-bounds of Theorem 2 as printed and as corrected.
+N_s counts the selected y_i = a_i x_i within r of the context vector s; r is the distance of the nearest key outside the
+selection. The paper normalizes the vectors to a sphere; here they are also measured unchanged. The measured N_s / N is
+compared with permuted weights, with random directions (Assumption 1, "isotropic"), and with the bounds of Theorem 2 as
+printed and as corrected.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     generator = torch.Generator().manual_seed(subject.seed)
     layers = [one for one in last_rows(subject, length, progress=progress) if one.keys > max(top_n)]
     if not layers:
-        raise ValueError(f"no layer of this model looks at more than {max(top_n)} keys; Figure 3 needs rows that do")
+        raise ValueError(f"no layer of this model attends to more than {max(top_n)} keys, which Figure 3 needs")
     sphere = measure([one.on_sphere() for one in layers], top_n, draws, generator, progress, "on the sphere")
     raw = measure(layers, top_n, draws, generator, progress, "as they are")
     setting = (
@@ -58,7 +58,7 @@ EXPERIMENT = Experiment(
     name="fig3",
     title="Figure 3: geometric separability",
     source="Mudarisov et al. 2025, Figure 3 and Theorem 2",
-    question="Which share of the selected keys can be told from the others, and is that more than chance?",
+    question="Which share of the selected keys is distinguishable from the others, and is that more than chance?",
     run=_run,
     tokens=(LENGTH, QUICK_LENGTH),
 )
@@ -83,10 +83,10 @@ def summary(sphere: Separabilities, raw: Separabilities) -> str:
     return (
         f"On the sphere the median share of distinguishable keys goes from {medians[0]:.2f} at N = {sphere.top_n[0]} "
         f"to {_at(sphere, TURN):.2f} at N = {TURN} and {medians[-1]:.2f} at N = {last}; with the values as they are it "
-        f"ends at {_medians(raw)[-1]:.2f}. The same weights dealt out to random keys give {_null(sphere)[-1]:.2f} at "
+        f"ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {_null(sphere)[-1]:.2f} at "
         f"N = {last}, uniform directions {np.median(sphere.isotropic[:, -1]):.2f}; at N = {TURN} {above:.0%} of the "
         f"heads separate clearly more keys than their own permutation. The level is no limit of attention: theory "
-        "allows every value from 0 to 1, and heads are to be judged against their own null."
+        "allows every value from 0 to 1. Compare each head with its own null."
     )
 
 
@@ -166,7 +166,7 @@ def _printed_lower(sphere: Separabilities) -> Finding:
 
 
 def _ideal(sphere: Separabilities) -> Finding:
-    """What Assumption 1 itself gives."""
+    """Judge the claim about Assumption 1 itself."""
     values = np.median(sphere.isotropic, axis=0)
     late = values[[N >= TURN for N in sphere.top_n]]
     low, high = SATURATED

@@ -1,4 +1,4 @@
-"""Figure 3: box plots over heads with the bounds of Theorem 2, as printed and as corrected, and two nulls."""
+"""Draw Figure 3: box plots over heads, the bounds of Theorem 2 as printed and as corrected, and two nulls."""
 
 from typing import Any
 

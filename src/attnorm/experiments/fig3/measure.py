@@ -31,8 +31,8 @@ class Separabilities:
     top_n: tuple[int, ...]
     draws: int  # of each null
     measured: Floats
-    permuted: Floats  # the weights dealt out to the keys at random, r found anew
-    isotropic: Floats  # directions drawn anew (Assumption 1), r found anew
+    permuted: Floats  # the weights permuted over the keys, r computed again
+    isotropic: Floats  # random directions (Assumption 1), r computed again
     isotropic_fixed: Floats  # the same with r fixed at the measured one: what Theorem 2 is about
     fixed_error: Floats  # its standard error
     lower: Floats  # corrected bounds for that r
@@ -43,7 +43,7 @@ class Separabilities:
 
     @property
     def slack(self) -> Floats:
-        """How far the mean of the draws with r fixed may lie from the truth; where all agree, by the rule of three."""
+        """Return the tolerance of the mean of the draws with r fixed; if all agree, by the rule of three."""
         return np.asarray(4 * self.fixed_error + 3 / (self.draws * np.array(self.top_n)))
 
     def table(self, vectors: str) -> pa.Table:
@@ -68,7 +68,7 @@ def measure(
     progress: ProgressCallback,
     what: str,
 ) -> Separabilities:
-    """tell: after each layer."""
+    """Measure all layers; progress is called after each."""
     found: dict[str, list[Floats]] = {}
     for index, layer in enumerate(layers):
         every = layer.selected(max(top_n))
@@ -85,9 +85,9 @@ def measure(
 
 
 def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
-    """Both forms of the bounds, for the radius of each row as if it had been fixed in advance.
+    """Return both forms of the bounds, with the radius of each row treated as fixed in advance.
 
-    They are about a_i x_i with x_i on a sphere: what a vector is longer than 1 goes into its weight.
+    They hold for a_i x_i with x_i on the unit sphere, so the length of a vector is moved into its weight.
     """
     unit, lengths = on_sphere(layer.vectors), torch.linalg.vector_norm(layer.vectors, dim=-1)
     every = SelectedRows(every.weights * lengths.unsqueeze(-2), unit, every.visible, every.indices, False)
@@ -104,14 +104,14 @@ def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> d
 
 
 def _at_each(every: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
-    """A number of every row for each N, in the last dimension."""
+    """Return a number of every row for each N, in the last dimension."""
     return torch.stack([number(every.with_indices(every.indices[..., :N])) for N in top_n], -1)
 
 
 def _nulls(
     layer: LastRows, top_n: tuple[int, ...], radii: Tensor, draws: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """What theory.geometry.separability_null draws for one N at a time; here a draw serves all N and both radii."""
+    """Return the nulls of theory.geometry.separability_null, with one draw for all N and both radii."""
     lengths = torch.linalg.vector_norm(layer.vectors, dim=-1, keepdim=True)
     permuted, isotropic, fixed = [], [], []
     for _ in range(draws):

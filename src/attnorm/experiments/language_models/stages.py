@@ -88,7 +88,8 @@ def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
 
 def second_seed(workspace: Workspace, normalizers: Names = None, *, count: int = 3, **limits: Unpack[Limits]) -> bool:
     """Run everything for seed 1: these normalizers, or softmax and the `count` whose main runs ended lowest."""
-    return everything(workspace, normalizers or closest(workspace, count), **{**limits, "seeds": [1]})
+    limits["seeds"] = [1]
+    return everything(workspace, normalizers or closest(workspace, count), **limits)
 
 
 def write_tables(folder: Path) -> None:
@@ -147,7 +148,10 @@ def run_stage(
         prepare(workspace, texts, held_out[0], held_out[1:])
         return True
     if stage == "try":
-        choose_engines(workspace, only, **{name: value for name, value in limits.items() if name != "seeds"})
+        choose_engines(
+            workspace, only, max_minutes=limits.get("max_minutes"), device=limits.get("device"),
+            log=limits.get("log", lambda words: None),
+        )  # fmt: skip
         return True
     if stage == "second-seed":
         return second_seed(workspace, only, count=count, **limits)

@@ -1,9 +1,9 @@
-"""The logit spread of real heads: the table of Velickovic et al. 2024 for any models, beside Proposition 3.1.
+"""The logit spread of real heads: the table of Velickovic et al. 2024 for any models, next to Proposition 3.1.
 
 The spread d = largest - smallest logit sets the ceiling: among n keys no weight exceeds 1/(1 + (n-1) e^-d). The paper's
-table gives one number per model; over which rows and at which length our source does not say. So three readings stand
-side by side: each head's last row, the mean of its longest rows, and the last row without the first key. And since the
-spread grows with the length, several models are also compared at the longest context that all of them have.
+table has one number per model; our source does not specify rows and length. So there are three readings: each head's
+last row, the mean of its longest rows, and the last row without the first key. The spread grows with the length, so
+several models are also compared at the longest context that all of them have.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def judge_claims(found: Sequence[Spreads]) -> tuple[Finding, ...]:
 
 
 def summary(found: Sequence[Spreads]) -> str:
-    """The paragraph: the table in a sentence, then what decides the numbers in it."""
+    """Return the summary: the table in a sentence, then what decides its numbers."""
     spreads = ", ".join(
         f"the {len(one.last)} heads of {one.model} {_spread(one.last)} nats at {one.keys:,} keys" for one in found
     )
@@ -113,7 +113,7 @@ def _compared(found: Sequence[Spreads]) -> str:
 
 
 def _each(found: Sequence[Spreads], phrases: Sequence[str]) -> str:
-    """What is told of every model, under its name where there are several."""
+    """Join the phrases of all models, with their names if there are several."""
     return (
         phrases[0]
         if len(found) == 1
@@ -122,7 +122,7 @@ def _each(found: Sequence[Spreads], phrases: Sequence[str]) -> str:
 
 
 def _together(verdicts: Sequence[Verdict]) -> Verdict:
-    """Models that were not tested do not count; those that differ make it partly."""
+    """Combine verdicts: untested models do not count; different verdicts give "partly"."""
     tested = {verdict for verdict in verdicts if verdict != "not tested"}
     if not tested:
         return "not tested"
@@ -168,7 +168,7 @@ def _proposition(found: Sequence[Spreads]) -> Finding:
             f"holds in {holds} of {len(ratio)} heads; the bound is {np.median(ratio):.0f} times the spread in the "
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"
         )
-    # A bound that fails anywhere is no bound.
+    # One violation refutes a bound.
     verdict = "does not" if "does not" in verdicts else _together(verdicts)
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
     return Finding(

@@ -1,4 +1,4 @@
-"""The spread over heads of one model or several beside the printed table, against the length, and Proposition 3.1."""
+"""Draw the spread over heads of one or several models next to the printed table, against length, and Proposition 3.1."""
 
 import itertools
 import textwrap
@@ -17,7 +17,7 @@ from attnorm.experiments.spread.measure import PRINTED, READINGS, Spreads
 SPREADS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 LENGTHS = (16, 64, 256, 1024, 4096, 16384)
 BANDS = 3  # models: more would hide each other
-# Several models: apart by marker and lightness too, and none is the dashed blue of theory.
+# Several models differ in marker and lightness too; dashed blue is reserved for theory.
 LOOKS: tuple[dict[str, Any], ...] = (
     MEASURED,
     {"color": "#d9731a", "linestyle": (0, (1, 1)), "marker": "^", "markersize": 4.5, "linewidth": 1.8},
@@ -29,7 +29,7 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """Of the table."""
+    """One row of the table."""
 
     label: str
     range: tuple[float, float]
@@ -71,16 +71,16 @@ def _about(found: Sequence[Spreads]) -> str:
 
 
 def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
-    """Mean, standard deviation and range, as the paper's table has them; of ours the quartiles are drawn.
+    """Draw mean, standard deviation and range as in the paper's table; for ours, the quartiles.
 
-    Mean - std of a skewed distribution may lie below 0, which no logarithmic axis has.
+    Mean - std of a skewed distribution may be negative, which a logarithmic axis cannot show.
     """
     rows = [
         Row(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
         for model, (low, high, mean, std) in PRINTED.items()
     ]
     for one, look in zip(found, looks, strict=True):
-        # Of one model all readings; several are told apart by a row each.
+        # One model has a row per reading; several models have one row each.
         for reading, meaning in (
             READINGS.items() if len(found) == 1 else [("last", f"{one.keys:,} keys, {len(one.head)} heads")]
         ):
@@ -168,5 +168,5 @@ def _bound(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]
 
 
 def _short(name: str) -> str:
-    """A hub name without its owner, in lines that fit beside an axis."""
+    """Return a hub name without its owner, in lines that fit beside an axis."""
     return "\n".join(textwrap.wrap(name.rsplit("/", 1)[-1], 26)[:2]) or name

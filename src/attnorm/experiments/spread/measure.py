@@ -1,4 +1,4 @@
-"""Logit spreads of the heads of models, and the tables that hold them: the printed one with a row for every model."""
+"""Measure the logit spread of every head of a model, and collect the models in tables next to the printed one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ READINGS = {
     "mean": "mean of the longest rows",
     "last_without_sink": "last row, first key left out",
 }
-FIRST = 16  # keys: the shortest context that is told
+FIRST = 16  # keys: the shortest context
 
 
 @dataclass(frozen=True)
 class Spreads:
-    """Of one model: one number per head, and (heads, lengths) against the number of keys."""
+    """One model: one number per head, and (heads, lengths) against the number of keys."""
 
     model: str
     text: str
@@ -44,7 +44,7 @@ class Spreads:
 
     @property
     def keys(self) -> int:
-        """That the last row sees."""
+        """Number of keys of the last row."""
         return int(self.n[-1])
 
     @property
@@ -53,22 +53,22 @@ class Spreads:
 
     @property
     def bound_ratio(self) -> Floats:
-        """The bound over the spread, of the heads for which it is known."""
+        """The bound over the spread, for heads with a known bound."""
         known = ~np.isnan(self.bound)
         return np.asarray(self.bound[known] / self.last[known])
 
     def at(self, keys: int) -> Floats:
-        """Every head with so many keys."""
+        """Return the spread of every head with this many keys."""
         return np.asarray(self.against_n[:, self.n.tolist().index(keys)])
 
 
 def common_keys(found: Sequence[Spreads]) -> int:
-    """The longest context at which all models were measured."""
+    """Return the longest context at which all models were measured."""
     return int(max(set.intersection(*(set(one.n.tolist()) for one in found))))
 
 
 def spread_table(found: Sequence[Spreads]) -> pa.Table:
-    """The paper's rows as printed, then one for every model; what the paper does not say is left empty."""
+    """Return the paper's rows as printed, then one per model; cells that the paper does not have are empty."""
     rows: list[dict[str, Any]] = [
         {
             "model": model, "smallest": low, "largest": high, "mean": mean, "deviation": deviation,
@@ -99,7 +99,7 @@ def _moments(reading: str, values: Floats) -> dict[str, float]:
 
 
 def heads_table(found: Sequence[Spreads]) -> pa.Table:
-    """One row per head; lengths that a model does not reach are empty."""
+    """Return one row per head; lengths beyond a model's context are empty."""
     return pa.concat_tables([_heads(one) for one in found], promote_options="default")
 
 
@@ -153,7 +153,7 @@ def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int
 
 
 def lengths_up_to(length: int) -> NDArray[np.int64]:
-    """Half an octave apart whatever the last one is, so that models of different reach meet at the same lengths."""
+    """Return lengths half an octave apart from a fixed start, so that models of different context share lengths."""
     steps = FIRST * 2 ** (np.arange(2 * np.log2(length / FIRST)) / 2)
     return np.unique([*steps.round().astype(np.int64), length])
 

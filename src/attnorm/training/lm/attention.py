@@ -1,9 +1,12 @@
-"""Compiled blocks, with the attention of a replaced softmax beside the graphs where it brings kernels of its own.
+"""How attention is computed while training: compiled blocks, and dense attention over the whole matrix of weights.
 
-A rescaled softmax is traced like the rest of a block, and so is every normalizer where the whole matrix of weights is
-computed at once (`dense`). Otherwise they run on Triton kernels or FlexAttention, which are compiled already, or block
-by block with a backward pass of its own: traced into the graph of a block they would be compiled twice, or unrolled. So
-a graph ends before such an attention call and another begins after it.
+A rescaled softmax is traced with the rest of a block. So is every normalizer with dense attention. Otherwise attention
+runs on Triton kernels or FlexAttention, which are compiled already, or block by block with its own backward pass. The
+graph of a block would compile these twice or unroll them, so it is split around the call.
+
+Dense attention is the fastest form of most normalizers at training lengths: at a thousand tokens the matrix of a layer
+is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences use the engines,
+which never hold the matrix.
 """
 
 from collections.abc import Iterator
@@ -22,18 +25,19 @@ from attnorm.training.lm.model import ARCHITECTURES
 from attnorm.training.lm.settings import LMSettings
 
 Attention = Literal["engine", "dense"]
-LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; past it torch would go on uncompiled, and say so only in a log
+LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; beyond it torch continues uncompiled and only logs it
 
 
 def check_attention(attention: Attention, settings: LMSettings) -> None:
-    """
+    """Check that dense attention is possible with this normalizer.
+
     Raises:
-        ValueError: Dense attention is asked of a mechanism, which has no matrix of weights.
+        ValueError: The normalizer is a mechanism, which has no matrix of weights.
     """
     if attention == "dense" and isinstance(get(settings.normalizer, **settings.normalizer_options), Mechanism):
         raise ValueError(
             f"dense attention multiplies values by a matrix of weights, and {settings.normalizer!r} is a mechanism "
-            "that makes none; leave --dense (attention='dense') out"
+            "without one; remove --dense (attention='dense')"
         )
 
 
@@ -44,7 +48,7 @@ def compile_blocks(model: Any, settings: LMSettings) -> None:
 
 @contextmanager
 def in_training(model: Any, *, compiled: bool = False, attention: Attention = "engine") -> Iterator[None]:
-    """While a model is trained: how its patched layers attend, and how many graphs may be compiled."""
+    """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled."""
     from transformers import AttentionInterface
 
     from attnorm.models import kernel
@@ -64,9 +68,9 @@ def in_training(model: Any, *, compiled: bool = False, attention: Attention = "e
 
 @contextmanager
 def without_compiled_blocks(model: Any, settings: LMSettings) -> Iterator[None]:
-    """The blocks as written, for other shapes than in training: compiling for them would cost more than it saves.
+    """Run the blocks uncompiled, for shapes other than in training, where compiling costs more than it saves.
 
-    Nothing else is kept from compiling: FlexAttention uncompiled would hold all weights at once.
+    Everything else may still compile: FlexAttention without compiling would hold all weights at once.
     """
     blocks = list(ARCHITECTURES[settings.architecture].blocks(model))
     compiled = [block._compiled_call_impl for block in blocks]
@@ -98,16 +102,15 @@ def dense_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Output (B, L, H, D) of a patched attention module that sees its whole causal sequence, without padding.
+    """Return the output (B, L, H, D) of a patched attention module for whole causal sequences without padding.
 
-    Logits and weights are float32; half precision queries and keys enter the logits unrounded, also where matrix units
-    read float32 as TF32, but for a scale rule's factors. The weights are rounded to the values' dtype, as fused
-    kernels do.
+    Logits and weights are float32. Half precision queries and keys enter the logits exactly, even with TF32, except for
+    the factors of a scale rule. The weights are rounded to the values' dtype, as in fused kernels.
     """
     normalizer = getattr(module, NORMALIZER)
     assert isinstance(normalizer, Normalizer)
     if attention_mask is not None or dropout or query.shape[1] != key.shape[1]:
-        raise ValueError("dense training attention takes whole windows: no padding, dropout or grouped keys")
+        raise ValueError("dense training attention needs whole windows: no padding, dropout or grouped keys")
     dtype = _working_dtype(query)
     query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -117,8 +120,8 @@ def dense_attention(
 
 
 def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
-    """(B, H, L, L). Scale rules in front multiply the queries: on the logits they would take two more passes over the
-    matrix, one of them for the gradients of their own parameters."""
+    """Return the weights (B, H, L, L). Leading scale rules multiply the queries: on the logits they would need two more
+    passes over the matrix, one of them for the gradients of their parameters."""
     position = torch.arange(query.shape[2], device=query.device)
     n = (position[:, None] + 1).to(query.dtype)
     rules = normalizer.rules
@@ -134,6 +137,6 @@ def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def _working_dtype(query: Tensor) -> torch.dtype:
-    """Rotary embeddings leave float32 queries beside half precision values."""
+    """Return the dtype of the products; rotary embeddings make queries float32 even under autocast."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype

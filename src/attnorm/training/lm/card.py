@@ -1,11 +1,11 @@
-"""The model card: what the model is, what it was trained on, and how good it is beside counting."""
+"""The model card: what the model is, what it was trained on, and its loss next to baselines."""
 
 from typing import Any
 
 from attnorm.normalizers.registry import entries
 from attnorm.training.lm.model import ARCHITECTURES
 
-QUOTED = 600  # characters of the model's own writing
+QUOTED = 600  # characters of generated text
 
 _LOADING = """\
 ```python
@@ -21,11 +21,11 @@ model = attnorm.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
-`transformers` alone would load the same weights and run them with softmax: another model than the trained one."""
+`transformers` alone would load the same weights and run them with softmax, which is not the trained model."""
 
 
 def model_card(record: dict[str, Any], sample: str = "") -> str:
-    """README.md from the record of a finished run."""
+    """Return README.md for the record of a finished run."""
     run, result = record["run"], record["result"]
     parts = [_front_matter(), _introduction(run, result), _figures(result), _data(run, result), _recipe(run, result)]
     if sample:
@@ -51,14 +51,14 @@ width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of
 
 
 def _attention(run: dict[str, Any]) -> str:
-    """Nothing for softmax."""
+    """Return a sentence about the normalizer; empty for softmax."""
     if "normalizer" not in run:
         return ""
     name, options = run["normalizer"], run["normalizer_options"]
     entry = entries().get(name)
     paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
     chosen = ", ".join(f"{option}={value}" for option, value in options.items())
-    return f"In place of softmax, attention has `{name}`{f' with {chosen}' if chosen else ''}{paper}. "
+    return f"Attention uses `{name}` instead of softmax{f' with {chosen}' if chosen else ''}{paper}. "
 
 
 def _figures(result: dict[str, Any]) -> str:
@@ -76,15 +76,15 @@ def _figures(result: dict[str, Any]) -> str:
 |---|---|---|---|
 {rows}
 
-Every token but the first of a text held out from training ({validation["tokens"]:,} tokens, \
-{validation["bytes"]:,} bytes), in windows side by side: on average half a window is visible. Weights as saved, \
+Every token except the first of a held-out text ({validation["tokens"]:,} tokens, \
+{validation["bytes"]:,} bytes), in adjacent windows: on average half a window is visible. Weights as saved, \
 computed in float32. The counts come from the training text; the bigram is interpolated with the unigram, with the \
 strength ({validation["bigram"]["strength"]:g}) that does best on the validation text itself, so the comparison \
 favours it.{_longer(validation)}{rise}"""
 
 
 def _longer(validation: dict[str, Any]) -> str:
-    """The same tokens in longer or shorter windows, where that was measured."""
+    """Return the table of losses in windows of other lengths, if they were measured."""
     measured = validation.get("by_length", ())
     if len(measured) < 2:
         return ""
@@ -111,7 +111,7 @@ def _data(run: dict[str, Any], result: dict[str, Any]) -> str:
 {chr(10).join(lines)}
 
 The training text has {result["training_tokens_in_text"]:,} tokens; {result["tokens"]:,} were read, {passes:.1f} times \
-the text, in windows at random places."""
+the text, in windows at random positions."""
 
 
 def _texts(run: dict[str, Any]) -> list[tuple[str, dict[str, str]]]:
@@ -129,11 +129,11 @@ def _recipe(run: dict[str, Any], result: dict[str, Any]) -> str:
 {done:,} steps{early} of {run["batch"]} windows, AdamW, learning rate {run["learning_rate"]:g} after \
 {run["warmup"]} steps of warmup and then along a cosine to 0, weight decay {run["weight_decay"]:g}, {run["dtype"]}, \
 seed {run["seed"]}; {result["training_seconds"] / 60:.1f} minutes on {result["device"]}{_speed(result)}. \
-Versions: {versions}. `metrics.jsonl` has the course of the loss, `training.json` everything above as data."""
+Versions: {versions}. `metrics.jsonl` has the logged losses, `training.json` has everything above as data."""
 
 
 def _speed(result: dict[str, Any]) -> str:
-    """Nothing for a record from before these were kept."""
+    """Return speed and memory; empty for records of earlier versions."""
     speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
     memory = "" if peak is None else f", at most {peak / 2**30:.2f} GiB of memory"
     return ("" if speed is None else f", {speed:,.0f} tokens/s") + memory
@@ -148,5 +148,4 @@ def _limits() -> str:
     return """
 ## Limits
 
-Made to be measured, not to be talked to: what it writes means nothing, and it repeats whatever views its training \
-text holds."""
+This model is meant for measurements, not for use: its text has no meaning and may repeat views of its training text."""

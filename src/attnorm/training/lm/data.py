@@ -37,13 +37,13 @@ AT_ONCE = 64  # pieces that the tokenizer's threads share
 
 
 def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
-    """The text in order, cut after line ends: joined they are the whole of it.
+    """Yield the text in pieces that end after line breaks; joined they are the whole text.
 
-    A cut after the last newline of a run changes no token, because the tokenizer never joins a newline with what
-    follows it. Only a text without newlines is cut at a space, or anywhere where it has none.
+    Cutting after the last newline of a run changes no token: the tokenizer never joins a newline with what follows.
+    Only a text without newlines is cut at a space, or anywhere if it has none.
 
     Raises:
-        ValueError: No such file, not UTF-8, or not what its name says.
+        ValueError: No such file, not UTF-8, or not xz although its name says so.
     """
     _check_file(path)
     rest = ""
@@ -64,7 +64,7 @@ def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of the file's bytes.
+    """Return the SHA-256 of a text file.
 
     Raises:
         ValueError: No such file.
@@ -81,9 +81,9 @@ def _check_file(path: Path) -> None:
 
 
 def _cut(text: str) -> int:
-    """Where the text may end for now; 0 where it may not.
+    """Return where the text may be cut; 0 if nowhere.
 
-    The last run of newlines is no place if it ends the text: more of them may follow.
+    A run of newlines at the end does not count: more of them may follow.
     """
     newline = text.rstrip("\n").rfind("\n") + 1
     if newline:
@@ -94,7 +94,7 @@ def _cut(text: str) -> int:
 
 
 def train_tokenizer(texts: Iterable[Path], vocab: int, seed: int) -> Any:
-    """A `tokenizers.Tokenizer` of at most `vocab` tokens; fewer where the text has too few different words."""
+    """Train a `tokenizers.Tokenizer` of at most `vocab` tokens; fewer if the text has few different words."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -114,7 +114,7 @@ def train_tokenizer(texts: Iterable[Path], vocab: int, seed: int) -> Any:
 
 
 def as_transformers(tokenizer: Any, context: int) -> Any:
-    """The same as transformers wants it, ready for `save_pretrained`."""
+    """Wrap the tokenizer for transformers, so that it has `save_pretrained`."""
     import transformers
 
     build: Any = transformers.PreTrainedTokenizerFast  # its constructor has no annotations
@@ -128,7 +128,7 @@ def as_transformers(tokenizer: Any, context: int) -> Any:
 
 
 def token_bytes(tokenizer: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """How many bytes of text each token stands for; none for the end of a text."""
+    """Return the number of bytes of each token; 0 for the end-of-text token."""
     lengths = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = 0 if token == END_OF_TEXT else len(token)  # one character of a token is one byte
@@ -136,7 +136,7 @@ def token_bytes(tokenizer: Any) -> "np.ndarray[Any, np.dtype[np.int64]]":
 
 
 def _sample(texts: Iterable[Path], seed: int) -> list[str]:
-    """Pieces drawn evenly from all texts, each as likely as the other, in one pass and bounded memory."""
+    """Draw pieces uniformly from all texts in one pass and bounded memory (reservoir sampling)."""
     chooser = random.Random(seed)
     kept: list[str] = []
     seen = 0
@@ -152,7 +152,7 @@ def _sample(texts: Iterable[Path], seed: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A training and a validation text as tokens, and the tokenizer that made them."""
+    """A training and a validation text as tokens, and their tokenizer."""
 
     tokenizer: Any
     train: Tokens
@@ -160,7 +160,7 @@ class Corpus:
     source: dict[str, Any]
     """File names and hashes, for the record of a run; no paths."""
     folder: Path
-    """Where the tokens lie."""
+    """The folder of the token files."""
 
     @property
     def vocabulary(self) -> int:
@@ -172,7 +172,7 @@ class Corpus:
 
 
 def describe_texts(texts: Sequence[Path], valid: Path) -> dict[str, Any]:
-    """What tells these texts from others: names and hashes.
+    """Return names and hashes of the texts, which identify them.
 
     Raises:
         ValueError: A file is missing, or the validation text is among the training texts.
@@ -180,7 +180,7 @@ def describe_texts(texts: Sequence[Path], valid: Path) -> dict[str, Any]:
     train = [{"name": path.name, "sha256": fingerprint(path)} for path in texts]
     held_out = {"name": valid.name, "sha256": fingerprint(valid)}
     if held_out["sha256"] in {text["sha256"] for text in train}:
-        raise ValueError(f"{valid} is also among the training texts; a loss on it would say nothing")
+        raise ValueError(f"{valid} is also among the training texts; a loss on it would be meaningless")
     return {"train": train, "valid": held_out}
 
 
@@ -193,10 +193,10 @@ def prepare(
     seed: int,
     progress: Callable[[str, int], None] = lambda what, tokens: None,
 ) -> Corpus:
-    """The corpus from `folder`, made there first if it is not there yet.
+    """Return the corpus in `folder`; encode it first if it is not there.
 
     Raises:
-        ValueError: A file is missing or no text.
+        ValueError: A file is missing or not text.
     """
     source = describe_texts(texts, valid)
     key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
@@ -214,7 +214,7 @@ def prepare(
 
 
 def read_corpus(folder: Path, source: dict[str, Any]) -> Corpus:
-    """A corpus that `prepare` made in this very folder."""
+    """Read a corpus that `prepare` wrote to this folder."""
     from tokenizers import Tokenizer
 
     return Corpus(
@@ -229,13 +229,13 @@ def read_corpus(folder: Path, source: dict[str, Any]) -> Corpus:
 def encode(
     tokenizer: Any, texts: Sequence[Path], path: Path, progress: Callable[[int], None] = lambda tokens: None
 ) -> None:
-    """Streams the ids of the texts, each followed by the end of a text, into a .npy file of unknown length."""
+    """Stream the ids of the texts into a .npy file; each text is followed by the end-of-text token."""
     written = 0
     with path.open("wb") as file:
         _write_header(file, written)
         for text in texts:
             for some in _groups(pieces(text)):
-                # Runs in the tokenizer's own threads, one piece each; without offsets, which nobody reads.
+                # Runs in the tokenizer's own threads, one piece each, without computing offsets.
                 encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
                 ids = np.concatenate([np.array(each.ids, dtype=np.uint16) for each in encoded])
                 file.write(ids.astype("<u2").tobytes())
@@ -248,7 +248,7 @@ def encode(
 
 
 def _write_header(file: Any, length: int) -> None:
-    """NumPy leaves room for a longer first axis, so the header of the final length fits in the first one's place."""
+    """Write the header; NumPy pads it, so the header of the final length can replace the first one."""
     header = {"descr": "<u2", "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, header)
 
@@ -259,9 +259,10 @@ def _groups(some: Iterator[str]) -> Iterator[list[str]]:
 
 
 def check_length(tokens: Tokens, context: int, what: str) -> None:
-    """
+    """Check that the text has at least one window.
+
     Raises:
-        ValueError: The text has no room for one window.
+        ValueError: It is too short.
     """
     if len(tokens) < context + 2:
         raise ValueError(
@@ -273,15 +274,15 @@ def check_length(tokens: Tokens, context: int, what: str) -> None:
 def training_windows(
     tokens: Tokens, *, seed: int, step: int, batch: int, context: int
 ) -> "Int64[torch.Tensor, 'batch window']":
-    """Windows of context + 1 tokens: all but the last are read, all but the first are predicted."""
+    """Return random windows of context + 1 tokens: the last is not read, the first is not predicted."""
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, size=batch)
     return torch.from_numpy(np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64))
 
 
 def validation_windows(tokens: Tokens, context: int, most: int | None = None) -> list["Int64[torch.Tensor, ' window']"]:
-    """Windows side by side that share only their edge: every token but the first is predicted exactly once.
+    """Return adjacent windows that share one token: every token except the first is predicted exactly once.
 
-    The last window may be shorter. With `most`, that many of the full ones, evenly spread.
+    The last window may be shorter. most: return only so many full windows, evenly spaced.
     """
     starts: Any = np.arange(0, len(tokens) - 1, context)
     if most is not None and len(starts) > most:

@@ -1,7 +1,10 @@
-"""The loss of a model: one function for training and validation, so that both mean the same thing.
+"""Losses: of the model, in training and validation, at several lengths; and of the counts that it must beat.
 
-At any length every token of the text but the first is predicted exactly once, so losses at different lengths are means
-over the same tokens: what differs is how much of the text before them is visible.
+At any length every token of the text except the first is predicted exactly once. So losses at different lengths are
+means over the same tokens; only the visible context differs.
+
+Baselines: unigram p(b) = (c(b) + 1) / (sum c + V), and a bigram interpolated with it, p(b | a) = (c(a, b) + k p(b)) /
+(c(a) + k). k is the best of a few values *on the validation text itself*: the comparison favours the baseline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +32,16 @@ def predicted_loss(
     unembedding: Float[torch.Tensor, "vocabulary width"],
     targets: Int64[torch.Tensor, "batch length"],
 ) -> Float[torch.Tensor, ""]:
-    """Mean cross entropy in nats per token. Apart from the model so that it can be compiled alone: the logits are the
-    largest array of a small model's step."""
+    """Return the mean cross entropy in nats per token.
+
+    A function of its own so that it can be compiled alone: the logits are the largest array of a small model's step.
+    """
     logits = F.linear(hidden, unembedding)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def window_loss(model: Any, windows: Int64[torch.Tensor, "batch window"], loss: Callable[..., Any]) -> Any:
-    """Loss of every token of the windows but the first, given those before it in the same window."""
+    """Return the loss of every token of the windows except the first, given the tokens before it in the window."""
     hidden = model.base_model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
     return loss(hidden, model.get_output_embeddings().weight, windows[:, 1:])
 
@@ -45,7 +50,7 @@ def window_loss(model: Any, windows: Int64[torch.Tensor, "batch window"], loss: 
 def validation_loss(
     model: Any, windows: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype, batch_size: int | None = None
 ) -> float:
-    """Nats per token over all windows, each token weighing the same."""
+    """Return nats per token over all windows; every token has the same weight."""
     total, count = 0.0, 0
     together = batch_size or EVALUATION_BATCH
     for start in range(0, len(windows), together):
@@ -62,7 +67,7 @@ def validation_loss(
 def losses_by_length(
     model: Any, valid: Tokens, lengths: Sequence[int], settings: LMSettings, device: torch.device
 ) -> dict[int, float]:
-    """Nats per token, computed in float32, of windows of each length; as many tokens at once as in training."""
+    """Return nats per token in float32 for windows of each length, with as many tokens per batch as in training."""
     return {
         length: validation_loss(
             model,
@@ -76,9 +81,10 @@ def losses_by_length(
 
 
 def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
-    """
+    """Check that the model can be evaluated at these lengths.
+
     Raises:
-        ValueError: A length that is none, or that the model has no positions for.
+        ValueError: A length below 1, or beyond the positions of the model.
     """
     for length in lengths:
         if length < 1:
@@ -87,15 +93,17 @@ def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
             rotary = " or ".join(name for name, has_angles in ROTARY.items() if has_angles)
             raise ValueError(
                 f"{settings.architecture} has {settings.context} positions and none beyond, so it cannot be evaluated "
-                f"at {length}; leave that length out, or train a model with rotary positions ({rotary})"
+                f"at {length}; remove that length, or train a model with rotary positions ({rotary})"
             )
 
 
 def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
-    """Those wanted, and always the training length; None: 1, 2 and 4 times that, if model and text are long enough.
+    """Return the lengths to evaluate at, always including the training length.
+
+    wanted: None for 1, 2 and 4 times the training length, if model and text are long enough.
 
     Raises:
-        ValueError: The text has no window of a length that was asked for.
+        ValueError: The text is shorter than one of the lengths.
     """
     if wanted is None:
         times = LONGER if ROTARY[settings.architecture] else LONGER[:1]
@@ -108,7 +116,7 @@ def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid
 
 @dataclass(frozen=True)
 class Baselines:
-    """Nats per token, over every token of the validation text but its first."""
+    """Nats per token, over every token of the validation text except the first."""
 
     unigram: float
     bigram: float
@@ -146,7 +154,7 @@ def _token_counts(tokens: Tokens, vocabulary: int) -> Counts:
 
 
 def _pair_counts(tokens: Tokens, pairs: Counts, vocabulary: int) -> Counts:
-    """How often each of the sorted pairs occurs; only these are kept, so a large vocabulary costs no V x V table."""
+    """Count each of the sorted pairs; there is no V x V table, so a large vocabulary fits."""
     counts = np.zeros(len(pairs), dtype=np.int64)
     for seen in _pairs_of(tokens, vocabulary):
         index = np.searchsorted(pairs, seen)

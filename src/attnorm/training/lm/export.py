@@ -1,4 +1,4 @@
-"""The trained model as others want it: a Hugging Face folder with a model card and the figures behind it."""
+"""Export a trained model: a Hugging Face folder with a model card, a text sample and the numbers behind the card."""
 
 import copy
 import errno
@@ -23,7 +23,7 @@ from attnorm.training.lm.train import METRICS, loss_rise, speed_and_memory
 
 SAMPLE = "sample.txt"
 TEMPERATURE = 0.9
-START = "\n\n"  # as after a paragraph: models read texts from anywhere, so no other opening is more natural
+START = "\n\n"  # a paragraph break: the models were trained on windows from anywhere in the text
 
 
 def export(
@@ -41,9 +41,9 @@ def export(
     note: str = "",
     command: str = "",
 ) -> dict[str, Any]:
-    """Writes weights, tokenizer, card and record; training.json comes last, so its result means that all are there.
+    """Write weights, tokenizer, card and record; training.json comes last, so its result means that all files exist.
 
-    The figures are those of the weights as saved: float16, read back and run in float32.
+    The losses are those of the saved weights: float16, loaded again and run in float32.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def export(
     }
     sample = ""
     if sample_tokens:
-        # Selective attention goes by what all earlier queries chose, which no cache keeps.
+        # Selective attention depends on the choices of all earlier queries, which no cache keeps.
         cached = settings.normalizer != "selective"
         sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed, cached=cached)
         write_text(out / SAMPLE, sample)
@@ -88,7 +88,7 @@ def training_versions() -> dict[str, str]:
 
 
 def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
-    """Through a folder beside the real one: files that others may be reading change at once or not at all."""
+    """Save through a temporary folder: each file is replaced atomically."""
     from safetensors import SafetensorError
 
     from attnorm.models.saving import save_pretrained
@@ -102,13 +102,13 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
         raise OSError(errno.EIO, str(error), str(draft)) from None
     tokenizer.save_pretrained(draft)
     for path in sorted(draft.iterdir()):
-        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        path.chmod(0o644)  # safetensors makes them readable by their owner only
         path.replace(out / path.name)
     draft.rmdir()
 
 
 def rounded(model: Any, dtype: torch.dtype) -> Any:
-    """A copy in half precision on the CPU, but for the few numbers that the normalizers have learned."""
+    """Return a copy in half precision on the CPU; the normalizers' parameters stay float32."""
     from attnorm.models.attach import normalizer_of, patched_modules
 
     half = copy.deepcopy(model).to("cpu", dtype).eval()
@@ -119,7 +119,7 @@ def rounded(model: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """transformers draws its own over ours."""
+    """Disable the progress bars of transformers, which would overwrite ours."""
     from transformers import utils
 
     logging: Any = utils.logging  # not annotated
@@ -135,7 +135,7 @@ def _without_progress_bars() -> Iterator[None]:
 def _validation(
     model: Any, corpus: Corpus, settings: LMSettings, device: torch.device, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Losses over the whole validation text but its first token, of the model and of what it must beat."""
+    """Return losses over the validation text except its first token: of the model and of the baselines."""
     losses = losses_by_length(model, corpus.valid, lengths, settings, device)
     counted = baselines(corpus.train, corpus.valid, corpus.vocabulary)
     size = int(token_bytes(corpus.tokenizer)[np.asarray(corpus.valid[1:])].sum())
@@ -160,9 +160,9 @@ def _validation(
 
 @torch.inference_mode()
 def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, cached: bool = True) -> str:
-    """`tokens` tokens drawn one by one; beyond the model's context, the last half of it is what the model still sees.
+    """Generate `tokens` tokens; beyond the model's context, the model sees the last half of it.
 
-    The text never ends early: the end-of-text token is not drawn. cached: keep keys and values from token to token.
+    The end-of-text token is never drawn, so the text does not end early. cached: use the key-value cache.
     """
     context = int(model.config.max_position_embeddings)
     written = tokenizer(START, return_tensors="pt").input_ids.to(model.device)

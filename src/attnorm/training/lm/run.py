@@ -1,8 +1,7 @@
 """Train a small language model on text files.
 
 Text -> byte-level BPE -> tokens on disk -> random windows -> AdamW with a cosine schedule -> a Hugging Face folder.
-The windows of a step depend only on the seed and the step, so a run that was interrupted continues as if it had not
-been; on a CPU its weights are the same to the last bit.
+An interrupted run continues exactly where it stopped; on a CPU its weights are identical to those of one long run.
 """
 
 import math
@@ -30,7 +29,7 @@ __all__ = ["LMProgress", "Report", "chosen_device", "train_lm"]
 
 @dataclass(frozen=True)
 class LMProgress:
-    """Where a run is: `done` of `total` steps, or tokens of a total not known beforehand."""
+    """Progress of a run: `done` of `total` steps, or tokens of an unknown total (None)."""
 
     stage: str
     done: int
@@ -61,25 +60,25 @@ def train_lm(
     command: str = "",
     report: Report = lambda progress: None,
 ) -> dict[str, Any]:
-    """Trains, or continues to train, the model in `out`; returns the record that training.json holds.
+    """Train the model in `out`, or continue; return the record that training.json holds.
 
     Args:
         compiled: Compile the repeating blocks of the model.
-        attention: How a replaced softmax is computed while training: by the engine that attnorm.attention would choose,
-            or "dense", over the whole matrix of weights: faster for many normalizers, if it fits.
-        data: Folder for the encoded texts, which several runs may share; `out/data` otherwise.
-        lengths: Lengths in tokens at which the finished model is evaluated, beside the training length; 1, 2 and 4
-            times that if not given, as far as the model has positions and the text is long enough.
-        max_minutes: Train no step after this long, counted from the call; evaluate and write what is there. The same
-            call later continues.
-        sample_tokens: Length of a passage that the trained model writes into sample.txt.
-        note: Where the text comes from and under which licence, for the model card.
-        command: How this was called, for the model card.
+        attention: How patched layers compute attention while training: with the engine that attnorm.attention chooses,
+            or "dense", over the whole matrix of weights, which is faster for many normalizers if it fits.
+        data: Folder for the encoded texts, which several runs may share (default: `out/data`).
+        lengths: Lengths in tokens at which the finished model is evaluated, besides the training length (default: 1, 2
+            and 4 times that, if the model has positions and the text is long enough).
+        max_minutes: Stop training after this time, counted from the call; then evaluate and export. The same call
+            continues later.
+        sample_tokens: Tokens of generated text in sample.txt.
+        note: Source and licence of the text, for the model card.
+        command: The command line, for the model card.
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: Wrong settings or files, a text too short for one window, a folder that holds another run, a loss
-            that is no longer finite, or several processes.
+        ValueError: Wrong settings or files, a text too short for one window, a folder with another run, a loss that is
+            not finite, or several processes.
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
     """
     started = time.monotonic()
@@ -87,7 +86,7 @@ def train_lm(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if sample_tokens < 0:
-        raise ValueError(f"the sample must not have a negative number of tokens, got {sample_tokens}")
+        raise ValueError(f"expected 0 or more sample tokens, got {sample_tokens}")
     check_lengths(lengths or (), settings)
     check_normalizer(settings)
     check_attention(attention, settings)
@@ -122,7 +121,7 @@ def train_lm(
 
 
 def _is_finished(record: dict[str, Any], settings: LMSettings, lengths: Sequence[int] | None) -> bool:
-    """All steps are done, and the model was evaluated at every length that is asked for."""
+    """Whether all steps are done and the model was evaluated at all these lengths."""
     result = record["result"]
     if not result or result["steps"] != settings.steps:
         return False

@@ -1,7 +1,7 @@
-"""A model in training: its weights, its optimizer, the number of steps done, and a log of how it went.
+"""A training run: model, optimizer (AdamW, warmup, cosine), steps, checkpoints and the log of metrics.
 
-The windows of a step depend only on the seed and the step, and a checkpoint is whole or not there, so a run goes on
-where it stopped as if it had not.
+The windows of a step depend only on the seed and the step, and checkpoints are atomic. So a resumed run continues
+exactly where it stopped.
 """
 
 import json
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOG_EVERY = 10  # steps; reading the loss makes the GPU wait
-QUICK_VALIDATION = 64  # windows looked at while training; the final figures use all
+QUICK_VALIDATION = 64  # windows of the validation loss while training; the final loss uses all
 BETAS = (0.9, 0.95)
-LARGEST_GRADIENT = 1.0  # norm over all parameters; longer gradients are shortened to it
+LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
 CLEAR_RISE = 0.05  # nats per token
 
 
 class Run:
-    """The run in a folder, from its last checkpoint on if there is one."""
+    """The run in a folder; it continues from the last checkpoint if there is one."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
     ) -> None:
         self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
         self.compiled, self.attention = compiled, attention
-        # Not prepared as the optimizer is: that would wrap its forward, which the loss goes around, and leave it so.
+        # Not prepared by accelerate: that would wrap `forward` for good, and the loss calls the base model.
         self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
         self.optimizer = accelerator.prepare(make_optimizer(self.model, settings))
         self.step, self.seconds = 0, 0.0
@@ -68,10 +68,10 @@ class Run:
     def steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
     ) -> Iterator[dict[str, float]]:
-        """Trains until the last step, the deadline or a request to stop; yields what it logs.
+        """Train until the last step, the deadline or a request to stop; yield the log entries.
 
-        What is saved is logged first, and what is logged is finite: no checkpoint holds a model that has broken down.
-        checkpoint_every: None for a run too short to be worth any.
+        An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
+        checkpoint_every: None for no checkpoints.
         """
         with in_training(self.model, compiled=self.compiled, attention=self.attention):
             yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
@@ -157,7 +157,7 @@ def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.
     decaying: list[torch.nn.Parameter] = []
     free: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        # What a normalizer learns is a scale or a threshold: 0 is no better a guess for it than any other number.
+        # Normalizers learn scales and thresholds, which should not decay to 0.
         decays = parameter.dim() > 1 and NORMALIZER not in name.split(".")
         (decaying if decays else free).append(parameter)
     groups: list[dict[str, Any]] = [
@@ -168,7 +168,7 @@ def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.
 
 
 def learning_rate(step: int, settings: LMSettings) -> float:
-    """Of the step-th update, counted from 0; the first and the last are above 0."""
+    """Return the learning rate of a step, counted from 0; the first and the last are above 0."""
     warmup = min(settings.warmup, settings.steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
@@ -177,8 +177,10 @@ def learning_rate(step: int, settings: LMSettings) -> float:
 
 
 def loss_rise(path: Path) -> dict[str, float] | None:
-    """Where the validation loss was lowest, if it has risen clearly since: a learning rate too high, or a text learned
-    by heart. None for a sound run."""
+    """Return where the validation loss was lowest, if it has risen clearly since; None otherwise.
+
+    Causes are a learning rate that is too high, or overfitting.
+    """
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     measured = [entry for entry in entries if "valid_loss" in entry]
     if not measured:
@@ -191,7 +193,7 @@ def loss_rise(path: Path) -> dict[str, float] | None:
 
 
 def speed_and_memory(path: Path) -> dict[str, float | int | None]:
-    """The median of the logged speeds, which compiling at the start does not move, and the highest peak of memory."""
+    """Return the median of the logged speeds, which ignores compilation, and the highest memory peak."""
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     speeds = [entry["tokens_per_second"] for entry in entries]
     peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
@@ -202,14 +204,14 @@ def speed_and_memory(path: Path) -> dict[str, float | int | None]:
 
 
 def keep_metrics(path: Path, step: int) -> None:
-    """Drops what was logged after the checkpoint of `step`: those steps are about to be done again."""
+    """Drop entries after `step`, the last checkpoint: those steps are repeated."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # the line during which the program was killed
+        except json.JSONDecodeError:  # incomplete line of a killed program
             break
         if entry["step"] <= step:
             kept.append(line + "\n")

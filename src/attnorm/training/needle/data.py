@@ -1,11 +1,11 @@
-"""Texts with pass keys hidden in them, asked for later: does a model find a key again, and how far back?
+"""Texts with hidden pass keys and questions for them: does a model find a key again, and how far back?
 
     ... filler ... The pass key is K4qZ7b. ... filler ... The pass key is K4qZ7b
 
-A key is some letters and digits, each a token of its own; the question gives the first, the answer is the rest. No
-character comes twice in the keys of a window. So one window can hold several keys, each question of it teaches, and to
-answer takes nothing but to look up what followed the last character before: what a small model learns first of all that
-reaches far back. After Mohtashami & Jaggi 2023, https://arxiv.org/abs/2305.16300, who hide one key of digits.
+A key is some letters and digits, each a single token; the question gives the first, the answer is the rest. No letter
+or digit occurs twice in the keys of a window. So a window can hold several keys, and each answer needs only a lookup of
+what followed the previous character: of all tasks that reach far back, small models learn this one first. After
+Mohtashami & Jaggi 2023, https://arxiv.org/abs/2305.16300, who hide one key of digits.
 """
 
 import math
@@ -25,16 +25,16 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 BEFORE_KEY = "\n\nThe pass key is"
 AFTER_KEY = ".\n\n"
 ALPHABET = string.ascii_letters + string.digits
-LARGEST_SHARE = 0.75  # of a training window that sentences may take: the rest is filler between them
+LARGEST_SHARE = 0.75  # of a training window that key sentences may take; the rest is filler
 
 
 @dataclass(frozen=True)
 class Puzzles:
-    """Windows of tokens and where the answers stand in them."""
+    """Windows of tokens and the positions of the answers."""
 
     windows: "Int64[torch.Tensor, 'batch length']"
     answers: "Int64[torch.Tensor, 'batch questions characters']"
-    """Places of the answers' tokens: each is predicted from all tokens before it."""
+    """Positions of the answers' tokens; each is predicted from all tokens before it."""
 
     def to(self, device: torch.device) -> "Puzzles":
         moved = (self.windows, self.answers)
@@ -63,7 +63,7 @@ class Wording:
         """From a `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: It has no token for some letter or digit.
+            ValueError: The tokenizer has no token for some letter or digit.
         """
         found = {character: tokenizer.token_to_id(character) for character in ALPHABET}
         lacking = [character for character, token in found.items() if token is None]
@@ -78,11 +78,11 @@ class Wording:
         return [*self.before, *key, *self.after]
 
     def question(self, key: Sequence[int]) -> list[int]:
-        """With its answer, all of the key but its first character, at the end."""
+        """Return the question followed by its answer, the key without its first character."""
         return [*self.before, *key]
 
     def size(self, characters: int) -> int:
-        """Tokens that a key and its question take; characters: of the answer."""
+        """Return the number of tokens of a key and its question, for an answer of so many characters."""
         return 2 * (len(self.before) + 1 + characters) + len(self.after)
 
 
@@ -91,7 +91,7 @@ def shortest_window(wording: Wording, characters: int) -> int:
 
 
 def keys_that_fit(wording: Wording, characters: int, length: int, wanted: int) -> int:
-    """How many of the wanted keys a window has room for, with filler between, and the alphabet enough characters."""
+    """Return how many keys fit into a window with filler between them, and into the alphabet; at most `wanted`."""
     return max(
         1,
         min(wanted, len(wording.alphabet) // (characters + 1), int(LARGEST_SHARE * length) // wording.size(characters)),
@@ -102,11 +102,11 @@ def training_puzzles(
     filler: Tokens, wording: Wording, *, characters: int, keys: int, seed: int, step: int, batch: int, length: int,
     reach: float = 1.0,
 ) -> Puzzles:  # fmt: skip
-    """Windows with several keys, every question anywhere after its key, all in windows of one shape.
+    """Return windows with several keys, each question anywhere after its key.
 
-    Half of the distances are uniform and half log-uniform, in tokens of filler between a key and its question.
+    Half of the distances between a key and its question are uniform and half log-uniform, in tokens of filler.
 
-    reach: The largest distance as a share of what the window allows.
+    reach: largest distance as a share of the window.
     """
     generator = np.random.default_rng((seed, step))
     fitting = keys_that_fit(wording, characters, length, keys)
@@ -123,7 +123,7 @@ def training_puzzles(
 def puzzles_at(
     filler: Tokens, wording: Wording, *, characters: int, seed: int, count: int, length: int, depth: float
 ) -> Puzzles:
-    """Windows with one key that end with the answer; depth 0 has it at the very start, 1 right before the question."""
+    """Return windows with one key that end with the answer; depth 0 is the start, 1 is right before the question."""
     generator = np.random.default_rng((seed, length, round(1000 * depth)))
     room = length - wording.size(characters)
     start = round(depth * (room - 1))
@@ -147,10 +147,10 @@ def _puzzle(
     starts: Sequence[int],
     distances: Sequence[int],
 ) -> tuple[Ids, Ids]:
-    """Filler, cut open after `start` tokens of it for each key and `distance` tokens of it later for its question."""
+    """Insert each key after `start` tokens of filler and its question `distance` tokens of filler later."""
     drawn = generator.choice(wording.alphabet, size=(len(starts), characters + 1), replace=False)
     keys = [[int(character) for character in key] for key in drawn]
-    # A question comes after all keys that are put in at its place: its own lies before it in any case.
+    # A question follows all keys inserted at the same position; its own key always comes before it.
     cuts = [(start, False, wording.statement(key)) for start, key in zip(starts, keys, strict=True)]
     cuts += [
         (start + distance, True, wording.question(key))

@@ -17,15 +17,15 @@ from attnorm.training.needle.train import NeedleTask, answer_logits
 
 @dataclass(frozen=True)
 class Answered:
-    """How often a key was found at one length and depth."""
+    """The share of keys found at one length and depth."""
 
     length: int
     depth: float
     questions: int
     exact: float
-    """Share of keys with every character right, when the model writes the likeliest token each time."""
+    """Share of keys with every character right under greedy decoding."""
     characters: float
-    """Share of characters right, each with those before it given."""
+    """Share of characters right, given the correct characters before them."""
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "characters")}
@@ -40,12 +40,12 @@ def find_keys(
     task: NeedleTask,
     device: torch.device,
 ) -> list[Answered]:
-    """How often the key is found, by length and depth; the questions are the same for every model."""
+    """Count the keys found, by length and depth; the questions are the same for every model."""
     model.eval()
     found = []
     with without_compiled_blocks(model, settings):
         for times in task.longer:
-            length = times * settings.context  # tokens that are read; the last character is only predicted
+            length = times * settings.context  # tokens read; the last character is only predicted
             together = max(1, EVALUATION_BATCH * settings.context // length)
             for depth in task.depths:
                 puzzles = puzzles_at(
@@ -74,7 +74,7 @@ def among_many(
     task: NeedleTask,
     device: torch.device,
 ) -> dict[str, float]:
-    """The same for windows as in fine-tuning, with all their keys and all distances, in text that it did not see."""
+    """Count the keys found in windows as in fine-tuning, with many keys and all distances, in held-out text."""
     model.eval()
     puzzles = training_puzzles(
         filler, wording, characters=task.characters, keys=task.keys, seed=task.seed + 1, step=0, batch=task.questions,
@@ -91,7 +91,7 @@ def among_many(
 
 
 def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: LMSettings) -> Any:
-    """(windows, questions, characters), 1 where the likeliest token is the right one."""
+    """Return (windows, questions, characters), 1 where the likeliest token is the right one."""
     parts, dtype = [], getattr(torch, settings.dtype)
     for start in range(0, len(puzzles.windows), together):
         some = puzzles.some(start, together).to(device)
@@ -101,7 +101,7 @@ def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, se
 
 
 def summary(found: Sequence[Answered]) -> dict[str, dict[str, float]]:
-    """By length, over all depths."""
+    """Return the shares by length, averaged over depths."""
     by_length: dict[str, dict[str, float]] = {}
     for length in sorted({each.length for each in found}):
         here = [each for each in found if each.length == length]

@@ -1,4 +1,4 @@
-"""Pass keys for a model that `train lm` wrote: fine-tune a copy of it in memory, and say how often it finds them."""
+"""Pass keys for a model that `train lm` wrote: fine-tune a copy in memory and count the keys that it finds."""
 
 import json
 from collections.abc import Callable
@@ -32,16 +32,16 @@ def train_needle(
     compiled: bool = False,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> dict[str, Any]:
-    """The record of one fine-tuning: its task, the course of its loss, and the keys found by length and depth.
+    """Fine-tune a copy of the model and return the record: the task, the loss, the keys found by length and depth.
 
     Args:
-        model: A folder that `train lm` wrote, or "bundled". Nothing in it is changed.
-        text: Filler; fine-tuning sees its first three quarters, the questions lie in the last.
-        dtype: float32 or bfloat16; as the model was trained if not given.
+        model: A folder that `train lm` wrote, or "bundled". It is not changed.
+        text: Filler; fine-tuning uses its first three quarters, the test its last quarter.
+        dtype: float32 or bfloat16 (default: as in the model's training).
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: No such model or text, too short a text, lengths that the model has no positions for, or several
+        ValueError: No such model or text, a text that is too short, lengths beyond the model's positions, or several
             processes.
     """
     from tokenizers import Tokenizer
@@ -81,7 +81,7 @@ def folder_of(model: str | Path) -> Path:
 
 
 def usual_longer(model: str | Path) -> tuple[int, ...]:
-    """How many training lengths it is usually asked at: only one where it has no positions beyond.
+    """Return the default test lengths as multiples of the training length: only 1 without rotary positions.
 
     Raises:
         ValueError: The folder holds no model of `train lm`.
@@ -90,7 +90,7 @@ def usual_longer(model: str | Path) -> tuple[int, ...]:
 
 
 def settings_of(folder: Path) -> LMSettings:
-    """Those a model was trained with.
+    """Return the settings of a model's training.
 
     Raises:
         ValueError: The folder holds no model of `train lm`.

@@ -1,8 +1,8 @@
-"""Fine-tune a language model to find a pass key in its context, then ask at lengths that it has never seen.
+"""Fine-tune a language model to find pass keys in its context.
 
-The same few hundred steps for every model: what is compared is how well a trained model can be taught to find one
-sentence again, and how far beyond the training length that still works. To copy from far back takes heads that a small
-model hardly has, so every window of the fine-tuning asks for several keys, first near ones and then farther ones.
+Every model gets the same few hundred steps. The comparison shows how well a trained model learns to find a sentence
+again, and how far beyond the training length this works. Small models have few heads that copy from far back, so every
+window of the fine-tuning asks for several keys, first near ones and then distant ones.
 """
 
 import math
@@ -28,16 +28,16 @@ TESTED_SHARE = 0.25  # of the filler: the end, which fine-tuning does not see
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleTask:
-    """What is asked and how long it is practised; the same for all models that are compared."""
+    """The task and its fine-tuning; the same for all models that are compared."""
 
     characters: int = 5
-    keys: int = 10  # in a window of the fine-tuning, or as many as fit; in the test there is one
+    keys: int = 10  # per window in fine-tuning, or as many as fit; one in the test
     steps: int = 600
     batch: int = 32
     learning_rate: float = 1e-3
     warmup: int = 40
-    nearest: float = 0.02  # the largest distance of the first step, as a share of the window's
-    near_share: float = 0.7  # of the steps, in which it grows to the whole
+    nearest: float = 0.02  # largest distance in the first step, as a share of the window
+    near_share: float = 0.7  # share of the steps in which it grows to the whole window
     seed: int = 0
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     questions: int = 20  # per length and depth
@@ -58,13 +58,13 @@ class NeedleTask:
             )
 
     def reach(self, step: int) -> float:
-        """The largest distance of a step, as a share of what the window allows: it grows by equal factors."""
+        """Return the largest distance of a step as a share of the window; it grows by equal factors."""
         growing = self.near_share * self.steps
         return 1.0 if step >= growing else float(self.nearest ** (1 - step / growing))
 
 
 def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int) -> tuple[Tokens, Tokens]:
-    """What is practised in, and what is tested in.
+    """Split the filler text into a part for fine-tuning and a part for the test.
 
     Raises:
         ValueError: The text or the windows are too short.
@@ -80,7 +80,7 @@ def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int
     needed = LEAST_FILLER * max(task.longer) * length
     if len(tested) < needed:
         raise ValueError(
-            f"the text has {len(filler)} tokens, a quarter of them to test in; windows of {max(task.longer) * length} "
+            f"the text has {len(filler)} tokens, a quarter for the test; windows of {max(task.longer) * length} "
             f"need {math.ceil(needed / TESTED_SHARE)}: give more text, or test at fewer lengths"
         )
     return practised, tested
@@ -99,9 +99,9 @@ def fine_tune(
     deadline: float = math.inf,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[dict[str, float]]:
-    """Trains the model in place on the characters of the answers alone; returns the course of their loss, in nats.
+    """Fine-tune the model in place, with the loss on the answers only; return that loss over the steps, in nats.
 
-    settings: those the model was trained with; its windows have the length of its training.
+    settings: those of the model's training; the windows have its training length.
     """
     recipe = as_settings(task, settings)
     if compiled:
@@ -144,7 +144,7 @@ def fine_tune(
 
 
 def as_settings(task: NeedleTask, settings: LMSettings) -> LMSettings:
-    """The recipe of the fine-tuning, for the optimizer and its schedule."""
+    """Return the settings of the fine-tuning, for the optimizer and its schedule."""
     return replace(
         settings, steps=task.steps, batch=task.batch, learning_rate=task.learning_rate, warmup=task.warmup,
         weight_decay=0.0,
@@ -152,12 +152,12 @@ def as_settings(task: NeedleTask, settings: LMSettings) -> LMSettings:
 
 
 def answer_loss(model: Any, puzzles: Puzzles) -> Any:
-    """Mean cross entropy of the answers' characters, in nats."""
+    """Return the mean cross entropy of the answers' characters, in nats."""
     return F.cross_entropy(answer_logits(model, puzzles).flatten(0, 2).float(), puzzles.targets.flatten())
 
 
 def answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
-    """(windows, questions, characters, vocabulary)"""
+    """Return the logits of the answers, (windows, questions, characters, vocabulary)."""
     hidden = model.base_model(input_ids=puzzles.windows[:, :-1], use_cache=False).last_hidden_state
     before = (puzzles.answers.flatten(1) - 1)[..., None].expand(-1, -1, hidden.shape[-1])
     logits = F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)

@@ -1,1 +1,1 @@
-"""Small models that pick from sets: trained on few items, tested on very many; one stack of seeds per normalizer."""
+"""Small models that pick from sets: trained on few items, tested on many. All seeds of a normalizer train together."""

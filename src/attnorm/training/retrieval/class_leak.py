@@ -1,7 +1,7 @@
-"""How far the class of an item moves its logit, where only its priority or key should.
+"""Class leak: how far the class of an item moves its logit, which should depend on its priority or key only.
 
-Sets whose two best items are closer than that are a guess, and the two best of n uniform priorities are 1/(n + 1) apart
-on average: this, not dispersion alone, bounds the size up to which a model can pick the largest.
+A model can only guess in sets whose two best items are closer than that. The two best of n uniform priorities are
+1/(n + 1) apart on average. So the leak, not dispersion alone, bounds the size at which a model can pick the largest.
 """
 
 import torch
@@ -13,13 +13,13 @@ from attnorm.training.retrieval.model import Retrievers
 
 PRIORITIES_FROM = 0.9
 PRIORITIES, QUERIES = 101, 32
-CONTENDERS = 10  # the best of each class are among about so many of the best
+CONTENDERS = 10  # the best items of all classes are among about this many
 
 
 def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor:
-    """Per copy: mean squared change of the logits when the classes change, over their variance. Differentiable.
+    """Return per copy the mean squared change of the logits when the classes change, over their variance.
 
-    Places that hold no item count as well: they are drawn like the others.
+    Differentiable. Hidden items count too: they are drawn like the others.
     """
     assert batch.other_SBN is not None
     other = F.one_hot(batch.other_SBN, CLASSES).to(logits_SBN.dtype)
@@ -30,17 +30,17 @@ def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor
 
 
 def leak_at_top(models: Retrievers, size: int) -> list[dict[str, float | None]]:
-    """As `class_leak`, where the contenders of a set of this size lie: a model may be at its most exact there."""
+    """Return `class_leak` among the best items of sets of this size, where a model may be most exact."""
     found = class_leak(models, 1 - min(CONTENDERS, size) / (size + 1))
     return [{f"{name}_at_top": value for name, value in each.items()} for each in found]
 
 
 @torch.no_grad()
 def class_leak(models: Retrievers, lowest: float = PRIORITIES_FROM) -> list[dict[str, float | None]]:
-    """Per copy of a model that ranks by priority: the slope of its logits on [lowest, 1], and the leak in priorities.
+    """Return per copy the slope of the logits for priorities in [lowest, 1], and the leak in units of priority.
 
-    leak = standard deviation of the logit over the classes / slope, both averaged over priorities and queries; None
-    where the logit does not rise with the priority.
+    leak = standard deviation of the logit over the classes / slope, both averaged over priorities and queries; None if
+    the logit does not rise with the priority.
     """
     device = models.to_key.weight_SIO.device
     priority = torch.linspace(lowest, 1, PRIORITIES, device=device)

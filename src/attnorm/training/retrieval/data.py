@@ -1,7 +1,11 @@
-"""Sets of items, a query, a label: tasks whose set size can grow far beyond what was seen in training.
+"""Tasks on sets of items with a query and a label, and the data of each training step and test.
 
-A draw is a function of its generator alone. Shapes: sizes (..., B) in front of everything; N places for items, of
-which the first `size` are visible, F features, the last ten of them the one-hot class.
+Shapes: sizes (..., B) in front of everything; N slots for items, of which the first `size` are visible; F features, the
+last ten of them the one-hot class.
+
+The data of a model depend on its own seed only, never on the normalizer or on other seeds. Every block of data has its
+own generator, seeded by purpose, seed and block number. So a recipe that needs more random numbers does not shift those
+of another, and a longer training begins with the data of a shorter one. CPU and CUDA draw different numbers.
 """
 
 import hashlib
@@ -37,7 +41,7 @@ class Sets:
 
 @dataclass(frozen=True)
 class Task:
-    """`draw(generator, sizes, places)` makes one set of each size, stored in so many places."""
+    """A task; `draw(generator, sizes, slots)` makes one set of each size, stored in so many slots."""
 
     name: str
     question: str
@@ -49,9 +53,10 @@ class Task:
 
 
 def find_task(name: str) -> Task:
-    """
+    """Return the task of this name.
+
     Raises:
-        ValueError: There is no task of that name.
+        ValueError: Unknown name.
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
@@ -59,7 +64,7 @@ def find_task(name: str) -> Task:
 
 
 def stacked(parts: list[Sets]) -> Sets:
-    """The sets of several models: a dimension for the models in front of B."""
+    """Stack the sets of several models along a new dimension in front of B."""
     where = parts[0].label.dim() - 1
     targets = [part.target for part in parts if part.target is not None]
     return Sets(
@@ -92,14 +97,14 @@ def _recall(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
 
 
 def _majority(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
-    """One class has a share of 0.3 and its part of the rest, the others what is left."""
+    """Draw sets in which one class has a share of 0.3 plus its part of the rest."""
     classes = _classes(generator, *sizes.shape, places)
     common = _classes(generator, *sizes.shape, 1)
     classes = torch.where(_uniform(generator, *sizes.shape, places) < COMMON_SHARE, common, classes)
     visible = _visible(sizes, places)
     items = _with_class(_uniform(generator, *sizes.shape, places, 1), classes)
     counts = (items[..., -CLASSES:] * visible[..., None]).sum(-2)
-    # Ties are broken at random: no rule can do better on them than chance.
+    # Ties are broken at random, so no rule can do better than chance on them.
     label = (counts + 0.5 * _uniform(generator, *sizes.shape, CLASSES)).argmax(-1)
     return Sets(items, _uniform(generator, *sizes.shape, 1), visible, label, None)
 
@@ -148,7 +153,7 @@ TASKS: dict[str, Task] = {
 
 
 class Batch(NamedTuple):
-    """What one step reads; S models side by side."""
+    """The data of one step, for S models."""
 
     items_SBNF: Tensor
     query_SBF: Tensor
@@ -165,8 +170,7 @@ def stream(purpose: str, seed: int, block: int, device: torch.device) -> torch.G
 def training_batches(
     task: Task, seeds: Sequence[int], recipe: RetrievalRecipe, device: torch.device, first: int = 0
 ) -> Iterator[Batch]:
-    """One batch per step, from the step `first` on. They are views of blocks drawn ahead, each contiguous: a step
-    copies nothing."""
+    """Yield one batch per step, from step `first` on: contiguous views of blocks drawn in advance, without copies."""
     for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
         sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
@@ -181,7 +185,7 @@ def training_batches(
 
 
 def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, device: torch.device) -> Iterator[Sets]:
-    """`sets` sets of `size` items for every seed, in blocks whose length depends on the size alone."""
+    """Yield `sets` sets of `size` items for every seed, in blocks whose length depends only on the size."""
     length = max(1, min(SETS_AT_ONCE, ITEMS_AT_ONCE // size))
     sizes = torch.full((length,), size, device=device)
     for block in range(-(-sets // length)):
@@ -197,7 +201,7 @@ def _training_block(task: Task, recipe: RetrievalRecipe, generator: torch.Genera
 
 
 def _squeezed(sets: Sets, share: float, seeds: Sequence[int], block: int) -> Sets:
-    """Some sets with priorities 1 - f (1 - p) for p: their order stays, the gaps become those of larger sets."""
+    """Replace priorities p by 1 - f (1 - p) in some sets: the order stays, the gaps become those of larger sets."""
     shape, device = (*sets.label[:, 0].shape, 2), sets.label.device
     drawn = [torch.rand(shape, generator=stream("squeeze", seed, block, device), device=device) for seed in seeds]
     chance, power = torch.stack(drawn, 1).unbind(-1)

@@ -1,7 +1,7 @@
-"""Where a trained stack fails, size by size: is the right item's logit not the largest, or is it and does not prevail?
+"""Test trained models on sets of every size, and split the errors into wrong logits and dispersed weights.
 
 Memory is bounded at every size: sets come in blocks, and the items of a block are read a slice at a time, once for
-their logits and once for their values.
+their logits and once for their values. Records that exist already are not computed again.
 """
 
 import math
@@ -22,13 +22,13 @@ from attnorm.training.retrieval.records import RECORDS, Record
 from attnorm.training.retrieval.trained_seeds import TrainedSeeds, load_trained_seeds
 
 SLICE_BYTES = {"cuda": 2**32, "cpu": 2**27}
-ITEMS_IN_ALL = 2**24  # for each model and size: 1024 sets of 16,384 items, 128 of 131,072
+ITEMS_IN_ALL = 2**24  # per model and size: 1024 sets of 16,384 items, 128 of 131,072
 SIZES = (16, 64, 256, 1024, 4096, 16_384)
-OWN = "own"  # tested with the normalizer it was trained with
+OWN = "own"  # the normalizer it was trained with
 
 
 def sets_at(size: int, wanted: int) -> int:
-    """How many sets of this size are tested: fewer where they are very large."""
+    """Return the number of sets of this size in a test: fewer if they are very large."""
     return max(1, min(wanted, ITEMS_IN_ALL // size))
 
 
@@ -41,10 +41,10 @@ def evaluate(
     sets: int,
     normalizers: Mapping[str, Normalizer | None],
 ) -> list[dict[str, Any]]:
-    """One record per seed and normalizer used at test time (None: the one trained with).
+    """Return one record per seed and test normalizer (None: the one it was trained with).
 
-    accuracy + logits_wrong + dispersed = 1 where the task has a target: an error is "logits wrong" where the largest
-    logit is not the right item's, and "dispersed" where it is and the answer is wrong all the same.
+    accuracy + logits_wrong + dispersed = 1 if the task has a target: an error is "logits wrong" if the largest logit is
+    not the right item's, and "dispersed" if it is.
     """
     device = models.to_key.weight_SIO.device
     totals: dict[str, dict[str, Tensor]] = {name: {} for name in normalizers}
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def _slices(models: Retrievers, drawn: Sets) -> Iterator[Tensor]:
-    """Of the items; their number in a slice is such that what the model keeps of them fits into SLICE_BYTES."""
+    """Return slices of the items, so small that the model's intermediate values fit into SLICE_BYTES."""
     copies, sets, items, _ = drawn.items.shape
     per_item = copies * sets * models.width * drawn.items.element_size() * 4
     length = max(1, SLICE_BYTES.get(drawn.items.device.type, SLICE_BYTES["cpu"]) // per_item)
@@ -107,16 +107,16 @@ def _outcomes(drawn: Sets, logits: Tensor, weights: Tensor, right: Tensor) -> di
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN: a model that broke down has no figures."""
+    """Return None for values that are not finite, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Sets of every size, fewer of very large ones; `others` are normalizers put in place of the trained one.
+    """Sizes and numbers of the test sets; `others` are normalizers that replace the trained one in further tests.
 
     Raises:
-        ValueError: Sizes or their number make no sense, or a normalizer is unknown.
+        ValueError: Sizes or numbers are out of range, or a normalizer is unknown.
     """
 
     sizes: tuple[int, ...] = SIZES
@@ -138,7 +138,7 @@ class Trials:
         return (OWN, *self.others)
 
     def asked(self, record: Record) -> bool:
-        """Whether a record is among the results of these trials."""
+        """Return whether a record belongs to these tests."""
         return (
             record["size"] in self.sizes
             and record["sets"] == sets_at(record["size"], self.sets)
@@ -154,7 +154,10 @@ def records_of(
     device: torch.device,
     report: Callable[[int], None],
 ) -> list[Record]:
-    """All records of the stack that the tests ask for. `report(sizes done)` comes before each size and at the end."""
+    """Return all records of these tests; compute and append the missing ones.
+
+    report: called with the number of finished sizes, before each size and at the end.
+    """
     path = out / RECORDS
     known = [r for r in read_jsonl(path) if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
     models: Retrievers | None = None
@@ -178,7 +181,7 @@ def records_of(
 
 
 def _about(stack: TrainedSeeds, models: Retrievers, task: Task, size: int) -> dict[int, dict[str, Any]]:
-    """For every seed: how it was trained, and how it ranks, over all and at the top of sets of this size."""
+    """Return for every seed how it was trained, and its class leak, overall and among the best items of this size."""
     about = stack.about
     shared = {name: about[name] for name in ("run", "task", "normalizer", "device")}
     leaks: list[dict[str, float | None]] = [{} for _ in stack.seeds]

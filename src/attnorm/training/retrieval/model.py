@@ -2,7 +2,9 @@
 
 https://arxiv.org/abs/2410.01104, appendix A. S copies with different seeds are trained side by side as one module. They
 share nothing: every weight has a leading dimension S, and the normalizer takes the copies as its heads, so that what it
-learns is learned for each copy alone.
+learns is separate for each copy.
+
+Normalizers are given by name and options, such as topk:k=4, where the defaults are not meant for sets.
 """
 
 import math
@@ -19,7 +21,7 @@ from attnorm.training.retrieval.data import CLASSES, Task, stream
 
 
 class StackedLinear(nn.Module):
-    """S linear layers; copy s starts as torch.nn.Linear does, from its own generator."""
+    """S linear layers; copy s is initialized like torch.nn.Linear, from its own generator."""
 
     def __init__(self, generators: list[torch.Generator], inputs: int, outputs: int) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class StackedMLP(nn.Module):
 
 
 class Retrievers(nn.Module):
-    """One model per seed; the starting weights of each follow from its seed."""
+    """One model per seed; the seed determines its initial weights."""
 
     def __init__(self, task: Task, normalizer: Normalizer, seeds: Sequence[int], width: int) -> None:
         super().__init__()
@@ -59,30 +61,30 @@ class Retrievers(nn.Module):
         self.name_class = StackedMLP(generators, width, width, CLASSES)
 
     def read(self, items_SBNF: Tensor) -> Tensor:
-        """What keys and values are made from, (S, B * N, D)."""
+        """Return the features of the items, (S, B * N, D), from which keys and values are computed."""
         read: Tensor = self.read_item(items_SBNF.flatten(1, 2))
         return read
 
     def logits(self, read_SXD: Tensor, query_SBF: Tensor) -> Tensor:
-        """(S, B, N) of the items that were read."""
+        """Return the logits (S, B, N) of the items."""
         keys = self.to_key(read_SXD).unflatten(1, (query_SBF.shape[1], -1))
         queries = self.to_query(self.read_query(query_SBF))
         logits: Tensor = (keys @ queries[..., None]).squeeze(-1) / math.sqrt(self.width)
         return logits
 
     def values(self, read_SXD: Tensor, sets: int) -> Tensor:
-        """(S, B, N, D) of the items that were read, which belong to so many sets."""
+        """Return the values (S, B, N, D) of the items, which belong to `sets` sets."""
         values: Tensor = self.to_value(read_SXD).unflatten(1, (sets, -1))
         return values
 
     def weights(self, logits_SBN: Tensor, visible_SBN: Tensor, normalizer: Normalizer | None = None) -> Tensor:
-        """(S, B, N): the copies are the normalizer's heads, each set is one row. None: the one trained with."""
+        """Return the weights (S, B, N): copies are the normalizer's heads, each set is a row. None: the trained one."""
         rows, mask = (x.transpose(0, 1)[:, :, None] for x in (logits_SBN, visible_SBN))
         weights: Tensor = (normalizer or self.normalizer)(rows, mask)
         return weights[:, :, 0].transpose(0, 1)
 
     def classes(self, mixed_SBD: Tensor) -> Tensor:
-        """Scores of the classes, (S, B, C)."""
+        """Return the scores of the classes, (S, B, C)."""
         scores: Tensor = self.name_class(mixed_SBD)
         return scores
 
@@ -92,10 +94,10 @@ def mixture(weights_SBN: Tensor, values_SBND: Tensor) -> Tensor:
 
 
 def normalizer_for(spelling: str, copies: int) -> Normalizer:
-    """The normalizer of that name and options, with parameters for each copy where it learns any.
+    """Return a normalizer from its specification, with separate parameters for each copy.
 
     Raises:
-        ValueError: Unknown, or one that cannot be asked for the weights of a set.
+        ValueError: Unknown, or not a map from rows of logits to weights.
     """
     name, options = parse_spec(spelling)
     try:

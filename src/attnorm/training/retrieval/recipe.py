@@ -1,4 +1,4 @@
-"""How a stack is trained: every number here changes the weights, whichever the normalizer and the task."""
+"""How the models are trained: every value here changes the weights, for every normalizer and task."""
 
 import math
 from dataclasses import asdict, dataclass, fields
@@ -23,18 +23,18 @@ class RetrievalRecipe:
     width: int = 128
     learning_rate: float = 1e-3
     weight_decay: float = 1e-3
-    # Ours, 0 = off. Penalty on the share of the logits' variance that comes from the class, which must not matter.
+    # Ours, 0 = off. Penalty on the share of the logits' variance that comes from the class.
     leak_penalty: float = 0.0
-    # Share of the steps without that penalty. A logit that still falls with the priority would have to pass through
-    # one that only the class moves, where the penalty is largest: it must rise first.
+    # Share of the steps before that penalty. A logit that still falls with the priority would have to pass through
+    # one that only the class moves, where the penalty is largest; it must rise first.
     leak_from: float = 0.25
     # Ours, 0 = off. Share of the sets whose priorities are squeezed toward 1, by up to a factor 2^-12.
     squeezed: float = 0.0
-    # Ours, 0 = off. In training, the logits of every set are scaled to this standard deviation, so that sets squeezed
-    # however hard ask for the right order, not for larger logits. Tests take the logits as they are.
+    # Ours, 0 = off. In training, the logits of every set are scaled to this standard deviation, so that squeezed sets
+    # require the right order, not larger logits. Tests use the logits unscaled.
     standardized: float = 0.0
-    cosine: bool = False  # the learning rate falls to 0 along a cosine; the paper keeps it
-    dtype: str = "float32"  # of the matrix products in training; tests are in float32 always
+    cosine: bool = False  # cosine learning rate; constant in the paper
+    dtype: str = "float32"  # of the matrix products in training; tests always use float32
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "width"):
@@ -58,22 +58,22 @@ class RetrievalRecipe:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}")
         if self.dtype == "bfloat16" and (self.squeezed or self.leak_penalty or self.standardized):
             raise ValueError(
-                "bfloat16 rounds priorities near 1 to steps of 1/256, and squeezed, leak_penalty and standardized are "
-                "about differences far below that; train in float32, or leave them at 0"
+                "bfloat16 rounds priorities near 1 to steps of 1/256, and squeezed, leak_penalty and standardized need "
+                "far smaller differences; train in float32, or set them to 0"
             )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """Without what is switched off, so that an option added later does not rename the runs before it."""
+        """Return the values without options that are off, so that a new option does not rename earlier runs."""
         usual = {field.name: field.default for field in fields(self)}
         return {name: value for name, value in asdict(self).items() if name in OF_THE_PAPER or value != usual[name]}
 
     def penalised(self, step: int) -> bool:
-        """Whether a step, counted from 0, has the leak penalty."""
+        """Return whether a step, counted from 0, has the leak penalty."""
         return self.leak_penalty > 0 and step >= self.leak_from * self.steps
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return self.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / self.steps) if self.cosine else 1.0)

@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Mean:
-    """Of independent seeds; the true mean lies within `value` +- `half_width` with 95 % confidence (Student's t)."""
+    """Mean over independent seeds with its 95 % confidence interval, `value` +- `half_width` (Student's t)."""
 
     value: float
     half_width: float | None  # None for a single seed
@@ -25,7 +25,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Row:
-    """Errors and leak are None where the task does not define them."""
+    """One normalizer, test and size; errors and leak are None if the task does not define them."""
 
     normalizer: str
     tested_with: str
@@ -43,7 +43,7 @@ class Row:
 
 
 def summarise(records: Sequence[Record]) -> list[Row]:
-    """Records of one task and recipe; they may come in any order, rows come in the order of the first of each."""
+    """Return one row per normalizer, test and size, in the order of their first records."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
         groups.setdefault((record["normalizer"], record["tested_with"], record["size"]), []).append(record)
@@ -57,7 +57,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
 
 
 def mean_of(records: Sequence[Record], name: str) -> Mean | None:
-    """None where a record lacks the number: a mean over some of the seeds would be one of the better ones."""
+    """Return the mean; None if a record lacks the number, since a mean over some seeds would be biased."""
     values = [record.get(name) for record in records]
     if not values or any(value is None for value in values):
         return None

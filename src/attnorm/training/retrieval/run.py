@@ -1,13 +1,13 @@
-"""Train and test stacks for several normalizers in one folder; what is finished there is not done again.
+"""Train and test models for several normalizers in one folder; finished work is not repeated.
 
     records.jsonl   a line per normalizer, seed, size and normalizer at test time
     metrics.jsonl   the training loss of every seed, each hundred steps
-    models/         the weights of each stack, safetensors
-    checkpoints/    of the stack in training, weights and optimizer state
-    manifest.json   versions, command, and how each stack was made
+    models/         the weights, one safetensors file per normalizer and group of seeds
+    checkpoints/    weights and optimizer state of the models in training
+    manifest.json   versions, command, and the settings of every file of weights
 
-The folder may hold several tasks and recipes: lines and models carry the key of their run. It is whole at any moment,
-so a run that was stopped, in the middle of a training or between two, goes on with the same call.
+The folder may hold several tasks and recipes: lines and models carry the key of their run. Its files are always
+complete, so an interrupted run continues with the same call.
 """
 
 import math
@@ -44,7 +44,7 @@ SEEDS = tuple(range(10))
 
 @dataclass(frozen=True)
 class RetrievalProgress:
-    """Training steps (with the loss) or test sizes done, of the normalizer at hand, which is the number-th of `of`."""
+    """Training steps (with the loss) or test sizes done for the current normalizer, number `number` of `of`."""
 
     normalizer: str
     number: int
@@ -60,7 +60,7 @@ Report = Callable[[RetrievalProgress], None]
 
 @dataclass(frozen=True)
 class Results:
-    records: list[Record]  # those asked for, in the order of normalizers, tests, sizes and seeds
+    records: list[Record]  # sorted by normalizer, test, size and seed
     manifest: dict[str, Any]
 
 
@@ -78,26 +78,26 @@ def train_retrieval(
     command: str = "",
     report: Report = lambda progress: None,
 ) -> Results:
-    """Trains one model per normalizer and seed, and tests each on sets of every size.
+    """Train one model per normalizer and seed, and test each on sets of every size.
 
     Args:
-        device: A GPU where none is named and there is one.
-        compiled: torch.compile the training step; on CUDA unless said otherwise.
-        checkpoint_every: Steps from one checkpoint of a stack in training to the next.
-        command: How this was called, for the manifest.
+        device: Default: a GPU if there is one.
+        compiled: Compile the training step with torch.compile (default: on CUDA).
+        checkpoint_every: Steps between checkpoints.
+        command: The command line, for the manifest.
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: Unknown names, numbers out of range, a folder of something else, damaged files, several processes.
-        TrainingInterrupted: Ctrl-C or SIGTERM while a stack is trained; a checkpoint was written.
+        ValueError: Unknown names, values out of range, a folder with other files, damaged files, or several processes.
+        TrainingInterrupted: Ctrl-C or SIGTERM while training; a checkpoint was written.
     """
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     check_accelerate()
     recipe, trials = recipe or RetrievalRecipe(), trials or Trials()
-    task_, torch_device = find_task(task), chosen_device(device)
+    chosen_task, torch_device = find_task(task), chosen_device(device)
     compiled = torch_device.type == "cuda" if compiled is None else compiled
-    check_recipe(recipe, task_)
+    check_recipe(recipe, chosen_task)
     _check_names(normalizers, seeds)
     require_only(out, {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}, "files of something else")
     out.mkdir(parents=True, exist_ok=True)
@@ -105,20 +105,18 @@ def train_retrieval(
     manifest: dict[str, Any] = {}
     for number, name in enumerate(normalizers, 1):
         here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
-        job = _Job(task_, name, recipe, torch_device, compiled, checkpoint_every, command)
-        for stack in _stacks(out, job, seeds, here, report):
+        job = _Job(chosen_task, name, recipe, torch_device, compiled, checkpoint_every, command)
+        for stack in _trained_seeds(out, job, seeds, here, report):
             testing = replace(here, stage="testing", total=len(trials.sizes))
-            found = records_of(out, stack, task_, trials, torch_device, partial(_tell_trials, report, testing))
+            found = records_of(out, stack, chosen_task, trials, torch_device, partial(_report_sizes, report, testing))
             records += [record for record in found if record["seed"] in seeds]
-        manifest = _write_manifest(
-            out, command, torch_device
-        )  # after each: the folder speaks for itself if we are stopped
+        manifest = _write_manifest(out, command, torch_device)  # after each, so that an interrupted run has one
     return Results(_in_order(records, normalizers, trials.names), manifest)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything that the weights of one normalizer's models depend on but their seeds, and how they came about."""
+    """Everything besides the seeds that decides the weights of one normalizer's models, and how they are made."""
 
     task: Task
     normalizer: str
@@ -129,8 +127,10 @@ class _Job:
     command: str
 
 
-def _stacks(out: Path, job: _Job, seeds: Sequence[int], here: RetrievalProgress, report: Report) -> list[TrainedSeeds]:
-    """Those in the folder that hold the seeds; seeds that none holds are trained as one more."""
+def _trained_seeds(
+    out: Path, job: _Job, seeds: Sequence[int], here: RetrievalProgress, report: Report
+) -> list[TrainedSeeds]:
+    """Return the trained models with these seeds; train the missing seeds together."""
     key = run_key(job.task.name, job.normalizer, job.recipe, job.device.type)
     held = [stack for stack in find_trained_seeds(out, key) if set(stack.seeds) & set(seeds)]
     missing = sorted(set(seeds) - {seed for stack in held for seed in stack.seeds})
@@ -178,14 +178,14 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
     return manifest
 
 
-def _tell_trials(report: Report, testing: RetrievalProgress, done: int) -> None:
+def _report_sizes(report: Report, testing: RetrievalProgress, done: int) -> None:
     report(replace(testing, done=done))
 
 
 def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
     for what, values in (("normalizers", normalizers), ("seeds", seeds)):
         if not values:
-            raise ValueError(f"no {what}; at least one is needed")
+            raise ValueError(f"no {what}; give at least one")
         twice = [value for value in values if list(values).count(value) > 1]
         if twice:
             raise ValueError(f"{twice[0]!r} is among the {what} twice; give it once")
@@ -196,8 +196,8 @@ def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def _in_order(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:
-    def torch_device(record: Record) -> tuple[int, int, int, int]:
+    def order(record: Record) -> tuple[int, int, int, int]:
         first, second = list(normalizers).index(record["normalizer"]), list(tests).index(record["tested_with"])
         return first, second, record["size"], record["seed"]
 
-    return sorted(records, key=torch_device)
+    return sorted(records, key=order)

@@ -1,4 +1,4 @@
-"""Retrieval in the terminal: accuracy by size of the set, and what the errors were."""
+"""Terminal tables of retrieval: accuracy by set size, and the kinds of errors."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from attnorm.training.retrieval.records import Mean, Row
 
 
 def tables(task: str, rows: Sequence[Row]) -> RenderableType:
-    """Rows of one task and recipe."""
+    """Return the tables for rows of one task and recipe."""
     seeds = max(row.seeds for row in rows)
     among = f"mean over {seeds} seeds ± 95 % confidence" if seeds > 1 else "one seed"
     leak = find_task(task).has_priority

@@ -1,8 +1,11 @@
-"""Train a stack: all seeds at once, the same data for every normalizer.
+"""Train all seeds of a normalizer at once, on the same data for every normalizer; checkpoints and a log of losses.
 
-On CUDA a step is small and the launches of its kernels would cost more than the work, so the loss and its gradient are
-compiled into one CUDA graph (torch.compile, reduce-overhead) and AdamW runs as one fused kernel. `compiled=False` is
-the plain way, on any device.
+On CUDA the steps are so small that kernel launches would cost more than the work. So the loss and its gradient are
+compiled into one CUDA graph (torch.compile, reduce-overhead), and AdamW is one fused kernel. `compiled=False` runs
+uncompiled on any device.
+
+The data of a step follow from seed and step, so a checkpoint needs only weights, optimizer state and the step. Losses
+logged after the last checkpoint are dropped when training resumes from it.
 """
 
 import time
@@ -41,7 +44,7 @@ REPORT_EVERY = 100  # steps; reading the loss makes the GPU wait
 
 @dataclass(frozen=True)
 class Journal:
-    """Of the stack `name`, in the folder of its run."""
+    """Checkpoints and losses of the models `name`, in the folder of their run."""
 
     out: Path
     name: str
@@ -54,7 +57,7 @@ class Journal:
     def resume(
         self, models: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> tuple[int, float]:
-        """Puts models and optimizer into the state of the last checkpoint; steps done by then, and seconds spent.
+        """Restore the last checkpoint; return the steps done and the seconds spent until then.
 
         Raises:
             ValueError: The checkpoint is damaged or belongs to other models.
@@ -66,7 +69,7 @@ class Journal:
         return step, seconds
 
     def log(self, step: int, losses: Sequence[float], seconds: float) -> None:
-        """Cross-entropy of each seed in a step, without penalties; null where it is no longer a number."""
+        """Log the cross entropy of each seed in a step, without penalties; null if it is not finite."""
         numbers = [round(loss, 6) if math.isfinite(loss) else None for loss in losses]
         append_jsonl(
             self.out / METRICS, [{"stack": self.name, "step": step, "losses": numbers, "seconds": round(seconds, 2)}]
@@ -76,7 +79,7 @@ class Journal:
         save_checkpoint(self.folder, models, optimizer, step, {"seconds": seconds})
 
     def close(self) -> None:
-        """The trained weights are saved elsewhere: no checkpoint is needed any more."""
+        """Remove the checkpoints, after the trained weights are saved elsewhere."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.folder.parent.is_dir() and not any(self.folder.parent.iterdir()):
             self.folder.parent.rmdir()
@@ -107,13 +110,14 @@ def train(
     journal: Journal | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Trained:
-    """One model per seed. `report(steps done, mean loss)` is called now and then.
+    """Train one model per seed.
 
     Args:
-        journal: Goes on from the last checkpoint there, and leaves new ones and the losses; nothing is kept without.
+        journal: Where to resume from and where to write checkpoints and losses (default: nothing is kept).
+        report: Called with steps done and mean loss, every hundred steps.
 
     Raises:
-        ValueError: The recipe squeezes priorities and the task has none, or the checkpoint is damaged.
+        ValueError: The recipe squeezes priorities but the task has none, or the checkpoint is damaged.
         TrainingInterrupted: Ctrl-C or SIGTERM, with a journal; a checkpoint was written.
     """
     check_recipe(recipe, task)
@@ -149,18 +153,19 @@ def train(
 
 
 def check_recipe(recipe: RetrievalRecipe, task: Task) -> None:
-    """
+    """Check that the recipe fits the task.
+
     Raises:
-        ValueError: The recipe squeezes priorities, and the task has none.
+        ValueError: The recipe squeezes priorities, but the task has none.
     """
     if recipe.squeezed and not task.has_priority:
         raise ValueError(f"squeezed is for tasks with priorities, and {task.name!r} has none; leave it at 0")
 
 
 def _optimizer(models: Retrievers, recipe: RetrievalRecipe, device: torch.device) -> torch.optim.AdamW:
-    """On CUDA one fused kernel that never asks the CPU; its rate is a tensor, since a number would be part of it.
+    """Return AdamW; on CUDA as one fused kernel without synchronization, so its learning rate is a tensor.
 
-    accelerate does not prepare it: its wrapper looks for other packages on the disk at every step, and steps are short.
+    accelerate does not wrap it: its wrapper searches for packages on disk at every step, and steps are short.
     """
     on_cuda = device.type == "cuda"
     rate = torch.tensor(recipe.learning_rate, device=device) if on_cuda else recipe.learning_rate
@@ -176,12 +181,12 @@ def _step_loss(
         return _loss(models, batch, recipe)
 
     if compiled:
-        torch.compiler.reset()  # after eight stacks of one process it would no longer compile, and say so only in a log
+        torch.compiler.reset()  # after eight models in one process it would stop compiling and only log it
         loss_of = torch.compile(loss_of, mode="reduce-overhead")
 
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         if compiled:
-            torch.compiler.cudagraph_mark_step_begin()  # the gradients of the step before may be overwritten from here
+            torch.compiler.cudagraph_mark_step_begin()  # from here the previous step's gradients may be overwritten
         with accelerator.autocast():
             return loss_of(batch)
 
@@ -189,7 +194,7 @@ def _step_loss(
 
 
 def _loss(models: Retrievers, batch: Batch, recipe: RetrievalRecipe) -> tuple[Tensor, Tensor]:
-    """The sum over the copies - each gets the gradient of its own mean - and the cross-entropy of each."""
+    """Return the sum over the copies, so that each gets the gradient of its own mean, and each cross entropy."""
     read = models.read(batch.items_SBNF)
     logits = models.logits(read, batch.query_SBF)
     values = models.values(read, batch.label_SB.shape[1])
@@ -204,7 +209,7 @@ def _loss(models: Retrievers, batch: Batch, recipe: RetrievalRecipe) -> tuple[Te
 
 
 def _standardized(logits_SBN: Tensor, visible_SBN: Tensor, deviation: float) -> Tensor:
-    """Every set's logits with mean 0 and this standard deviation; those of equal logits stay equal."""
+    """Scale every set's logits to mean 0 and this standard deviation; equal logits stay equal."""
     n = visible_SBN.sum(-1, keepdim=True)
     centred = logits_SBN - (logits_SBN * visible_SBN).sum(-1, keepdim=True) / n
     variance = (centred.square() * visible_SBN).sum(-1, keepdim=True) / n

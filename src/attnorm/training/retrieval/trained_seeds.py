@@ -1,7 +1,7 @@
-"""Trained stacks on disk: one safetensors file each, which says in its header how it was made.
+"""Trained models on disk: one safetensors file for the seeds that were trained together, with settings in its header.
 
-A stack is found again by task, normalizer and recipe; a run that wants more seeds than it holds trains only the rest,
-since no seed depends on its neighbours.
+Files are found by task, normalizer and recipe. A run with more seeds trains only the missing ones: no seed depends on
+the others.
 """
 
 import json
@@ -24,7 +24,7 @@ HEADER = "attnorm"
 
 @dataclass(frozen=True)
 class TrainedSeeds:
-    """Where a trained stack lies, and what its header says: run, task, normalizer, recipe, seeds, losses, ..."""
+    """Models that were trained together: their file and its header (run, task, normalizer, recipe, seeds, ...)."""
 
     path: Path
     about: dict[str, Any]
@@ -40,7 +40,7 @@ class TrainedSeeds:
 
 
 def run_key(task: str, normalizer: str, recipe: RetrievalRecipe, device: str) -> str:
-    """Short name of all that the weights of a seed depend on; CPU and CUDA draw different data."""
+    """Return a short name for everything that decides the weights of a seed; CPU and CUDA draw different data."""
     what = {"task": task, "normalizer": normalizer, "recipe": recipe.identity(), "device": device}
     return f"{task}-{normalizer.translate({ord(':'): '_', ord('='): '_'})}-{settings_hash(what)[:10]}"
 
@@ -50,7 +50,7 @@ def trained_seeds_name(key: str, seeds: Sequence[int]) -> str:
 
 
 def find_trained_seeds(out: Path, key: str = "") -> list[TrainedSeeds]:
-    """All stacks in the folder, or those of one run, by name.
+    """Return the trained models in the folder, or those of one run, by name.
 
     Raises:
         ValueError: A file is damaged.
@@ -82,9 +82,10 @@ def save_trained_seeds(
 
 
 def load_trained_seeds(stack: TrainedSeeds, task: Task, device: torch.device) -> Retrievers:
-    """
+    """Load the models of a file.
+
     Raises:
-        ValueError: The weights are not those of such models.
+        ValueError: The weights do not fit these models.
     """
     from safetensors.torch import load_file
 
@@ -101,7 +102,7 @@ def load_trained_seeds(stack: TrainedSeeds, task: Task, device: torch.device) ->
 
 
 def _ranges(seeds: Sequence[int]) -> str:
-    """0-9, or 0-4+7 where some are left out."""
+    """Return seeds as ranges: 0-9, or 0-4+7 if some are missing."""
     ends: list[list[int]] = []
     for seed in seeds:
         if ends and seed == ends[-1][1] + 1:
