@@ -8,8 +8,8 @@ from attnorm.experiments.language_models.results import (
     Spread,
     contenders,
     learned_parameters,
+    most_different_length,
     rank_correlation,
-    telling_length,
     wilson_interval,
 )
 from attnorm.experiments.language_models.tables import all_tables, in_words
@@ -99,8 +99,8 @@ def test_models_are_compared_where_they_differ() -> None:
     made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
     made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 0.9, 0.1, 0.0)]
     found = contenders(made)
-    assert telling_length(found) == 16
-    assert telling_length([]) is None
+    assert most_different_length(found) == 16
+    assert most_different_length([]) is None
     assert {one.name: one.questions for one in found} == {"softmax": 10, "ssmax": 10}
     text = all_tables(made)
     assert "| normalizer | entropy / log n | % keys at 16 | 95 % |" in text

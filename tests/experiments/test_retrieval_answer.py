@@ -16,7 +16,7 @@ from attnorm.experiments.retrieval import experiment as answer
 from attnorm.experiments.retrieval import measure as collect
 from attnorm.experiments.retrieval.experiment import Numbers, findings, summary
 from attnorm.experiments.retrieval.lines import lines_of, scales_of
-from attnorm.experiments.retrieval.measure import Found, records_in
+from attnorm.experiments.retrieval.measure import Found
 from attnorm.experiments.retrieval.plan import (
     PAPERS_RECIPE,
     PRINTED_ADAPTIVE,
@@ -24,6 +24,7 @@ from attnorm.experiments.retrieval.plan import (
     PRINTED_SOFTMAX,
     RetrievalPlan,
 )
+from attnorm.files import read_jsonl
 from tests.experiments.retrieval_records import SEEDS, found, record, training
 
 
@@ -77,7 +78,7 @@ def test_a_run_gives_tables_figures_and_pages_of_what_was_trained(
         set() if outcome.tables["scale"].num_rows else {"scale"}
     )
     rows = outcome.tables["accuracy"].to_pylist()
-    records = records_in(trained / "training" / "records.jsonl")
+    records = read_jsonl(trained / "training" / "records.jsonl")
     for row in rows:
         numbers = [
             r["accuracy"] for r in records
@@ -169,8 +170,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl.xz"
     path.write_bytes(b"not packed")
     with pytest.raises(ValueError, match=r"records\.jsonl\.xz cannot be read"):
-        records_in(path)
-    assert records_in(tmp_path / "nothing.jsonl.xz") == []
+        read_jsonl(path)
+    assert read_jsonl(tmp_path / "nothing.jsonl.xz") == []
 
 
 def judge_claims(own: list[float], hard: list[float], adaptive: list[float], ours: list[float]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
     g(T, eps) = || softmax((l + eps d)/T) - softmax(l/T) || / eps,   ||d|| = 1
 
-The paper's T divides the raw products q.k, so its models run at T = sqrt(d). The same holds here. Computed in float64: at
-T = 1e-3 the rounding of a float32 logit moves the weights more than eps = 1e-3 does. The paper does not specify rows and
-directions: here they are the longest rows of every head, and one random direction for each.
+The paper's T divides the raw products q.k, so its models run at T = sqrt(d). The same holds here. Logits are float64:
+at T = 1e-3 the rounding of a float32 logit moves the weights more than eps = 1e-3 does. The paper specifies neither
+rows nor directions: here they are the longest rows of every head, and one random direction for each.
 """
 
 import math

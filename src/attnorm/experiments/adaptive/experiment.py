@@ -1,4 +1,4 @@
-"""Adaptive temperature on real heads: where the printed polynomial acts, and the effect of a re-fit and a monotone form.
+"""Adaptive temperature on real heads: where the printed polynomial acts, and the effect of a re-fit or monotone form.
 
 Velickovic et al. 2024 multiply the logits of a row by beta(H), a polynomial of the row's entropy H, fitted on a toy
 task. It exceeds 1 only for 0.849 < H < 5.945 nats (`REACH`). Rows as flat as uniform over more than 381 keys

@@ -1,4 +1,4 @@
-"""The practical guidelines of Mudarisov et al. 2025, each put to a model: yes, partly or no.
+"""The practical guidelines of Mudarisov et al. 2025, each tested on a model: yes, partly or no.
 
 1. Keep the active set at most about 0.06 L.   2. A rising entropy is an early sign of saturation.
 3. Do not lower T below 0.1.                   4. Three heads at p = 0.8 cover 99 % of the top-N tokens.
@@ -32,7 +32,7 @@ AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "n
 AS_ANSWER: dict[Verdict, str] = {verdict: answer for answer, verdict in AS_VERDICT.items()}
 LENGTHS, QUICK_LENGTH = (512, 1024), 256  # the longest that there is text for
 WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
-LITTLE, MUCH = 0.02, 0.2  # nats per token: what more tokens may add, and what they may not
+LITTLE, MUCH = 0.02, 0.2  # nats per token: a negligible and a clear change of the loss
 
 
 def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -79,7 +79,7 @@ def _active_set(found: Selected) -> Finding:
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
         f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
         f"{found.mass[index]:.0%} of the weight in the median "
-        f"head, and are told apart {fading[1]:+.2f} better than with permuted values (N = 1 % of L: "
+        f"head, and their separability is {fading[1]:+.2f} above that of permuted values (N = 1 % of L: "
         f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
         verdict,
         "the median head has its weight on few keys, but heads that average over many need them all, in a model that "
@@ -89,7 +89,7 @@ def _active_set(found: Selected) -> Finding:
 
 def _entropy(found: EarlySign) -> Finding:
     claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
-    readings = {"at most 80 % told apart": found.by_level, "no better than with permuted values": found.by_null}
+    readings = {"at most 80 % distinguishable": found.by_level, "no better than with permuted values": found.by_null}
     areas = {name: found.area_under_curve(saturated) for name, saturated in readings.items()}
     known = [area for area in areas.values() if not np.isnan(area)]
     phrase = "; ".join(
@@ -106,8 +106,8 @@ def _entropy(found: EarlySign) -> Finding:
         "entropy / log n at a quarter of the length ranks a head that will be saturated above one that will not "
         f"(chance: 50 %): {phrase}; a rise of entropy and a drop of separability have rank correlation "
         f"{-found.correlation():+.2f}",
-        "entropy knows the weights only; how many keys are told apart depends on the vectors too, and with permuted "
-        "values it is often as many",
+        "entropy depends on the weights only; how many keys are distinguishable depends on the vectors too, and with "
+        "permuted values it is often as many",
     )
 
 
@@ -116,7 +116,7 @@ def _temperature(found: Cooled) -> Finding:
     colder = 0
     norm = np.median(found.norm, 1)
     apart = np.nanmedian(found.separability, 1)
-    # The paper's Figure 4 is about the largest norm, training about those of most heads.
+    # The paper's Figure 4 shows the largest norm; training depends on those of most heads.
     largest_grows = found.norm[colder].max() > found.norm[cold].max()
     most_grow, sharper = norm[colder] > norm[cold], apart[colder] > apart[cold] + 0.02
     answer: Answer = "yes" if most_grow and not sharper else "partly" if largest_grows or not sharper else "no"
@@ -138,10 +138,10 @@ def _coverage(found: Covered) -> Finding:
     return _finding(
         "Three heads cover 99 % of the top-N tokens, 1 - (1 - p)^3 at p = 0.8 (Discussion)",
         answer,
-        f"a head tells apart {found.alone:.0%} of its own top {TOP_N}, so three should cover {found.predicted:.1%}; "
+        f"a head distinguishes {found.alone:.0%} of its own top {TOP_N}, so three should cover {found.predicted:.1%}; "
         f"they cover {found.own:.1%} of the first one's, and {found.together:.1%} of what the three select together",
-        "the formula assumes independent heads that cover one set of tokens; heads of a layer select sets of their "
-        "own, and what one misses the other two rarely tell apart",
+        "the formula assumes independent heads that cover one set of tokens; heads of a layer select different sets, "
+        "and what one misses the other two rarely distinguish",
     )
 
 

@@ -1,4 +1,4 @@
-"""The four guidelines in six panels."""
+"""Draw the four guidelines in six panels."""
 
 from typing import Any
 
@@ -59,8 +59,8 @@ def _loss(axes: Axes, found: Selected) -> None:
 
 def _active(axes: Axes, found: Selected) -> None:
     axes.plot(SHARES, found.mass, **CORRECTED, label="share of the weight on them")
-    axes.plot(SHARES, found.separability, **MEASURED, label="told apart, $N_s/N$")
-    axes.plot(SHARES, found.null, **NULL, label="told apart, values permuted")
+    axes.plot(SHARES, found.separability, **MEASURED, label="distinguishable, $N_s/N$")
+    axes.plot(SHARES, found.null, **NULL, label="distinguishable, values permuted")
     axes.set_ylim(0, 1.4)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylabel("share, median over heads")
@@ -70,7 +70,7 @@ def _active(axes: Axes, found: Selected) -> None:
 
 
 def _shares(axes: Axes, top: float = 0.84) -> None:
-    """top: of the height, where the paper's line ends below the legend."""
+    """Draw the axis of shares. top: height at which the paper's line ends, below the legend."""
     axes.axvline(PAPERS_SHARE, ymax=top, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes.text(PAPERS_SHARE, 0.02, " 0.06 L", transform=axes.get_xaxis_transform(), fontsize=7.5, va="bottom")
     axes.set_xscale("log")
@@ -92,7 +92,7 @@ def _early(axes: Axes, found: EarlySign) -> None:
     axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.25)
     axes.set_xlabel("entropy / log n at a quarter of the length")
-    axes.set_ylabel(f"told apart at the length, $N_s/N$, N = {TOP_N}")
+    axes.set_ylabel(f"distinguishable at the length, $N_s/N$, N = {TOP_N}")
     letter(axes, "c", f"Guideline 2 (AUC {found.area_under_curve(found.by_level):.2f} for 80 %)")
     axes.legend(loc="upper right", fontsize=7, ncols=2)
     tidy(axes)
@@ -108,7 +108,7 @@ def _apart(axes: Axes, found: Cooled) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("temperature, 1 = as trained")
     axes.legend(loc="upper left", fontsize=7)
-    axes.set_ylabel(f"told apart, $N_s/N$, N = {TOP_N}")
+    axes.set_ylabel(f"distinguishable, $N_s/N$, N = {TOP_N}")
     letter(axes, "d", "Guideline 3: separability")
     _temperatures(axes, found)
 
@@ -121,7 +121,7 @@ def _norms(axes: Axes, found: Cooled) -> None:
 
 
 def _temperatures(axes: Axes, found: Cooled) -> None:
-    """The paper's 0.1, of the trained temperature and on raw logits; named in the band below the legend."""
+    """Mark the paper's T = 0.1, relative to the trained temperature and on raw logits."""
     for at, text in ((0.1, "T = 0.1"), (0.1 / found.trained_temperature, "0.1 on raw q·k")):
         if at > TEMPERATURES[0]:
             axes.axvline(at, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
@@ -148,7 +148,7 @@ def _coverage(axes: Axes, found: Covered) -> None:
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.25)
-    axes.set_ylabel(f"selected keys told apart, N = {TOP_N}")
+    axes.set_ylabel(f"selected keys distinguished, N = {TOP_N}")
     letter(axes, "f", "Do three heads cover 99 %?")
     axes.legend(loc="upper right", fontsize=7)
     tidy(axes, grid=False)

@@ -1,4 +1,4 @@
-"""What the practical guidelines of Mudarisov et al. 2025 are tested on: one function for each, on any model."""
+"""Measure what the practical guidelines of Mudarisov et al. 2025 are about: one function for each, on any model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,22 +28,22 @@ from attnorm.theory.selection import SelectedRows, at_least_float32, select, top
 
 SHARES = (0.01, 0.03, 0.06, 0.12, 0.25, 0.5)  # of the context, the paper's 0.06 among them
 PAPERS_SHARE = 0.06
-PAPERS_LEVEL = 0.8  # of separability, below which the paper calls a head saturated
-FEWEST = 16  # keys that a row keeps whatever its length: a share of a short row is nothing to select from
-TOP_N = 20  # beyond the 16 at which the paper sees separability level off
+PAPERS_LEVEL = 0.8  # separability below which the paper calls a head saturated
+FEWEST = 16  # keys that a row keeps at least
+TOP_N = 20  # above 16, where separability levels off in the paper
 HEADS = 3
 MOST_TRIPLES = 20
-DRAWS, FEW_DRAWS = 20, 4  # of the null: at TOP_N, where its quantile is asked for, and elsewhere
+DRAWS, FEW_DRAWS = 20, 4  # of the null: at TOP_N, where a quantile is needed, and elsewhere
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Over heads, for each share of the context as N/L: medians."""
+    """Medians over heads, for each share N/L of the context."""
 
     mass: Floats
     separability: Floats
     null: Floats
-    losses: dict[float, Floats]  # by window, nats per token when only so large a share of the keys is kept; 1: all
+    losses: dict[float, Floats]  # by window, nats per token if only this share of the keys is kept; 1: all
 
     def change(self, share: float) -> WindowMean:
         return mean(self.losses[share] - self.losses[1.0])
@@ -51,7 +51,7 @@ class Selected:
 
 @dataclass(frozen=True)
 class EarlySign:
-    """Heads at a quarter of the length and at the length."""
+    """Every head at a quarter of the length and at the full length."""
 
     entropy_before: Floats  # entropy / log n
     entropy_after: Floats
@@ -61,16 +61,16 @@ class EarlySign:
 
     @property
     def by_level(self) -> NDArray[np.bool_]:
-        """Saturated as the paper has it: at most 80 % are told apart."""
+        """Saturated by the paper's definition: at most 80 % are distinguishable."""
         return self.apart_after <= PAPERS_LEVEL
 
     @property
     def by_null(self) -> NDArray[np.bool_]:
-        """Saturated as attnorm has it: told apart no better than with permuted values."""
+        """Saturated by attnorm's definition: no more distinguishable than with permuted values."""
         return self.apart_after <= self.chance_after
 
     def area_under_curve(self, saturated: NDArray[np.bool_]) -> float:
-        """How often the entropy of a head that will be saturated is above that of one that will not; 1/2 is chance."""
+        """Return how often a head that will be saturated has more entropy than one that will not; 1/2 is chance."""
         positive, negative = int(saturated.sum()), int((~saturated).sum())
         if not positive or not negative:
             return float("nan")
@@ -78,7 +78,7 @@ class EarlySign:
         return float((ranks[saturated].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
     def correlation(self) -> float:
-        """Of the change of entropy with the change of separability, over heads: -1 if a rise always means a drop."""
+        """Return the rank correlation over heads of the changes of entropy and separability."""
         changes = self.entropy_after - self.entropy_before, self.apart_after - self.apart_before
         if any(np.ptp(change) == 0 for change in changes):
             return float("nan")
@@ -87,7 +87,7 @@ class EarlySign:
 
 @dataclass(frozen=True)
 class Cooled:
-    """By temperature, one number per head: its mean over the sampled rows."""
+    """Means over the sampled rows, by temperature and head."""
 
     separability: Floats  # (temperatures, heads)
     norm: Floats
@@ -96,7 +96,7 @@ class Cooled:
 
 @dataclass(frozen=True)
 class Covered:
-    """Shares of selected keys that three heads of a layer tell apart, means over layers, rows and triples."""
+    """Shares of selected keys that three heads of a layer distinguish; means over layers, rows and triples."""
 
     alone: float  # one head, of its own top N: separability
     predicted: float  # 1 - (1 - p)^3
@@ -106,7 +106,7 @@ class Covered:
 
 @dataclass(frozen=True)
 class HeadSeparability:
-    """Of every head at one length: means over the sampled rows."""
+    """Every head at one length: means over the sampled rows."""
 
     entropy: Floats  # entropy / log n
     mass: Floats  # (counts, heads): of the N heaviest keys
@@ -116,12 +116,12 @@ class HeadSeparability:
 
 
 def counts_of(length: int) -> list[int]:
-    """The N of every share, then TOP_N."""
+    """Return the N of every share, then TOP_N."""
     return [*(max(1, round(share * length)) for share in SHARES), TOP_N]
 
 
 def measure_separability(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> HeadSeparability:
-    """One pass: how many of the N heaviest keys are told apart, and how many with each row's weights dealt out anew."""
+    """Measure in one pass how many of the N heaviest keys are distinguishable, also with permuted weights."""
     generator = torch.Generator().manual_seed(subject.seed)
     counts = counts_of(length)
     found: dict[str, list[Floats]] = {name: [] for name in ("entropy", "mass", "separability", "null", "chance")}
@@ -175,7 +175,7 @@ def early_sign(before: HeadSeparability, after: HeadSeparability) -> EarlySign:
 
 
 def cooled_and_covered(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> tuple[Cooled, Covered]:
-    """One pass: what cooling does to separability and gradients, and what three heads of a layer cover together."""
+    """Measure in one pass separability and gradients at lower temperatures, and the joint coverage of three heads."""
     apart: list[Tensor] = []
     norms: list[Tensor] = []
     shares: list[tuple[float, float, float]] = []
@@ -210,7 +210,7 @@ def cooled_and_covered(subject: Subject, progress: ProgressCallback, length: int
 
 
 def _chosen(call: AttentionCall, block: LogitBlock, temperature: float) -> SelectedRows:
-    """The top-N sets of the block's rows at a temperature: (groups, heads of the group x rows, keys)."""
+    """Select the top N keys of the block's rows at a temperature: (groups, heads of the group x rows, keys)."""
     visible = block.visible.expand(block.logits.shape)
     weights = torch.softmax(torch.where(visible, block.logits / temperature, -torch.inf), -1)
     x = at_least_float32(call.value_BGKE)[block.item, :, block.first_key : block.first_key + weights.shape[-1]]
@@ -224,13 +224,13 @@ def _heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
 
 
 def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
-    """The same weights on other visible keys of their row, at random."""
+    """Permute the weights of each row over its visible keys."""
     scores = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
     return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores))
 
 
 def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
-    """Alone, of the first head's own, and of all that three select; over triples of heads."""
+    """Return the coverage alone, of the first head's keys, and of all keys that three heads select; over triples."""
     shape = (heads, -1, chosen.weights.shape[-1])
     distinct, picked = distinguishable(chosen).reshape(shape), chosen.chosen.reshape(shape)  # (h, r, w)
     alone = float(separability(chosen).nanmean())
@@ -243,7 +243,7 @@ def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
 
 
 def _triples(heads: int) -> Sequence[tuple[int, ...]]:
-    """Some of the ways to take three heads, spread over all; fewer heads where a layer has no three."""
+    """Return evenly spaced triples of heads; fewer heads if a layer has less than three."""
     every = list(combinations(range(heads), min(HEADS, heads)))
     return every[:: max(1, len(every) // MOST_TRIPLES)]
 

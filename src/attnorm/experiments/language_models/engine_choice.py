@@ -1,7 +1,7 @@
-"""Which way of computing attention trains fastest on this machine: a few steps of each, on random tokens.
+"""Choose how attention is computed in training: time a few steps of each way on random tokens.
 
-Tried are the engine that attnorm.attention chooses and the whole matrix of weights at once, both in compiled blocks.
-The faster one that runs is written down for all later runs; a way that fails is reported, not fatal.
+The ways are the engine that attnorm.attention chooses, and dense attention over the whole matrix of weights, both in
+compiled blocks. The faster one is recorded for all later runs; a way that fails is reported.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnorm.experiments.language_models.train import ATTENTION, RESCALED_SOFTMAX, Log, forget, machine
+from attnorm.experiments.language_models.train import ATTENTION, RESCALED_SOFTMAX, Log, free_memory, machine
 from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, Workspace
 from attnorm.files import write_json
 from attnorm.normalizers.spec import parse_spec
@@ -29,7 +29,7 @@ from attnorm.training.lm.data import Corpus
 from attnorm.training.lm.train import LOG_EVERY, Run
 
 STEPS = 2 * LOG_EVERY
-IN_BLOCKS = ("kneemax",)  # its engine is far behind: only if the matrix does not fit
+IN_BLOCKS = ("kneemax",)  # its engine is much slower: used only if the matrix does not fit
 MOST_SECONDS = 60  # of one trial
 
 
@@ -37,7 +37,7 @@ def choose_engines(
     workspace: Workspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
     device: str | None = None, log: Log = lambda words: None,
 ) -> None:  # fmt: skip
-    """Tokens per second and memory of every way, as results; the fastest way of each normalizer for later runs."""
+    """Record speed and memory of every way as results, and the fastest way of each normalizer for later runs."""
     where = chosen_device(device)
     torch.set_float32_matmul_precision("high")
     deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -57,7 +57,7 @@ def choose_engines(
                     figures = _timed_run(workspace, normalizer, way, where)
                     speeds[way] = figures["tokens_per_second"]
                     problem = None
-                except Exception as error:  # whatever a compiler or a GPU may say: the other way may work
+                except Exception as error:  # a compiler or a GPU may raise anything; the other way may work
                     figures, problem = {}, f"{type(error).__name__}: {error}"[:2000]
                     log(traceback.format_exc()[-1500:])
                 figures["wall_seconds"] = round(time.monotonic() - began, 1)
@@ -66,7 +66,7 @@ def choose_engines(
                      **machine(where)}
                 )  # fmt: skip
                 log(f"{normalizer} {way}: {problem or figures}")
-                forget()
+                free_memory()
             if speeds:
                 _record_choice(workspace, normalizer, max(speeds, key=lambda way: speeds[way]))
 
@@ -94,7 +94,7 @@ def _timed_run(workspace: Workspace, normalizer: str, way: Attention, device: to
 
 
 class _Vocabulary:
-    """What a run asks of a tokenizer."""
+    """The part of a tokenizer that a run uses."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,7 @@
-"""What is asked of a trained model: its loss on longer texts, a pass key, and how its heads attend."""
+"""Tests of a trained model: losses at longer lengths, pass keys, and attention statistics.
+
+Attention statistics are means over rows of similar length, those of the longest half octave, as in `attnorm.analyze`.
+"""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.train import Worker, forget, machine, trained_model
+from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import length_bins, spread
@@ -23,7 +26,7 @@ from attnorm.training.needle.data import Wording
 from attnorm.training.needle.evaluate import among_many, find_keys, summary
 from attnorm.training.needle.train import fine_tune, split_filler
 
-AS_TRAINED = None  # in the place of a normalizer that is only put in afterwards
+AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ROWS = 64  # per head and window
 KEPT = (
     "entropy_nats", "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "logit_spread", "jacobian_norm",
@@ -32,7 +35,7 @@ KEPT = (
 
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
-    """Losses by length on every held-out text, and attention statistics; also with what is put in at inference."""
+    """Measure losses by length on every held-out text and attention statistics, also with replacements at inference."""
     wanted = _variants(worker, "measure", normalizer, seed)
     if not wanted:
         return
@@ -59,11 +62,11 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
         found = "; ".join(f"{name} {by_length}" for name, by_length in losses.items())
         worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: {found}")
     del model
-    forget()
+    free_memory()
 
 
 def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
-    """Fine-tunes the trained model on pass keys and asks for them at longer and longer lengths."""
+    """Fine-tune the trained model on pass keys and test it at increasing lengths."""
     wanted = _variants(worker, "needle", normalizer, seed)
     if not wanted:
         return
@@ -95,11 +98,11 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
         by_length = {length: each["exact"] for length, each in summary(found).items()}
         worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: keys found {by_length}, {many}")
     del model
-    forget()
+    free_memory()
 
 
 def losses_at(worker: Worker, model: Any, settings: LMSettings, tokens: Tokens) -> dict[str, float]:
-    """Nats per token by window length, over the same tokens at every length."""
+    """Return nats per token by window length, over the same tokens at every length."""
     plan = worker.workspace.plan
     longest = max(plan.longer) * settings.context
     chunks = spread_chunks(tokens, longest, plan.chunks)
@@ -114,10 +117,10 @@ def losses_at(worker: Worker, model: Any, settings: LMSettings, tokens: Tokens) 
 
 
 def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]:
-    """Up to `count` pieces of length + 1 tokens, evenly spread over the text without overlap.
+    """Return up to `count` pieces of length + 1 tokens, evenly spread over the text without overlap.
 
     Raises:
-        ValueError: The text has not one of them.
+        ValueError: The text is shorter than one piece.
     """
     fitting = (len(tokens) - 1) // length
     if not fitting:
@@ -131,7 +134,7 @@ def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
 
 
 def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
-    """The model as trained and, for softmax, with what is put in its place at inference; less what is done."""
+    """Return the unfinished variants: the model as trained and, for softmax, its replacements at inference."""
     done = [each["at_inference"] for each in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
     swaps = worker.workspace.plan.at_inference if normalizer == SOFTMAX else ()
     return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
@@ -150,7 +153,7 @@ def _swapped(model: Any, instead: str | None, settings: LMSettings) -> Iterator[
 
 @torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative
 def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> dict[str, Any]:
-    """Means over heads and rows, and by layer and head; windows (count, length)."""
+    """Return row statistics of all heads: means over everything, and by layer and head; windows (count, length)."""
     length = windows.shape[1]
     shortest, _ = length_bins(length)[0]
     rows = spread(torch.arange(shortest - 1, length), ROWS)
@@ -180,5 +183,5 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
 
 
 def _rounded(number: float) -> float | None:
-    """JSON has no NaN."""
+    """Round to five digits; None for NaN, which JSON does not have."""
     return None if number != number else float(f"{number:.5g}")

@@ -1,4 +1,4 @@
-"""`attnorm reproduce language-models`: the whole plan on the texts that are given, or a tiny one on bundled text."""
+"""`attnorm reproduce language-models`: the full plan on given texts, or a tiny one on built-in text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from attnorm.experiments.language_models.results import Contender, Line, contend
 from attnorm.experiments.language_models.tables import in_words
 from attnorm.experiments.language_models.workspace import Workspace
 
-SECOND_SEEDS = 3  # normalizers, the closest ones
+SECOND_SEEDS = 3  # normalizers with the lowest losses
 LEAST_TOKENS = 10_000_000
-TOO_SMALL = "Models this small, on so few tokens, show that everything runs and not who is better."
+TOO_SMALL = "Models this small, on so few tokens, show that everything runs, not which normalizer is better."
 HELD_OUT_SHARE = 0.3  # of the bundled text
-NO_VERDICT = 0.02  # nats: two maps that learned to be the same differ by as much from run to run
+NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between runs
 
 
 def _run(subject: Subject, progress: ProgressCallback, folder: Path) -> Outcome:
@@ -44,7 +44,8 @@ def _run(subject: Subject, progress: ProgressCallback, folder: Path) -> Outcome:
 
 
 def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
-    """
+    """Return figures, tables and findings of the results.
+
     Raises:
         ValueError: No model is finished.
     """
@@ -62,17 +63,17 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
 
 
 def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
-    """To train on, to validate on, and others that are only measured on.
+    """Return the texts for training, for validation, and further held-out texts.
 
     Raises:
-        ValueError: No text to train on, or none to validate on.
+        ValueError: No training text, or no validation text.
     """
     if subject.texts and subject.valid:
         return list(subject.texts), subject.valid[0], list(subject.valid[1:])
     if subject.texts or subject.valid or not subject.quick:
         raise ValueError(
             "language-models trains on --text and measures on --valid: give both (.txt or .txt.xz); --quick alone "
-            "takes text that Python carries"
+            "uses text that is part of Python"
         )
     whole = topics()
     cut = whole.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(whole))) + 1
@@ -85,7 +86,7 @@ def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Pat
 
 
 def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Finding, ...]:
-    """No paper has this comparison; each normalizer's own claims are put to the test of equal conditions."""
+    """Compare every normalizer with softmax; no paper has this comparison under equal conditions."""
     by_name = {one.name: one for one in found}
     softmax = by_name.get(SOFTMAX)
     if softmax is None:
@@ -108,7 +109,7 @@ def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Findin
 
 
 def _verdict(*differences: float) -> Verdict:
-    """Clearly lower losses than softmax's at the training length and beyond, at one of them, or at none."""
+    """Return "reproduces" if the loss is clearly lower at the training length and beyond, "partly" if at one of them."""
     better = [difference < -NO_VERDICT for difference in differences]
     return "reproduces" if all(better) else "partly" if any(better) else "does not"
 

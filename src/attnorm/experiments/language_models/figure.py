@@ -1,4 +1,4 @@
-"""Losses, keys found and entropy of models that differ in their normalizer; and how their losses fell."""
+"""Draw losses, keys found and entropy of models that differ in their normalizer, and their training losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
 from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.results import Contender, telling_length, wilson_interval
+from attnorm.experiments.language_models.results import Contender, most_different_length, wilson_interval
 
-# Of a length, or of a text: colour, marker and filling differ.
+# Styles of lengths or texts: colour, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (
     {"color": INK, "marker": "o", "markersize": 5.5},
     {"color": "#0a6ab4", "marker": "s", "markersize": 5, "markerfacecolor": "white"},
@@ -21,15 +21,15 @@ LOOKS: tuple[dict[str, Any], ...] = (
 )
 LINES = ("-", "--", ":", "-.")
 COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
-FAR_OFF = 1.2  # times the median: such a loss is written at the edge, for the others to stay apart
-SMOOTHED = 15  # entries of a course
-DARK = 0.6  # a share whose colour wants white digits
-FEW = 4 * SMOOTHED  # entries that are not smoothed
-SETTLED = 0.06  # of the tokens: before that losses of 7 and 8 nats differ by what would hide all later differences
+FAR_OFF = 1.2  # times the median: larger losses are written at the edge
+SMOOTHED = 15  # entries per mean
+DARK = 0.6  # larger shares have white digits
+FEW = 4 * SMOOTHED  # fewer entries are not smoothed
+SETTLED = 0.06  # share of the tokens that is skipped: early differences would hide all later ones
 
 
 def comparison_figure(found: Sequence[Contender]) -> Figure:
-    """Rows are models, the lowest loss on top: the loss at every length, keys found, and entropy against keys found."""
+    """Draw one row per model, lowest loss on top: loss at every length, keys found, and entropy against keys found."""
     lengths = sorted(next(iter(found[0].losses.values())))
     asked = any(one.found for one in found)
     columns = max(len(lengths), 3 if asked else 1)
@@ -111,8 +111,8 @@ def _keys(axes: Axes, found: Sequence[Contender]) -> str:
 
 
 def _depths(axes: Axes, found: Sequence[Contender]) -> str:
-    """One row per model, as beside it, and one column per place of the key."""
-    length = telling_length(found)
+    """Draw keys found, one row per model and one column per position of the key."""
+    length = most_different_length(found)
     assert length is not None
     depths = sorted({depth for one in found for depth in one.by_depth.get(length, ())})
     shares = [[one.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for one in found]
@@ -133,7 +133,7 @@ def _depths(axes: Axes, found: Sequence[Contender]) -> str:
 
 
 def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
-    length = telling_length(found)
+    length = most_different_length(found)
     assert length is not None
     points: dict[tuple[float, float], list[int]] = {}
     for row, one in enumerate(found):
@@ -154,7 +154,7 @@ def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
 
 
 def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training loss of the main runs by tokens read, and how far it lies above softmax's on the same batches."""
+    """Draw the training loss of the main runs by tokens read, and its difference to softmax on the same batches."""
     runs = [line for line in lines if line["stage"] == "main" and line["course"]]
     runs = [run for run in runs if run["seed"] == min(each["seed"] for each in runs)]
     softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
@@ -194,7 +194,7 @@ def _losses_by_tokens(run: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _smoothed(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Running means of the entries but the first ones, each at the last of its entries; of a few every one."""
+    """Return running means without the first entries; all entries if there are few."""
     if len(values) <= FEW:
         return list(values), list(values.values())
     places = [n for n in values if n >= SETTLED * max(values)]

@@ -15,21 +15,21 @@ SOFTMAX = "softmax"
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelPlan:
-    """Equal conditions for every normalizer: only it and its learning rate differ."""
+    """Equal conditions for every normalizer: only the normalizer and its learning rate differ."""
 
     normalizers: tuple[str, ...] = (
         SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "kneemax:knee=0.25", "softpick", "sa_softmax",
         "sink",
     )  # fmt: skip
     at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
-    """Put in the place of softmax in the trained softmax model; log_scaled is softmax up to the training length."""
+    """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
     layers: int = 8
     heads: int = 8
     width: int = 512
     context: int = 1024
     vocab: int = 8192
     batch: int = 16
-    """Windows in a step. With 64, so many tokens are too few steps for the short runs to choose a rate by."""
+    """Windows per step. With 64, the short runs would have too few steps to choose a learning rate."""
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     rate_tokens: int = 5_200_000
     main_tokens: int = 50_331_648
@@ -37,9 +37,9 @@ class LanguageModelPlan:
     weight_decay: float = 0.1
     longer: tuple[int, ...] = (1, 2, 4)
     chunks: int = 40
-    """Pieces of text, each as long as the longest window, on which the losses at all lengths are taken."""
+    """Pieces of text, each as long as the longest window, for the losses at all lengths."""
     observed: int = 2
-    """Windows on which attention is looked at."""
+    """Windows for the attention statistics."""
     needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
     dtype: str = "bfloat16"
     compiled: bool = True
@@ -55,7 +55,7 @@ class LanguageModelPlan:
         )  # fmt: skip
 
     def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
-        """Those of the normalizers that are asked for, in that order.
+        """Return the selected normalizers, or all if none is given.
 
         Raises:
             ValueError: One is not part of the plan.
@@ -82,7 +82,7 @@ QUICK = LanguageModelPlan(
 
 
 def on_this_machine(plan: LanguageModelPlan) -> LanguageModelPlan:
-    """The plan as it can be run here: without a GPU nothing is compiled and nothing rounded to half precision."""
+    """Return the plan for this machine: without a GPU, float32 and nothing compiled."""
     import torch
 
     return plan if torch.cuda.is_available() else replace(plan, dtype="float32", compiled=False)

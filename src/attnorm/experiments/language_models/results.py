@@ -1,4 +1,7 @@
-"""The lines of results.jsonl put together: one record per model, mean over its seeds."""
+"""Combine the lines of results.jsonl: one record per model, mean over its seeds, and the normalizers' parameters.
+
+Parameters that are trained without bounds are reported as the value that acts, for example beta = softplus(raw).
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +17,7 @@ Heads = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and half the distance between the smallest and the largest; None with one seed."""
+    """Mean over seeds, and half the distance between smallest and largest; None for one seed."""
 
     mean: float
     half: float | None
@@ -30,7 +33,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model as trained, or with another normalizer put in at inference."""
+    """A model as trained, or with another normalizer at inference."""
 
     normalizer: str
     at_inference: str | None
@@ -38,15 +41,15 @@ class Contender:
     losses: dict[str, dict[int, Spread]]
     """By text and window length, nats per token."""
     found: dict[int, Spread]
-    """Share of keys found by length; empty before it was asked."""
+    """Share of keys found by length; empty if not measured."""
     characters: dict[int, Spread]
     among_many: Spread | None
-    """Share of keys found at the training length where a window hides many; None before it was asked."""
+    """Share of keys found at the training length if a window has many; None if not measured."""
     attention: dict[str, float]
     by_depth: dict[int, dict[float, float]] = field(default_factory=dict)
-    """Share of keys found by length and by where the key lay: 0 the start, 1 the end."""
+    """Share of keys found by length and depth of the key: 0 is the start, 1 the end."""
     questions: int = 0
-    """Keys asked for at each length, all seeds together."""
+    """Questions at each length, over all seeds."""
     learning_rate: float | None = None
     tokens: int | None = None
     parameters: int | None = None
@@ -64,7 +67,7 @@ class Contender:
 
 
 def contenders(lines: Iterable[Line]) -> list[Contender]:
-    """Those whose losses were measured, the lowest loss at the training length first."""
+    """Return the models with measured losses, lowest loss at the training length first."""
     every = list(lines)
     measured = [line for line in every if line["stage"] == "measure"]
     keys = dict.fromkeys((line["normalizer"], line["at_inference"]) for line in measured)
@@ -133,9 +136,8 @@ def _largest(lines: Sequence[Line], name: str) -> float | None:
     return max(values, default=None)
 
 
-def telling_length(found: Sequence[Contender]) -> int | None:
-    """The length at which the keys found differ most between models: where all or none are found there is nothing to
-    compare. None before any was asked."""
+def most_different_length(found: Sequence[Contender]) -> int | None:
+    """Return the length at which the shares of keys found differ most between models; None if not measured."""
     asked = [one.found for one in found if one.found]
     ranges = {n: [by_length[n].mean for by_length in asked] for n in (asked[0] if asked else ())}
     return max(ranges, key=lambda n: max(ranges[n]) - min(ranges[n]), default=None)
@@ -164,7 +166,7 @@ AS_IT_ACTS: dict[str, tuple[str, Callable[[float], float]]] = {
 
 @dataclass(frozen=True)
 class Learned:
-    """A parameter of a normalizer over all heads of a model."""
+    """A parameter of a normalizer, over all heads of a model."""
 
     normalizer: str
     seed: int
@@ -175,7 +177,7 @@ class Learned:
 
 
 def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> list[Learned]:
-    """In the order of the runs; with lengths also the factor on the logits of rows with so many keys."""
+    """Return the parameters in the order of the runs; with lengths, also the factor on the logits at these lengths."""
     found = []
     for run in (line for line in lines if line["stage"] == "main" and line.get("learned")):
         heads = _by_parameter(run["learned"])
@@ -197,7 +199,7 @@ def _by_parameter(learned: Heads) -> Heads:
 
 
 def _factors(heads: Heads, n: int) -> list[float]:
-    """Of ssmax s log n, of asentmax 1 + beta log(n + 1)^gamma; of others none."""
+    """Return the factor per head: s log n for ssmax, 1 + beta log(n + 1)^gamma for asentmax, none for others."""
     if "s" in heads:
         return [s * math.log(n) for s in heads["s"]]
     pairs = zip(heads.get("beta", []), heads.get("gamma", []), strict=True)

@@ -18,7 +18,7 @@ from attnorm.experiments.language_models.train import (
     OutOfTimeError,
     Worker,
     export_main,
-    forget,
+    free_memory,
     train_main,
     try_rates,
 )
@@ -194,6 +194,6 @@ def _done(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> 
         worker.workspace.add(
             {"stage": "problem", "normalizer": normalizer, "seed": seed, "problem": f"{type(error).__name__}: {error}"}
         )
-        forget()
+        free_memory()
         return False
     return True

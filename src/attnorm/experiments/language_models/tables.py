@@ -1,4 +1,4 @@
-"""The results as tables in Markdown, and in words."""
+"""The results as Markdown tables and as a summary."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,12 +7,12 @@ from attnorm.experiments.language_models.results import (
     Line,
     contenders,
     learned_parameters,
+    most_different_length,
     rank_correlation,
-    telling_length,
     wilson_interval,
 )
 
-# Of the attention statistics: heading and digits.
+# Attention statistics: heading and digits.
 ATTENTION = {
     "entropy_ratio": ("entropy / log n", 3),
     "effective_keys": ("effective keys", 1),
@@ -37,7 +37,7 @@ def all_tables(lines: Iterable[Line]) -> str:
 
 
 def losses_table(found: Sequence[Contender]) -> str:
-    """Nats per token by text and window length."""
+    """Return nats per token by text and window length."""
     if not found:
         return ""
     columns = [(text, length) for text, lengths in found[0].losses.items() for length in lengths]
@@ -48,7 +48,7 @@ def losses_table(found: Sequence[Contender]) -> str:
 
 
 def needle_table(found: Sequence[Contender]) -> str:
-    """Percent of keys with every character right, and of characters."""
+    """Return the percentage of keys with every character right, and of characters."""
     asked = [one for one in found if one.found]
     if not asked:
         return ""
@@ -68,8 +68,8 @@ def needle_table(found: Sequence[Contender]) -> str:
 
 
 def depth_table(found: Sequence[Contender]) -> str:
-    """Percent of keys found by the place of the key, at the length that tells most."""
-    length = telling_length(found)
+    """Return the percentage of keys found by position, at the length where models differ most."""
+    length = most_different_length(found)
     looked = [one for one in found if length is not None and one.by_depth.get(length)]
     if length is None or not looked:
         return ""
@@ -114,8 +114,8 @@ def attention_table(found: Sequence[Contender]) -> str:
 
 
 def recall_table(found: Sequence[Contender]) -> str:
-    """The lowest entropy first: keys found at the length that tells most, with a 95 % interval over the questions."""
-    length = telling_length(found)
+    """Return keys found at the length where models differ most, with a 95 % interval; lowest entropy first."""
+    length = most_different_length(found)
     if length is None:
         return ""
     asked = [one for one in found if one.found and "entropy_ratio" in one.attention]
@@ -130,7 +130,7 @@ def recall_table(found: Sequence[Contender]) -> str:
 
 
 def learned_table(lines: Sequence[Line], found: Sequence[Contender]) -> str:
-    """Over all heads, with the factor that scales the logits at every length that losses were taken at."""
+    """Return the normalizers' parameters over all heads, and their factor on the logits at every measured length."""
     lengths = sorted({n for one in found for by_length in one.losses.values() for n in by_length})
     rows = [
         [one.normalizer, str(one.seed), one.what, *(f"{x:.3f}" for x in (one.mean, one.smallest, one.largest))]
@@ -140,7 +140,7 @@ def learned_table(lines: Sequence[Line], found: Sequence[Contender]) -> str:
 
 
 def course_table(lines: Sequence[Line]) -> str:
-    """Validation loss on the way, in million tokens read."""
+    """Return the validation loss during training, by million tokens read."""
     runs = [line for line in lines if line["stage"] == "main" and line.get("course")]
     courses = [{point[0]: point[2] for point in run["course"] if point[2] is not None} for run in runs]
     read = sorted({tokens for course in courses for tokens in course})
@@ -152,7 +152,7 @@ def course_table(lines: Sequence[Line]) -> str:
 
 
 def rates_table(lines: Sequence[Line]) -> str:
-    """Validation loss at the end of the short runs."""
+    """Return the final validation loss of the short runs."""
     tried = [line for line in lines if line["stage"] == "rate"]
     rates = sorted({line["learning_rate"] for line in tried})
     rows = []
@@ -182,7 +182,7 @@ def trials_table(lines: Sequence[Line]) -> str:
 
 
 def in_words(found: Sequence[Contender]) -> str:
-    """Who is best at what, and whether sharper heads find more."""
+    """Return the summary: the best normalizers, and whether sharper heads find more keys."""
     trained = [one for one in found if one.at_inference is None]
     if len(trained) < 2:
         return ""
@@ -208,7 +208,7 @@ def in_words(found: Sequence[Contender]) -> str:
 
 
 def _sharper(asked: Sequence[Contender]) -> str:
-    length = telling_length(asked)
+    length = most_different_length(asked)
     assert length is not None
     pairs = [
         (one.attention["entropy_ratio"], one.found[length].mean)

@@ -1,4 +1,4 @@
-"""The training runs: short ones at several learning rates, then one long one at the best of them."""
+"""The training runs: short ones at several learning rates, then a long one at the best rate."""
 
 import gc
 import json
@@ -25,18 +25,18 @@ from attnorm.training.lm.settings import LMSettings
 from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run, speed_and_memory
 
 Log = Callable[[str], None]
-OFTEN = 4  # validation losses of a main run; the short ones are judged by their end
-RESCALED_SOFTMAX = (SOFTMAX, "ssmax", "sink", "log_scaled")  # on fused kernels whatever the length
-ATTENTION = "attention.json"  # how each normalizer is computed while training, where it was tried out
+OFTEN = 4  # validation losses per main run; short runs have one at the end
+RESCALED_SOFTMAX = (SOFTMAX, "ssmax", "sink", "log_scaled")  # these run on fused kernels at any length
+ATTENTION = "attention.json"  # how each normalizer is computed while training, from engine_choice
 
 
 class OutOfTimeError(Exception):
-    """The deadline came before the work was done; what was done is kept."""
+    """The time limit was reached; finished work is kept."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What every piece of work needs to know."""
+    """What every piece of work needs: workspace, texts, device and time limit."""
 
     workspace: Workspace
     texts: Texts
@@ -50,7 +50,7 @@ class Worker:
         log: Log = lambda words: None,
     ) -> "Worker":  # fmt: skip
         deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs: logits of half precision queries stay exact
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs; logits of half precision queries stay exact
         return cls(workspace, texts, chosen_device(device), deadline, log)
 
     def check_time(self) -> None:
@@ -64,9 +64,9 @@ class Worker:
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
-    """A short run at every learning rate of the plan, of the seed that comes first; a second seed takes its choice.
+    """Train a short run at every learning rate of the plan; a second seed uses the choice of the first.
 
-    One that diverges is a result too.
+    A run that diverges is a result too.
     """
     plan = worker.workspace.plan
     for rate in plan.rates:
@@ -78,10 +78,10 @@ def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
 
 
 def best_rate(workspace: Workspace, normalizer: str) -> float:
-    """The learning rate of the short run that ended lowest.
+    """Return the learning rate of the short run with the lowest final loss.
 
     Raises:
-        ValueError: They are not all there, or all diverged.
+        ValueError: Some runs are missing, or all diverged.
     """
     tried = {each["learning_rate"]: each for each in workspace.results(stage="rate", normalizer=normalizer)}
     missing = [rate for rate in workspace.plan.rates if rate not in tried]
@@ -108,15 +108,15 @@ def train_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
     if not worker.workspace.results(stage="main", normalizer=normalizer, seed=seed):
         worker.check_time()
         settings = main_settings(worker.workspace, normalizer, seed)
-        # Twice in a run: half a second each for weights and moments, which nobody waits for at the end.
+        # Two checkpoints per run: each takes half a second.
         _train(worker, "main", normalizer, main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
 
 
 def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSettings]:
-    """The model of a finished main run, in float32 as it was trained.
+    """Load the model of a finished main run in float32.
 
     Raises:
-        ValueError: Its checkpoint is not there.
+        ValueError: There is no checkpoint.
     """
     settings = main_settings(worker.workspace, normalizer, seed)
     folder = worker.workspace.run_folder(normalizer, main_name(seed))
@@ -130,7 +130,7 @@ def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSe
 
 
 def export_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
-    """The trained model as a Hugging Face folder in bfloat16, below `models` in the shared folder."""
+    """Write the trained model as a Hugging Face folder in bfloat16, below `models` in the shared folder."""
     out = worker.workspace.model_folder(normalizer, seed)
     if out.exists():
         return
@@ -158,7 +158,7 @@ def _train(
             for entry in run.steps(worker.deadline, stop, evaluate_every, checkpoint_every):
                 if "valid_loss" in entry:
                     worker.log(f"{normalizer} {name}: step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}")
-        except ValueError as error:  # a loss that is no longer finite
+        except ValueError as error:  # a loss that is not finite
             problem = str(error)
     if stop.asked:
         raise TrainingInterrupted(run.step)
@@ -178,8 +178,8 @@ def _train(
             "learned": learned(run.model), **machine(worker.device),
         }
     )  # fmt: skip
-    del run, accelerator  # which knows the optimizer
-    forget()
+    del run, accelerator  # the accelerator holds the optimizer
+    free_memory()
 
 
 def _short(entry: dict[str, float]) -> list[float | None]:
@@ -187,7 +187,7 @@ def _short(entry: dict[str, float]) -> list[float | None]:
 
 
 def learned(model: Any) -> dict[str, list[float]]:
-    """What the normalizers hold, by layer: the few numbers that training moved."""
+    """Return the parameters of the normalizers, by layer."""
     from attnorm.models.support import NORMALIZER
 
     found = {
@@ -205,8 +205,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def forget() -> None:
-    """Gives the memory of models that are no longer used to other processes on the same GPU."""
+def free_memory() -> None:
+    """Free the memory of unused models for other processes on the same GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

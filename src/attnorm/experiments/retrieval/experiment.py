@@ -1,8 +1,8 @@
-"""Max retrieval of Velickovic et al. 2024 under every normalizer, and two tasks where sharpness alone does not win.
+"""Max retrieval of Velickovic et al. 2024 with every normalizer, and two tasks where sharpness alone does not win.
 
-Plan -> records (found or trained) -> tables, figures, verdict. Records made elsewhere, e.g. on a GPU by the same plan,
-are taken from OUT/records.jsonl or OUT/records.jsonl.xz. Markdown tables for a document go to `tables` in the folder of
-parts.
+Plan -> records (found or trained) -> tables, figures, findings. Records from elsewhere, for example from a GPU with
+the same plan, are read from OUT/records.jsonl or OUT/records.jsonl.xz. Markdown tables are in `tables` of the folder of
+intermediate results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,14 +73,14 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
 
 
 def _records_elsewhere(parts: Path) -> Iterator[Path]:
-    """In the folder of all experiments, where a user may have put them, and under other choices of normalizers."""
+    """Yield record files that a user may have put into the output folder, and those of other selections."""
     out = parts.parent.parent
     yield from (out / RECORDS, out / f"{RECORDS}.xz")
     yield from sorted(out.glob(f"parts/retrieval-*/{TRAINING}/{RECORDS}"))
 
 
 def _missing(found: list[Found]) -> list[str]:
-    """By section; "all" where nothing of it is complete."""
+    """Return the incomplete trainings by section; "all" if none of it is complete."""
     phrases = []
     for section in dict.fromkeys(one.training.section for one in found):
         mine = [one for one in found if one.training.section == section]
@@ -106,7 +106,7 @@ EXPERIMENT = Experiment(
 
 @dataclass(frozen=True)
 class Numbers:
-    """Lookup in the lines of an experiment."""
+    """Lookup of numbers in the lines of the experiment."""
 
     lines: Sequence[Line]
     scales: Sequence[Scale]
@@ -127,7 +127,7 @@ class Numbers:
 
     @property
     def as_in_the_paper(self) -> tuple[Section, str]:
-        """Softmax under the paper's recipe, with all of its steps where they were taken."""
+        """Section and label of softmax with the paper's recipe, with all of its steps if available."""
         long: tuple[Section, str] = ("steps", PAPERS_RECIPE)
         return long if self.percents(*long) else ("paper", BASELINE)
 
@@ -136,7 +136,7 @@ class Numbers:
 
 
 def findings(numbers: Numbers, *, quick: bool) -> tuple[Finding, ...]:
-    """Those for which there are numbers. A quick run is another experiment in small: it judges nothing."""
+    """Return the findings for which there are numbers; a quick run has no verdicts."""
     made = [one for one in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if one]
     if not quick:
         return tuple(made)
@@ -191,7 +191,7 @@ def _fall(numbers: Numbers) -> Finding | None:
 
 
 def _apart(ours: dict[int, float]) -> float:
-    """Points between ours and the printed table, at most."""
+    """Return the largest difference to the printed table, in points."""
     return max(abs(ours[size] - percent) for size, percent in PRINTED_SOFTMAX.items() if size in ours)
 
 
@@ -255,7 +255,7 @@ def _must_fail(numbers: Numbers) -> Finding | None:
 
 
 def _split(numbers: Numbers) -> tuple[int, float, float, float] | None:
-    """Softmax at the largest size up to that of the paper: % logits wrong, % dispersed, % right by hard attention."""
+    """Return for softmax, at the paper's largest size: size, % logits wrong, % dispersed, % right by hard attention."""
     softmax = numbers.as_in_the_paper
     sizes = [size for size in numbers.percents(*softmax) if size <= PRINTED_SIZES[-1]]
     if not sizes:
@@ -272,7 +272,7 @@ def _percent(mean: Mean) -> float:
 
 
 def _series(percents: dict[int, float]) -> str:
-    """98.6, 94.3, 81.3 % of sets of 16, 64, 256 items."""
+    """Return percentages in words: 98.6, 94.3, 81.3 % of sets of 16, 64, 256 items."""
     sizes = sorted(percents)
     values = ", ".join(f"{percents[size]:.1f}" for size in sizes)
     return f"{values} % of sets of {', '.join(f'{size:,}' for size in sizes)} items"

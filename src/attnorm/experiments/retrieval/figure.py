@@ -1,4 +1,4 @@
-"""Retrieval: accuracy by size, what the errors are, and the margin that logits deliver against the one they need."""
+"""Draw retrieval: accuracy by size, kinds of errors, and the margin that logits deliver against the margin needed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ TASKS: dict[Section, tuple[str, str, str]] = {
 
 
 def drawn(lines: Sequence[Line], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
-    """Those for which there are numbers, by file stem."""
+    """Draw the figures for which there are numbers; return them by file stem."""
     made = {"accuracy": accuracy(lines, about)}
     if any(line.section == "parts" for line in lines):
         made["parts"] = parts(lines, about)
@@ -50,7 +50,7 @@ def drawn(lines: Sequence[Line], scales: Sequence[Scale], about: str) -> dict[st
 
 
 def accuracy(lines: Sequence[Line], about: str) -> Figure:
-    """Every normalizer against the size of the set: the paper's recipe on the left, ours on the right."""
+    """Draw accuracy against set size: the paper's recipe on the left, ours on the right."""
     panels = [(section, title) for section, title in PANELS.items() if any(line.section == section for line in lines)]
     figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
     for index, (section, title) in enumerate(panels):
@@ -76,7 +76,7 @@ def accuracy(lines: Sequence[Line], about: str) -> Figure:
 
 
 def parts(lines: Sequence[Line], about: str) -> Figure:
-    """Softmax under the paper's recipe, each part of ours alone, ours without each, and ours."""
+    """Draw softmax with the paper's recipe, each part of ours alone, ours without each part, and ours."""
     figure = Figure(figsize=(9.2, 4.8), facecolor="white")
     axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
     mine = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
@@ -96,7 +96,7 @@ def parts(lines: Sequence[Line], about: str) -> Figure:
 
 
 def errors(lines: Sequence[Line], about: str) -> Figure:
-    """Small multiples: right answers, dispersed, logits wrong, stacked by size."""
+    """Draw the errors by size, stacked: logits wrong and dispersed."""
     split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
     columns = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
     keep = [index for index in columns if index[0] == "paper" or index[1] == BASELINE]
@@ -130,7 +130,7 @@ def errors(lines: Sequence[Line], about: str) -> Figure:
 
 
 def scale(scales: Sequence[Scale], about: str) -> Figure:
-    """Margins in logits by size, log-log: what is delivered, what the normalizer needs, and what the class adds."""
+    """Draw margins in logits by size: delivered, needed by the normalizer, and added by the class."""
     wanted = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
     panels = [
         mine
@@ -167,7 +167,7 @@ def scale(scales: Sequence[Scale], about: str) -> Figure:
 
 
 def tasks(lines: Sequence[Line], about: str) -> Figure:
-    """One row per normalizer that was trained on more than one task: accuracy at the largest size of each."""
+    """Draw accuracy at the largest size of each task, one row per normalizer with more than one task."""
     chosen = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
     several = [name for name in chosen["ours"] if sum(name in found for found in chosen.values()) > 1]
     names = sorted(several, key=lambda name: (name != BASELINE, -chosen["ours"][name].accuracy))
@@ -200,7 +200,7 @@ def _at_largest(lines: Sequence[Line]) -> dict[str, Line]:
 
 
 def _ranked(lines: Sequence[Line], section: Section) -> list[str]:
-    """Softmax first, then from the best to the worst, mean over the sizes."""
+    """Return softmax first, then the others from best to worst by mean accuracy."""
     mine = [line for line in lines if line.section == section]
     labels = list(dict.fromkeys(line.label for line in mine))
     mean = {label: _mean([line.accuracy for line in mine if line.label == label]) for label in labels}
@@ -237,7 +237,7 @@ def _draw_sizes(axes: Axes, lines: Sequence[Line]) -> list[int]:
 
 
 def _list_beside(axes: Axes, lines: Sequence[Line]) -> None:
-    """Names with values at the size where the normalizers differ most; tied to the lines if that is the last size."""
+    """List names and values at the size where the normalizers differ most; label the line ends if it is the last."""
     sizes = sorted({line.row.size for line in lines})
     widest = max(sizes, key=lambda size: _deviation([line.accuracy for line in lines if line.row.size == size]))
     if widest == sizes[-1]:
@@ -252,13 +252,13 @@ def _list_beside(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Between the quartiles, so that one that failed to learn does not decide."""
+    """Return the interquartile range, which ignores one normalizer that failed to learn."""
     ordered = sorted(values)
     return ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)] - ordered[len(ordered) // 4]
 
 
 def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
-    """Names at the right with the value at the largest size, moved apart where lines end together."""
+    """Write names and final values at the right, moved apart if lines end close together."""
     ends = {}
     for line in sorted(lines, key=lambda line: line.row.size):
         ends[line.label] = (100 * line.accuracy, line.row.size)
@@ -276,7 +276,7 @@ def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _name(label: str) -> str:
-    """Of a normalizer, without its options: the tables have them."""
+    """Return the name of a normalizer without its options, which the tables have."""
     return label.partition(":")[0] if "=" in label else label
 
 

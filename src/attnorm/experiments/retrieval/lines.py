@@ -1,4 +1,9 @@
-"""Everything that tables, figures and verdict need, in one list: a line per training, test and size."""
+"""The numbers behind tables, figures and findings: a line per training, test and size, compared with softmax.
+
+Comparisons are paired by seed: every seed has the same data and initial weights under all normalizers. Paired t-tests,
+as in the paper; since many normalizers are compared, p is also given after Holm's correction over all rows of a size
+(https://www.jstor.org/stable/4615733).
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ class Difference:
 def against(
     baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
 ) -> dict[tuple[Key, int], Difference]:
-    """By row and size; rows or sizes without at least two common seeds are left out."""
+    """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
     found: dict[tuple[Key, int], Difference] = {}
     for size in sizes:
         base = _by_seed(baseline, size)
@@ -44,7 +49,7 @@ def against(
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """The smallest of m p-values times m, the next times m - 1, ...; none below one before it, none above 1."""
+    """Return Holm's correction: the smallest of m p-values times m, the next times m - 1, ...; monotone, at most 1."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     corrected = [1.0] * len(values)
     highest = 0.0
@@ -63,7 +68,7 @@ def _p(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
         return 1.0
     from scipy.stats import ttest_rel
 
-    if np.ptp(differences) < 1e-12:  # the same in every seed: the test would divide by 0
+    if np.ptp(differences) < 1e-12:  # equal in every seed: the test would divide by 0
         return 0.0
     return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
 
@@ -97,7 +102,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the logits of a training deliver at a size, mean over seeds, and what they would have to."""
+    """The margin that the logits of a training deliver at a size, mean over seeds, and the margin that is needed."""
 
     training: Training
     size: int
@@ -111,7 +116,7 @@ class Scale:
 
 
 def lines_of(found: Sequence[Found]) -> list[Line]:
-    """In the order of the trainings; differences within a section, which shares task and data."""
+    """Return the lines in the order of the trainings; differences are within a section, which shares task and data."""
     made = []
     for section in dict.fromkeys(one.training.section for one in found):
         members = [one for one in found if one.training.section == section]
@@ -132,14 +137,14 @@ def lines_of(found: Sequence[Found]) -> list[Line]:
 
 
 def compared(training: Training, tested_with: str) -> bool:
-    """What stands in a table, and is compared with its first row: each as trained, and softmax in all tests."""
+    """Return whether a row is shown in a table: each normalizer as trained, and softmax in all tests."""
     if training.section == "parts":
         return tested_with in (OWN, "hard")
     return tested_with == OWN or training.label == BASELINE or training.section == "steps"
 
 
 def scales_of(found: Iterable[Found]) -> list[Scale]:
-    """Of the trainings that rank by priority and whose logits rise with it in every seed."""
+    """Return the scales of trainings whose logits rise with the priority in every seed."""
     made = []
     for one in found:
         own = one.tested_with(OWN)
@@ -168,13 +173,13 @@ def scales_of(found: Iterable[Found]) -> list[Scale]:
 
 
 def _at_top(record: Record) -> tuple[float, float]:
-    """Slope and leak among the contenders; over [0.9, 1] where the record has no others."""
+    """Return slope and leak among the best items; over [0.9, 1] if the record has no others."""
     slope, leak = record.get("slope_at_top"), record.get("leak_at_top")
     return (slope, leak) if slope is not None and leak is not None else (record["slope"], record["leak"])
 
 
 def _leak_holds_at_top(records: Sequence[Record]) -> bool:
-    """Measured there, or the same at every priority: sets squeezed toward 1 make a model more exact near 1."""
+    """Return whether the leak is known among the best items: training on squeezed sets makes it smaller near 1."""
     return all(record.get("leak_at_top") is not None or not record.get("squeezed", 0) for record in records)
 
 

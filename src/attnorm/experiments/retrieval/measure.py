@@ -1,11 +1,9 @@
-"""The records of a plan: those on the disk already, whoever made them, and the rest, trained here.
+"""Collect the records of a plan: existing ones from disk, and the missing ones by training.
 
-A folder of `attnorm train retrieval` that came from a GPU holds all that tables and figures need in records.jsonl. On a
-machine without one nothing is trained in its place: what is missing then stays out, and is named.
+records.jsonl of a GPU run has everything that tables and figures need. On a machine without a GPU its missing records
+are not trained again; they are left out and named in the summary.
 """
 
-import json
-import lzma
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ WORTH_COMPILING = 2000  # steps
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a training; `records` may lack some where nothing could be trained."""
+    """The records of a training; some may be missing if it could not be trained here."""
 
     training: Training
     records: list[Record]
@@ -38,13 +36,13 @@ class Found:
 def collect(
     plan: RetrievalPlan, folder: Path, known: Iterable[Path], device: str | None, progress: ProgressCallback
 ) -> list[Found]:
-    """In the order of the plan. New records, weights and checkpoints go to `folder`.
+    """Return the records of all trainings, in the order of the plan; write new ones to `folder`.
 
     Args:
-        known: Files of records, .jsonl or .jsonl.xz, that need not exist.
-        device: Where to train and whose records to take; if not given, that of the records, else a GPU if there is one.
+        known: Files of records, .jsonl or .jsonl.xz, which may not exist.
+        device: Where to train and whose records to use (default: that of the records, else a GPU if there is one).
     """
-    there = [record for path in (folder / RECORDS, *known) for record in records_in(path)]
+    there = [record for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
     here = chosen_device(device).type
     chosen = here if device is not None else _made_on(plan, there) or here
     device_name = device if chosen == here else chosen
@@ -57,7 +55,7 @@ def collect(
                 records = train_retrieval(
                     [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
                     trials=training.trials, device=device_name, compiled=_compiled(training),
-                    report=_telling(progress, training, number, len(plan.trainings)),
+                    report=_training_progress(progress, training, number, len(plan.trainings)),
                 ).records  # fmt: skip
             there += records
         found.append(Found(training, records, len(records) == _wanted(training, plan.seeds)))
@@ -65,25 +63,8 @@ def collect(
     return found
 
 
-def records_in(path: Path) -> list[Record]:
-    """Of a file as `train retrieval` writes it, or packed by xz; none where there is no such file.
-
-    Raises:
-        ValueError: The file cannot be unpacked.
-    """
-    if path.suffix != ".xz":
-        return read_jsonl(path)
-    if not path.exists():
-        return []
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
-    except (lzma.LZMAError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove it, or copy it again") from None
-
-
 def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
-    """Those that the tests ask for, each once, by test, size and seed."""
+    """Return the records of these tests without duplicates, sorted by test, size and seed."""
     key = run_key(training.task, training.normalizer, training.recipe, device)
     mine = {
         (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
@@ -98,18 +79,18 @@ def _wanted(training: Training, seeds: Sequence[int]) -> int:
 
 
 def _made_on(plan: RetrievalPlan, records: Sequence[Record]) -> str | None:
-    """The device that made most of the plan's records: data differ between CPU and GPU, so one must serve for all."""
+    """Return the device of most of the plan's records; data differ between CPU and GPU, so all must come from one."""
     counts = {device: sum(len(_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES}
     most = max(counts, key=lambda device: counts[device])
     return most if counts[most] else None
 
 
 def _compiled(training: Training) -> bool | None:
-    """As the trainer sees fit, but not where compiling would take longer than the steps."""
+    """Return the trainer's default, or False if compiling would take longer than the steps."""
     return None if training.recipe.steps >= WORTH_COMPILING else False
 
 
-def _telling(
+def _training_progress(
     progress: ProgressCallback, training: Training, number: int, of: int
 ) -> Callable[[RetrievalProgress], None]:
     def report(now: RetrievalProgress) -> None:

@@ -1,7 +1,10 @@
-"""Which stacks are trained, and what each is tested on. Nothing here needs more than torch: a GPU may lack the rest.
+"""Which models are trained, and what each is tested on. This needs only torch, not the libraries for figures.
 
-Every normalizer for which a set has no order takes part, with the same seeds, data and steps. The paper's adaptive
-temperature is for tests alone, where it takes the place of the trained softmax, as hard attention does for all.
+Every permutation-equivariant normalizer takes part, with the same seeds, data and steps. The paper's adaptive
+temperature is used in tests only, where it replaces the trained softmax, as hard attention does for all.
+
+PRINTED_* are the numbers of Velickovic et al. 2024 (https://arxiv.org/abs/2410.01104), Table 1; GOALS were set by us
+before training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,20 +29,20 @@ SECTIONS: dict[Section, str] = {
 BASELINE = "softmax"
 PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
 FOR_TESTS = "adaptive_temperature"
-# Of what the defaults mean on sequences, little is left on sets of 16: these say the same for sets.
+# The defaults are meant for sequences; these are the equivalents for sets of 16.
 FOR_SETS = {"log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25"}
 OTHERS = ("hard", FOR_TESTS, "entmax15")  # in place of a trained softmax
 OTHER_TASKS = ("softmax", "ssmax", "entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "sa_softmax")
 LONG = 100_000  # steps, as in the paper
 BEYOND = 131_072  # items
 
-# What our recipe changes in the paper's, part by part: a label for tables, and the fields.
+# What our recipe changes in the paper's: a label for tables, and the fields.
 PARTS: dict[str, dict[str, Any]] = {
     "squeezed sets": {"squeezed": 0.9},
     "cosine": {"cosine": True},
     "learning rate 3e-3": {"learning_rate": 3e-3},
 }
-# What can be added to it where the logits are not to be read as they are: for hard attention in the tests.
+# Further options if the logits need no meaningful scale: for hard attention in the tests.
 STANDARDIZED: dict[str, Any] = {"standardized": 6.0}
 BEST = STANDARDIZED | {"leak_penalty": 10.0}
 PRINTED_SIZES = (16, 64, 256, 1024, 4096, 16_384)
@@ -53,7 +56,7 @@ GOALS = {1024: 79.0, 4096: 50.0, 16_384: 28.0}  # half of the published error at
 
 @dataclass(frozen=True)
 class Training:
-    """One stack: all seeds of a normalizer, a task and a recipe."""
+    """All seeds of one normalizer, task and recipe, trained together."""
 
     section: Section
     label: str
@@ -73,10 +76,12 @@ class RetrievalPlan:
 
 
 def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> RetrievalPlan:
-    """All of it, or a small version for a CPU and a minute; with `only` no more than these normalizers and softmax.
+    """Return the full plan, or a quick one that takes a minute on a CPU.
+
+    only: train only these normalizers and softmax.
 
     Raises:
-        ValueError: A normalizer that does not take part.
+        ValueError: A normalizer does not take part.
     """
     chosen = _chosen(only)
     if quick:
@@ -84,7 +89,7 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     paper, sizes = RetrievalRecipe(), (*SIZES, BEYOND)
     everything = Trials(sizes=sizes, others=OTHERS)
     other_tasks = [name for name in chosen if _name(name) in OTHER_TASKS]
-    # A constant rate would measure the noise that it leaves in the weights.
+    # With a constant rate the result would be dominated by its noise in the weights.
     falling = replace(paper, steps=6000, cosine=True)
     long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
     trainings = [
@@ -106,7 +111,7 @@ def ours(paper: RetrievalRecipe) -> RetrievalRecipe:
 
 
 def _quick(chosen: Sequence[str], seed: int) -> RetrievalPlan:
-    """Rates are higher, since the steps are few: what is learned there is the same in kind."""
+    """Return the quick plan; its learning rates are higher because there are few steps."""
     paper = RetrievalRecipe(steps=400, batch=64, width=32, learning_rate=1e-2)
     better = replace(paper, squeezed=0.5, cosine=True)
     sizes, sets = (16, 64, 256, 1024), 256
@@ -138,7 +143,7 @@ def _of_all(
 
 
 def _parts(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
-    """The paper's recipe, each part of ours alone, ours without each, ours, and what can be added to it."""
+    """Return the paper's recipe, each part of ours alone, ours without each part, ours, and its extensions."""
     everything = ours(paper)
     recipes = {PAPERS_RECIPE: paper}
     recipes |= {f"+ {part}": replace(paper, **fields) for part, fields in PARTS.items()}
@@ -160,11 +165,11 @@ def _chosen(only: Sequence[str]) -> list[str]:
 
 
 def _name(spelling: str) -> str:
-    """kneemax:knee=0.25 -> kneemax"""
+    """Return the name of a specification: kneemax:knee=0.25 -> kneemax."""
     return parse_spec(spelling)[0]
 
 
 def _for_sets(name: str) -> bool:
-    """Whether a row of logits is enough for it, and the order of the keys does not matter."""
+    """Return whether it maps a row of logits to weights independently of the order of the keys."""
     made = get(name)
     return isinstance(made, Normalizer) and made.properties.permutation_equivariant

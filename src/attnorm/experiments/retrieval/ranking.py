@@ -1,8 +1,7 @@
-"""What the logits of max retrieval must deliver at size n, and what a model's logits do deliver.
+"""The margin that logits of max retrieval need at size n, and the margin that a model delivers.
 
-Near the top, uniform priorities are like arrivals of a Poisson process: the best and the next are 1/(n + 1) apart on
-average. A model whose logit rises by `slope` per unit of priority delivers a margin of slope / (n + 1) there, less and
-less. Two things can go wrong:
+The best of n uniform priorities and the next are 1/(n + 1) apart on average. A model whose logit rises by `slope` per
+unit of priority delivers a margin of slope / (n + 1), which falls with n. Two things can go wrong:
 
 - the margin is smaller than the normalizer needs to give the winner half of the weight: the output is dispersed;
 - it is smaller than what the class adds to the logit: then the largest logit is not the right item's, and no normalizer
@@ -26,18 +25,18 @@ DRAWS = 40_000
 
 
 def delivered_margin(slope: float, size: int) -> float:
-    """Between the two largest logits, at the mean gap of the two best of so many uniform priorities."""
+    """Return the margin between the two largest logits, at the mean gap of the two best priorities."""
     return slope / (size + 1)
 
 
 def needed_margin(normalizer: str, size: int, learned: Mapping[str, float] | None = None) -> float | None:
-    """Between neighbours of the row 0, -m, -2m, ... for which the first gets half of the weight.
+    """Return the margin m for which the first of the row 0, -m, -2m, ... gets half of the weight.
 
-    For softmax log 2 = 0.69 at any size: the row is geometric. None where a constant added to all logits changes the
-    weights, or where they do not sum to 1: then no margin alone decides; or if no margin is enough. 0 where any is.
+    For softmax it is log 2 = 0.69 at any size. None if the normalizer is not shift invariant or its weights do not sum
+    to 1, since then no margin alone decides, or if no margin is enough. 0 if any margin is enough.
 
     Args:
-        learned: Values of the normalizer's parameters by name; those it starts with, if not given.
+        learned: Values of the normalizer's parameters by name (default: the initial values).
     """
     return _needed_margin(normalizer, size, tuple(sorted((learned or {}).items())))
 
@@ -72,10 +71,10 @@ def _first_weight(normalizer: Normalizer, row: torch.Tensor) -> float:
 
 
 def predicted_right(leak: float, size: int) -> float:
-    """Share of sets whose largest logit is the right item's, if a constant per class were all that disturbs the order.
+    """Return the share of sets whose largest logit is the right item's, if only a constant per class disturbs them.
 
-    Only the best item of each class can win, and those lie Exp(1) * 10 / (n + 1) below 1, each class on its own. So the
-    share depends on leak * (n + 1) alone; from 40,000 draws, to within half a percent.
+    Only the best item of each class can win, and these lie independently Exp(1) * 10 / (n + 1) below 1. So the share
+    depends on leak * (n + 1) only. Estimated from 40,000 draws, to within half a percent.
     """
     x = leak * (size + 1)
     below, offset = _draws()

@@ -1,4 +1,4 @@
-"""Results as tables for programs: one row per training, test and size, and one on the scale of the logits."""
+"""Results as Arrow tables (one row per training, test and size; the scale of the logits) and as Markdown."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,7 +71,7 @@ def _value(mean: Mean | None) -> float | None:
 
 
 def fragments(lines: Sequence[Line], scales: Sequence[Scale]) -> dict[str, str]:
-    """By file stem."""
+    """Return the Markdown tables by file stem."""
     made: dict[str, str] = {}
     for section in dict.fromkeys(line.section for line in lines):
         mine = [line for line in lines if line.section == section]

@@ -1,4 +1,4 @@
-"""Draw the spread over heads of one or several models next to the printed table, against length, and Proposition 3.1."""
+"""Draw the spread over heads of one or several models: next to the printed table, against length, and its bound."""
 
 import itertools
 import textwrap
