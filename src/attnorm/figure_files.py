@@ -1,6 +1,6 @@
-"""What the figures about normalizers, claims and costs share: inks, lettering, and files that do not change.
+"""What the figures of bench and claims share: colours, fonts, and reproducible files.
 
-Letters are paths and no date is inside: the same numbers give the same bytes.
+Text is drawn as paths and files have no date: the same numbers give the same bytes.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ INK, PALE = "#1b2129", "#8b939d"
 LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
 
 
-def save_slide(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
-    """Writes NAME.svg and NAME.png into the folder; the paths."""
+def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
+    """Write NAME.svg and NAME.png to the folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     with matplotlib.rc_context(LETTERING):

@@ -1,1 +1,1 @@
-"""Measurements: speed and memory against what one would use instead, and the weight a winner keeps at length."""
+"""Benchmarks: speed and memory against the alternatives, and the weight that a clear winner keeps in long contexts."""

@@ -1,4 +1,4 @@
-"""analyze() against a plain forward pass with torch SDPA and against `output_attentions=True`: time, memory, growth."""
+"""Benchmark analyze() against a forward pass with torch SDPA and `output_attentions=True`: time, memory, growth."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_fresh_pro
 from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio
 from attnorm.bench.timing import time_alternating
 
-CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups over the plain pass, the same, over eager
-MEMORY = 1.5  # promised: at most so many times the plain pass
-EXPONENT = 1.1  # promised: memory grows at most like this power of the length; 2 is the attention matrix
+CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
+MEMORY = 1.5  # promised: at most this many times the plain pass
+EXPONENT = 1.1  # promised: memory grows at most with this power of the length; an attention matrix has 2
 WHOLE_SECONDS = 60.0  # promised: SmolLM2 at the first of its lengths
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 MODEL_LENGTHS = (1024, 8192)
@@ -36,13 +36,13 @@ WORDS: dict[Way, str] = {
 def measure_analysis(
     *, quick: bool = False, notes: list[str], model: Path | None = None, text: Path | None = None
 ) -> Iterator[Ratio | ModelRun | Growth]:
-    """model: a folder of SmolLM2, else what $ATTNORM_SMOLLM2 names; text: what it reads, else analyze()'s own."""
+    """Yield the measurements. model: a folder of SmolLM2 (default: $ATTNORM_SMOLLM2). text: default of analyze()."""
     shape = Shape(64, layers=2, heads=2) if quick else Shape(4096)
     yield from _against_plain(shape, quick)
     yield from _in_own_processes(shape, quick, notes)
     named = model or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
     if named is None:
-        notes.append(f"no pretrained model was measured: name a folder of SmolLM2 by --model or ${FOLDER}")
+        notes.append(f"no pretrained model was measured: give a folder of SmolLM2 with --model or ${FOLDER}")
         return
     for length in (16,) if quick else MODEL_LENGTHS:
         try:
@@ -67,7 +67,7 @@ def _topic(shape: Shape) -> str:
 
 
 def _in_own_processes(shape: Shape, quick: bool, notes: list[str]) -> Iterator[Ratio | ModelRun | Growth]:
-    """All ways at the one length, then the plain pass and the core at every length."""
+    """Measure all ways at one length, then the plain pass and the core at every length."""
     measure: Callable[[Way, Shape], Cost] = partial(cost, least_seconds=0) if quick else cost_in_fresh_process
     known: dict[tuple[Way, int], Cost] = {}
     for length, ways in _schedule(shape, quick):
@@ -102,7 +102,7 @@ def _schedule(shape: Shape, quick: bool) -> Iterator[tuple[int, tuple[Way, ...]]
 def _runs(costs: dict[Way, Cost], shape: Shape, quick: bool) -> Iterator[Ratio | ModelRun]:
     plain, core, eager = costs.get("plain"), costs.get("core"), costs.get("eager")
     if core and eager:
-        # Eager runs once, in its own process: again and in turn would take minutes and change nothing.
+        # Eager runs once in its own process; alternating rounds would take minutes and give the same ratio.
         yield Ratio(
             topic=_topic(shape), what=WORDS["core"], against=WORDS["eager"], ours_ms=1e3 * core.seconds,
             theirs_ms=1e3 * eager.seconds, speedup=eager.seconds / core.seconds, target=None if quick else EAGER,
@@ -116,7 +116,7 @@ def _runs(costs: dict[Way, Cost], shape: Shape, quick: bool) -> Iterator[Ratio |
 
 
 def _whole_run(folder: Path, text: Path | None, length: int, target: float | None) -> ModelRun:
-    """From the start of Python to the tables, the loading of the model included."""
+    """Measure from the start of Python to the tables, including loading the model."""
     arguments = f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
     start = time.perf_counter()
     measured = told_by(f"from attnorm.bench.analyze import report; report({arguments})")
@@ -128,7 +128,7 @@ def _whole_run(folder: Path, text: Path | None, length: int, target: float | Non
 
 
 def report(folder: str, text: str | None, length: int, threads: int) -> None:
-    """What the process of a whole run does."""
+    """Run in the new process: analyze, and print JSON."""
     import resource
 
     from attnorm.analysis.analyze import analyze

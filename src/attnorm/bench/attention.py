@@ -1,4 +1,4 @@
-"""attention() against torch's scaled_dot_product_attention, and against the dense form of the same normalizer."""
+"""Benchmark attention() against torch SDPA and against the dense form of the same normalizer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
 
-RESCALED = 1 / 1.15  # promised: at most this much of SDPA's speed is lost
+RESCALED = 1 / 1.15  # promised speedup over SDPA: at most 15 % slower
 ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
 WIDTH = 64
 
@@ -49,7 +49,7 @@ FUSED_CASES = [
 
 
 def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
-    """Everything fused against SDPA, adaptive temperature also as its paper prints it, the rest as dense."""
+    """Compare fused normalizers with SDPA, adaptive temperature also with its eager form, the others with dense."""
     yield from _against_sdpa(quick)
     yield from _adaptive(quick)
     yield from _blocked_against_dense(quick, notes)
@@ -103,7 +103,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
 
 
 def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """Adaptive temperature as one writes it down from the paper."""
+    """Compute adaptive temperature as written in the paper."""
     logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if causal:
         ahead = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
@@ -118,7 +118,7 @@ def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Ten
 
 
 def blocked_normalizers() -> list[str]:
-    """Names of the row normalizers that attention() computes in blocks of queries."""
+    """Return the names of the normalizers that attention() computes in blocks of queries."""
     q = torch.zeros(1, 1, 2, 4)
     inputs = checked(q, q, q, mask=None, causal=True, scale=None, positions=None)
     made = {name: get(name) for name in available()}
@@ -141,7 +141,11 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
                 timed = time_alternating(
                     partial(run, ours, q, k, v), partial(run, theirs, q, k, v), rounds=1 if quick else 5
                 )
-            except (TypeError, ValueError, NotImplementedError) as error:  # a registered one that wants more
+            except (
+                TypeError,
+                ValueError,
+                NotImplementedError,
+            ) as error:  # a registered normalizer that needs more arguments
                 notes.append(f"{name} was not timed: {error}")
                 break
             topic = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
@@ -160,7 +164,7 @@ def _forward_and_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bool) -> Tensor:
-    """The textbook form: all logits, all weights, one product."""
+    """Compute attention in the textbook form: all logits, all weights, one product."""
     logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     queries, keys = logits.shape[-2:]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal else None

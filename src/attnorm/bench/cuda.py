@@ -1,4 +1,4 @@
-"""attention() on a CUDA device in bfloat16: against torch SDPA, and against the dense form of the same normalizer."""
+"""Benchmark attention() on CUDA in bfloat16 against torch SDPA and the dense form of the same normalizer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -24,7 +24,7 @@ BLOCKED = ("kneemax",)
 
 def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
     if not torch.cuda.is_available():
-        notes.append("nothing was measured on CUDA: no such device here")
+        notes.append("nothing was measured on CUDA: this machine has no CUDA device")
         return
     length = 512 if quick else 4096
     q, k, v = (torch.randn(BATCH, HEADS, length, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(3))

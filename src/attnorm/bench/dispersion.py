@@ -1,8 +1,8 @@
-"""How much weight does a clear winner keep as the context grows? Every normalizer asked the same question.
+"""How much weight does a clear winner keep as the context grows? The same test for every normalizer.
 
-One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0.
-What it keeps is w / max(1, sum |w|): its weight, except that rows which sum to more than 1 are divided by their sum.
-A mechanism is asked through its queries and keys; its weights are the derivative of the output by the values.
+One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0. The
+result is w / max(1, sum |w|): the winner's weight, but rows that sum to more than 1 are divided by their sum. The
+weights of a mechanism are the derivative of its output by the values, for queries and keys with these scores.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from attnorm.normalizers.registry import available, get
 
 LENGTHS = tuple(2**power for power in range(4, 18))  # 16 .. 131,072
 
-# Settings that matter for the answer and are stated with it; any other normalizer is drawn as `get(name)` makes it.
+# Options that change the result and are part of the label; all other normalizers use their defaults.
 SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "entmax": (("entmax, α = 1.25", {"alpha": 1.25}),),
     "ssmax": (("ssmax, s = 0.17", {}), ("ssmax, s = 0.43", {"s": 0.43})),  # the start; the paper's Figure 1
@@ -35,9 +35,9 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "differential": (("differential, λ = 0.2", {"head_norm": False, "width": 1}),),
 }
 
-# Mechanisms for which the row of scores does not settle the answer.
+# Mechanisms whose weights do not follow from a row of scores.
 NOT_ASKED = {
-    "selective": "it depends on what earlier queries selected; where they selected nothing it is softmax",
+    "selective": "it depends on what earlier queries selected; if they selected nothing it is softmax",
     "soft": "its landmarks are averages of keys, so the answer depends on where the keys lie, not on their scores",
 }
 
@@ -52,7 +52,7 @@ def dispersion(
     names: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Dispersion:
-    """The curves of all normalizers (or of `names`); `progress` hears each name before it is measured."""
+    """Return the curves of all normalizers, or of `names`; `progress` gets each name before it is measured."""
     _check(gap, noise, lengths, draws)
     curves: list[Curve] = []
     left_out: dict[str, str] = {}
@@ -67,7 +67,11 @@ def dispersion(
                 normalizer = get(name, **options)
                 kept = tuple(_kept(normalizer, rows[n], n // 2) for n in lengths)
                 curves.append(Curve(name=name, label=label, lengths=tuple(lengths), kept=kept))
-        except (TypeError, ValueError, NotImplementedError) as error:  # one that is not ours and wants more than scores
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # a registered normalizer that needs more than scores
             left_out[name] = str(error)
     return Dispersion(gap=gap, noise=noise, draws=draws, seed=seed, curves=tuple(curves), left_out=left_out)
 
@@ -84,7 +88,7 @@ def _check(gap: float, noise: float, lengths: Sequence[int], draws: int) -> None
 
 
 def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:
-    """(draws, 1, n) with the winner at n // 2."""
+    """Return scores (draws, 1, n) with the winner at n // 2."""
     generator = torch.Generator().manual_seed(seed)
     scores = noise * torch.randn(draws, 1, n, generator=generator, dtype=torch.float64)
     scores[..., n // 2] = gap
@@ -98,18 +102,18 @@ def _kept(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> fl
 
 
 def _weights(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> Tensor:
-    """(draws, 1, n)."""
+    """Return the weights (draws, 1, n)."""
     if isinstance(normalizer, Normalizer):
         with torch.no_grad():
             weights: Tensor = normalizer(scores)
         return weights
     if normalizer.name not in PROBES:
-        raise ValueError("it takes queries and keys; attnorm does not know which ones would give it these scores")
+        raise ValueError("it needs queries and keys; attnorm does not know which ones give these scores")
     return torch.cat([PROBES[normalizer.name](normalizer, row, winner) for row in scores.split(1)])
 
 
 def _linear_in_values(mechanism: Mechanism, q: Tensor, k: Tensor, *, scale: float | None) -> Tensor:
-    """Weights (1, 1, n) of the one query: the derivative of the output by the values."""
+    """Return the weights (1, 1, n) of one query: the derivative of the output by the values."""
     values = torch.zeros(1, 1, k.shape[-2], 1, dtype=k.dtype, requires_grad=True)
     output = attention(q, k, values, mechanism, scale=scale)
     (weights,) = torch.autograd.grad(output.sum(), values)

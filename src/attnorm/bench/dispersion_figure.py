@@ -1,7 +1,7 @@
-"""The dispersion picture: weight kept against context length, both logarithmic, every line named where it ends.
+"""Draw the weight kept against context length, both logarithmic, with a label at the end of every line.
 
-Lines that lie on top of each other are drawn once and share a label. Groups differ in lightness and weight, not only in
-colour, so that the picture survives a grey printer.
+Lines that coincide are drawn once and share a label. Groups differ in lightness and width, so that the figure can be
+read in grey.
 """
 
 import math
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.bench.dispersion_table import MEANING, Curve, Dispersion, Verdict, percent, shown
-from attnorm.figure_files import INK, PALE, save_slide
+from attnorm.figure_files import INK, PALE, save_figure_files
 from attnorm.line_labels import spread, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
@@ -54,10 +54,10 @@ class Line:
 
 
 def save_dispersion_figure(dispersion: Dispersion, folder: Path) -> list[Path]:
-    """Writes dispersion.svg and dispersion.png into the folder; the paths."""
+    """Write dispersion.svg and dispersion.png to the folder; return their paths."""
     if not dispersion.curves:
         raise ValueError("there is no curve to draw: every normalizer was left out")
-    return save_slide(partial(dispersion_figure, dispersion), folder, "dispersion")
+    return save_figure_files(partial(dispersion_figure, dispersion), folder, "dispersion")
 
 
 def dispersion_figure(dispersion: Dispersion) -> Figure:
@@ -75,7 +75,7 @@ def dispersion_figure(dispersion: Dispersion) -> Figure:
 
 
 def merged(dispersion: Dispersion) -> list[Line]:
-    """The lines to draw, from the most to the least kept."""
+    """Return the lines to draw, from the most to the least weight kept."""
     lines: list[list[Curve]] = []
     for _, curves in dispersion.groups():
         for curve in curves:
@@ -119,7 +119,7 @@ def _draw_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
 
 
 def _angle(axes: Axes, at: int) -> float:
-    """Of the line 1/n on the page, in degrees."""
+    """Return the angle of the line 1/n on the page, in degrees."""
     (x0, y0), (x1, y1) = axes.transData.transform([(at, 1 / at), (2 * at, 0.5 / at)])
     return math.degrees(math.atan2(y1 - y0, x1 - x0))
 
@@ -133,7 +133,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
 
 
 def _label_ends(axes: Axes, lines: list[Line]) -> None:
-    """Names at the right, under the heading of their group, each tied to the end of its line by a hair."""
+    """Write names at the right under the heading of their group, each connected to the end of its line."""
     entries: list[tuple[Line, bool]] = []  # a line, and whether this is the heading above it
     for before, line in pairwise([None, *lines]):
         assert line is not None
@@ -152,7 +152,7 @@ def _label_ends(axes: Axes, lines: list[Line]) -> None:
 
 
 def _height(axes: Axes, kept: float) -> float:
-    """Where a weight lies between the bottom (0) and the top (1) of the plot."""
+    """Return the height of a weight between the bottom (0) and the top (1) of the plot."""
     height: float = axes.transAxes.inverted().transform(axes.transData.transform((1, max(kept, FLOOR))))[1]
     return height
 
@@ -181,7 +181,7 @@ def _write_label(axes: Axes, line: Line, text: list[str], end: float, top: float
 
 
 def _label_falls(axes: Axes, lines: list[Line]) -> None:
-    """Names beside the lines that leave through the floor."""
+    """Write names beside the lines that leave the plot at the bottom."""
     for row, line in enumerate(sorted(lines, key=lambda line: _crossing(line.shape, FLOOR))):
         height = FLOOR * 2.6 * 2**row
         x = _crossing(line.shape, height) * 1.15
@@ -189,7 +189,7 @@ def _label_falls(axes: Axes, lines: list[Line]) -> None:
 
 
 def _crossing(curve: Curve, level: float) -> float:
-    """The length at which the curve falls below the level, between measured lengths by the straight line drawn."""
+    """Return the length at which the drawn curve falls below the level."""
     points = [
         (math.log(n), math.log(max(kept, FLOOR * FLOOR))) for n, kept in zip(curve.lengths, curve.kept, strict=True)
     ]

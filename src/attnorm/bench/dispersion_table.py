@@ -1,4 +1,4 @@
-"""The dispersion record - how much weight a clear winner keeps as the context grows - and its terminal table.
+"""The result of `attnorm dispersion`, the weight that a clear winner keeps as the context grows, and its table.
 
 Verdicts at the largest context: a winner that still holds more than half of its row *stays*, one that holds less than
 the equal share 1/n *collapses*, and everything between *fades*. One half is also where the theory draws its line: the
@@ -51,14 +51,14 @@ class Dispersion:
     left_out: dict[str, str]  # name -> why the question does not apply
 
     def groups(self) -> Iterator[tuple[Verdict, list[Curve]]]:
-        """The curves by verdict, each group from the most to the least kept."""
+        """Yield the curves by verdict, each group from the most to the least weight kept."""
         for verdict in get_args(Verdict):
             members = [curve for curve in self.curves if curve.verdict == verdict]
             if members:
                 yield verdict, sorted(members, key=lambda curve: curve.kept[::-1], reverse=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and the verdict on each curve."""
+        """Return plain values for JSON, with the verdict of each curve."""
         return {**asdict(self), "curves": [{**asdict(curve), "verdict": curve.verdict} for curve in self.curves]}
 
     @property
@@ -69,7 +69,7 @@ class Dispersion:
 
 
 def dispersion_table(dispersion: Dispersion) -> RenderableType:
-    """The table people read in the terminal; five of the lengths."""
+    """Return the terminal table, with five of the lengths."""
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
     columns = shown(lengths)
     table = Table(
@@ -97,12 +97,12 @@ def _caption(dispersion: Dispersion, longest: int) -> str:
 
 
 def shown(lengths: tuple[int, ...]) -> list[int]:
-    """Which of the lengths to print: about five, the first and the last among them."""
+    """Return the indices of about five lengths to print, including the first and the last."""
     return sorted({round(i * (len(lengths) - 1) / 4) for i in range(5)}) if lengths else []
 
 
 def percent(part: float) -> str:
-    """A part of 1 as a percentage with two digits that matter, e.g. 98 %, 4.1 %, 0.069 %."""
+    """Return a share as a percentage with two significant digits, for example 98 %, 4.1 %, 0.069 %."""
     value = 100 * part
     if value >= 99.5:
         return "100 %"

@@ -1,7 +1,7 @@
-"""The growth picture: time and memory of measuring a model against its length, beside the plain pass, logarithmic.
+"""Draw time and memory of analyze() against length, next to the plain pass, on logarithmic axes.
 
-A dotted line in each half has the slope that the thing must have: time grows towards the square of the length, as
-attention itself does, and memory with its first power.
+A dotted line in each half has the expected slope: time grows with the square of the length, as attention does, and
+memory with its first power.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ OURS, PLAIN = "#0a4a8c", "#8b939d"
 
 
 def save_growth_figure(growth: Growth, folder: Path) -> Path:
-    """Writes growth.svg into the folder; its path."""
+    """Write growth.svg to the folder; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "growth.svg"
     with matplotlib.rc_context(LETTERING):
@@ -69,6 +69,6 @@ def _draw_axes(axes: Axes, title: str, lengths: Sequence[int]) -> None:
 
 
 def _draw_slope(axes: Axes, lengths: Sequence[int], values: Sequence[float], power: int) -> None:
-    """Through the last point, so that it shows where the curve came from."""
+    """Draw the expected slope through the last point."""
     line = [values[-1] * (length / lengths[-1]) ** power for length in lengths]
     axes.plot(lengths, line, ":", color=INK, linewidth=1)

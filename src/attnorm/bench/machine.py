@@ -1,4 +1,4 @@
-"""The machine a measurement was made on."""
+"""The machine of a measurement."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ def this_machine() -> Machine:
 
 
 def _processor() -> str:
-    """The processor's own name where the system tells it."""
+    """Return the name of the processor, if the system reports it."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for line in information.read_text().splitlines():

@@ -1,10 +1,10 @@
-"""Four ways to run the same random model over the same tokens, and what each costs in a process of its own.
+"""Four ways to run the same random model over the same tokens, and the cost of each in a new process.
 
 plain: the forward pass with torch SDPA, nothing measured. core: analyze() of every row, all numbers of the weights and
 the gradient. full: analyze() with distances and separability too, on 64 rows. eager: what one does without attnorm,
 `output_attentions=True` and the core numbers computed from the weights.
 
-Nothing heavy is imported before it is needed: the process of the plain pass must not hold what only the others use.
+Heavy imports are lazy: the process of the plain pass must not load what only the others use.
 """
 
 import json
@@ -28,10 +28,10 @@ Way = Literal["plain", "core", "full", "eager"]
 
 HEAD_WIDTH = 64
 VOCABULARY = 1024
-LOGIT_DEVIATION = 2.0  # fresh weights give logits near 0, rows that no trained model has
+LOGIT_DEVIATION = 2.0  # initial weights give logits near 0, unlike trained models
 TOP_N = (1, 5, 10, 20, 100)
-SECONDS = 5.0  # a pass is repeated until it took this long together
-WARM_UP = 32  # tokens: libraries load and thread pools start outside the measurement
+SECONDS = 5.0  # a pass is repeated until the total reaches this
+WARM_UP = 32  # tokens: libraries and thread pools start before the measurement
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Cost:
 
 
 def random_model(shape: Shape) -> Any:
-    """A GPT-2 in evaluation mode; its weights depend on nothing but the shape."""
+    """Return a GPT-2 in evaluation mode; its weights depend only on the shape."""
     from attnorm.training.lm.model import build_model
     from attnorm.training.lm.settings import LMSettings
 
@@ -88,14 +88,14 @@ def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
 
 @torch.no_grad()
 def statistics_by_layer(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
-    """The core numbers of each row from the weights that the model returns; leaves the model eager."""
+    """Compute the core numbers of each row from the returned weights; the model stays in eager mode."""
     model.set_attn_implementation("eager")
     found = model.base_model(input_ids=ids[None], use_cache=False, output_attentions=True)
     return [statistics_of(weights) for weights in found.attentions]
 
 
 def statistics_of(weights: Tensor) -> dict[str, Tensor]:
-    """From causal weights (B, H, L, L), the numbers (B, H, L), and top_mass (B, H, L, N)."""
+    """Return the numbers (B, H, L) and top_mass (B, H, L, N) of causal weights (B, H, L, L)."""
     from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
 
     length = weights.shape[-1]
@@ -115,7 +115,7 @@ def statistics_of(weights: Tensor) -> dict[str, Tensor]:
 
 
 def cost(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
-    """Of one pass, here and now. Linux only."""
+    """Measure one pass in this process. Linux only."""
     model, ids = random_model(shape), tokens(shape.length)
     pass_of(way, model, ids[:WARM_UP])()
     call = pass_of(way, model, ids)
@@ -139,6 +139,6 @@ def cost_in_fresh_process(way: Way, shape: Shape) -> Cost:
 
 
 def report(way: Way, shape: Shape, threads: int) -> None:
-    """What the fresh process runs: measures, and prints JSON."""
+    """Run in the new process: measure, and print JSON."""
     torch.set_num_threads(threads)
     sys.stdout.write(json.dumps(asdict(cost(way, shape))))

@@ -1,4 +1,4 @@
-"""What AttentionMonitor adds to training: steps with it and without, in turn."""
+"""Benchmark AttentionMonitor: training steps with and without it, alternating."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ EVERY = 25  # the default of AttentionMonitor
 
 
 def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
-    """Of softmax, and of a patched model; on a GPU where there is one, there also in the precision that it is made for.
+    """Yield the ratios for softmax and for a patched model; on a GPU, if there is one, also with bfloat16 autocast.
 
-    Autocast makes the step short and leaves the monitor as it is: the promise is hardest to keep there.
+    Autocast makes the step shorter but not the monitor, so the promise is hardest to keep there.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = Shape(64, layers=2, heads=2) if quick else Shape(512)
@@ -46,7 +46,7 @@ def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: boo
             step()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AttentionAlert)  # random weights do select at random
+        warnings.simplefilter("ignore", AttentionAlert)  # random weights select at random
         timed = time_alternating(watched_step, step, rounds=1 if quick else 7)
     where = f"{device}{', bfloat16 autocast' if half else ''}"
     topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {where}"
@@ -55,7 +55,7 @@ def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: boo
         topic=topic, what=f"{runs}: a step with the monitor", against="the step without", ours_ms=timed.ours_ms,
         theirs_ms=timed.theirs_ms, speedup=timed.speedup,
     )  # fmt: skip
-    # Steps between logging steps are the plain step: the monitor does not touch them.
+    # Between logging steps the monitor does nothing: these are plain steps.
     yield Ratio(
         topic=topic, what=f"{runs}: one step in {EVERY} with it, per step", against="the step without",
         ours_ms=((EVERY - 1) * timed.theirs_ms + timed.ours_ms) / EVERY, theirs_ms=timed.theirs_ms,
@@ -64,7 +64,7 @@ def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: boo
 
 
 def training_step(model: Any, ids: Tensor, *, half: bool = False) -> Callable[[], None]:
-    """Forward, backward and AdamW, until the device is done."""
+    """Return a training step: forward, backward and AdamW, synchronized."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def step() -> None:

@@ -1,5 +1,5 @@
-"""What normalizers cost: kneemax beside the three it is measured by, and the sparse maps against the package that
-people use for them today, entmax (https://github.com/deep-spin/entmax).
+"""Benchmark normalizers: kneemax next to three others, and the sparse maps against the entmax package
+(https://github.com/deep-spin/entmax).
 """
 
 import importlib
@@ -23,7 +23,7 @@ EAGER, BACKWARD, COMPILED = 4.0, 3.0, 10.0  # promised speedups
 
 @dataclass(frozen=True)
 class Rival:
-    """One of our maps, and the function of the entmax package that computes the same."""
+    """One of our maps, and the equivalent function of the entmax package."""
 
     name: str
     alpha: float
@@ -43,7 +43,7 @@ BESIDE_KNEEMAX = ("ssmax", "entmax15", "asentmax")
 
 
 def compare_normalizers(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
-    """Eager, forward and backward, and compiled; appends to `notes` what could not be compared."""
+    """Yield ratios: eager, forward and backward, compiled; append to `notes` what could not be compared."""
     for rows, keys in [(64, 128)] if quick else [(1024, 1024), (64, 16_384)]:
         yield from _kneemax_beside(rows, keys, quick)
     yield from _compare_with_entmax(quick, notes)
@@ -76,7 +76,7 @@ def _compare_with_entmax(quick: bool, notes: list[str]) -> Iterator[Ratio]:
     try:
         package = importlib.import_module("entmax")
     except ImportError:
-        notes.append("the entmax package is not installed, so there is nothing to compare with: pip install entmax")
+        notes.append("the entmax package is not installed, so there is no comparison: pip install entmax")
         return
     rows, keys = (64, 128) if quick else (1024, 1024)
     topic = f"{rows} rows of {keys} keys, float32, normal logits, against entmax"
@@ -131,7 +131,7 @@ def _gradient(function: Map, leaf: Tensor, upstream: Tensor) -> Tensor:
 
 
 def by_bisection(z: Tensor, alpha: float) -> Tensor:
-    """alpha-entmax by halving the interval of the threshold in float64: slow, and right."""
+    """Compute alpha-entmax by bisection of the threshold in float64: slow and exact."""
     scaled = (alpha - 1) * z.double()
     high = scaled.amax(-1, keepdim=True)
     low = high - 1

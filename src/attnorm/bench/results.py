@@ -1,4 +1,4 @@
-"""Benchmark results: the records, a terminal table and the same as Markdown for docs/benchmarks.md."""
+"""Benchmark results: the records, terminal tables, and the same as Markdown for docs/benchmarks.md."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from rich.text import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where the numbers come from; without it a benchmark says nothing."""
+    """The machine of the measurements."""
 
     processor: str
     cores: int
@@ -32,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Two ways to the same result, timed in turn: medians in milliseconds, and the median of the paired ratios."""
+    """Two ways to the same result, timed in alternation: medians in milliseconds, and the median of paired ratios."""
 
     topic: str
     what: str  # what we call
@@ -51,7 +51,7 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Peak resident memory of one call beyond what the process held before it, in MB (10^6 bytes)."""
+    """Peak resident memory of one call above that before the call, in MB (10^6 bytes)."""
 
     what: str
     setting: str
@@ -70,7 +70,7 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun:
-    """One pass over a model in a process of its own, in MB (10^6 bytes) of resident memory."""
+    """One pass over a model in a new process, with resident memory in MB (10^6 bytes)."""
 
     what: str
     setting: str
@@ -102,7 +102,7 @@ class GrowthPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What a pass over a model costs as the context grows, beside the plain pass; each in a process of its own."""
+    """The cost of a pass over a model as the context grows, next to the plain pass; each in a new process."""
 
     what: str
     setting: str
@@ -111,7 +111,7 @@ class Growth:
 
     @property
     def exponent(self) -> float | None:
-        """The power of the length that memory grows with, over the last step: there what is constant weighs least."""
+        """The power of the length with which memory grows, over the last step, where constants matter least."""
         if len(self.points) < 2:
             return None
         first, last = self.points[-2:]
@@ -138,7 +138,7 @@ class Benchmarks:
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and whether each promise is met (null where none was made)."""
+        """Return plain values for JSON, with whether each promise is met (null: no promise)."""
         judged = {
             kind: [{**asdict(result), "met": result.met} for result in getattr(self, kind)]
             for kind in ("ratios", "footprints", "runs", "growth")
@@ -158,7 +158,7 @@ Rows = list[tuple[str, ...]]
 
 
 def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
-    """What the terminal shows."""
+    """Return the terminal tables."""
     parts: list[RenderableType] = [Text(str(benchmarks.machine), style="bold")]
     if benchmarks.quick:
         parts.append(Text("quick run: sizes too small to judge by, targets not applied", style="yellow"))
@@ -175,7 +175,7 @@ def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
 
 
 def benchmark_markdown(benchmarks: Benchmarks) -> str:
-    """The same as GitHub tables."""
+    """Return the same tables in GitHub Markdown."""
     parts = [f"Machine: {benchmarks.machine}."]
     for title, header, rows in _tables(benchmarks):
         rule = ["---" if position < _names(header) else "---:" for position in range(len(header))]
@@ -236,7 +236,7 @@ def _run_row(run: ModelRun) -> tuple[str, ...]:
 
 
 def _growth_rows(growth: Growth) -> Rows:
-    """The promise is one on all rows and stands in the last."""
+    """Return one row per length; the promise covers all rows and is in the last."""
     rows: Rows = [
         (
             f"{point.length:,}", f"{point.plain_seconds:.2f}", f"{point.seconds:.2f}",
@@ -252,7 +252,7 @@ def _growth_rows(growth: Growth) -> Rows:
 
 
 def relative(speedup: float) -> str:
-    """A speedup in words: '4.2x faster' or '1.08x the time'."""
+    """Return a speedup in words: '4.2x faster' or '1.08x the time'."""
     if speedup >= 1.05:
         return f"{speedup:.3g}x faster"
     return f"{1 / speedup:.2f}x the time"

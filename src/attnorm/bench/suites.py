@@ -18,7 +18,7 @@ from attnorm.bench.results import Benchmarks, Footprint, Growth, ModelRun, Ratio
 
 Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "monitor", "all"]
 
-ANALYZE_THREADS = 2  # unless said otherwise: what its promises are made for
+ANALYZE_THREADS = 2  # default: the promises of analyze are made for it
 
 
 def run_benchmarks(
@@ -30,25 +30,25 @@ def run_benchmarks(
     text: Path | None = None,
     progress: Callable[[str], None] = lambda finished: None,
 ) -> Benchmarks:
-    """`progress` hears the name of every comparison when it is done; `quick` proves that it runs, not how fast.
+    """Run a suite. progress: called with the name of every finished comparison. quick: tiny sizes, as a test.
 
-    model, text: of `analyze` (see measure_analysis); the others have no use for them.
+    model, text: for `analyze` only (see measure_analysis).
     """
     results: list[Result] = []
     notes: list[str] = []
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         if suite in ("normalizers", "all"):
-            results += _heard(compare_normalizers(quick=quick, notes=notes), progress)
+            results += _reported(compare_normalizers(quick=quick, notes=notes), progress)
         if suite in ("attention", "all"):
-            results += _heard(compare_attention(quick=quick, notes=notes), progress)
+            results += _reported(compare_attention(quick=quick, notes=notes), progress)
         if suite in ("memory", "all"):
-            results += _heard(measure_footprints(quick=quick, notes=notes), progress)
+            results += _reported(measure_footprints(quick=quick, notes=notes), progress)
         if suite in ("cuda", "all"):
-            results += _heard(compare_cuda(quick=quick, notes=notes), progress)
+            results += _reported(compare_cuda(quick=quick, notes=notes), progress)
         if suite in ("analyze", "all"):
-            results += _heard(measure_analysis(quick=quick, notes=notes, model=model, text=text), progress)
+            results += _reported(measure_analysis(quick=quick, notes=notes, model=model, text=text), progress)
         if suite in ("monitor", "all"):
-            results += _heard(measure_monitor(quick=quick), progress)
+            results += _reported(measure_monitor(quick=quick), progress)
         machine = this_machine()
     return Benchmarks(
         machine=machine,
@@ -61,7 +61,7 @@ def run_benchmarks(
     )
 
 
-def _heard(results: Iterable[Result], progress: Callable[[str], None]) -> Iterator[Result]:
+def _reported(results: Iterable[Result], progress: Callable[[str], None]) -> Iterator[Result]:
     for result in results:
         progress(result.what)
         yield result

@@ -1,4 +1,4 @@
-"""Two calls timed in turn, so that a machine that grows slower or faster meanwhile does so for both."""
+"""Time two calls in alternation, so that changes of the machine's speed affect both."""
 
 import time
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class Timed:
 
 
 def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
-    """Medians of both over the rounds, after a first call of each; which goes first alternates.
+    """Return the medians of both over the rounds, after one warm-up call of each; the order alternates.
 
-    A single round times a single call of each: enough to see that it runs.
+    A single round times one call of each, as a test that it runs.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -40,7 +40,7 @@ def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
 
 
 def _loops(call: Call) -> int:
-    """How often to repeat the call within one sample."""
+    """Return how often to repeat the call within one sample."""
     return max(1, min(1000, round(LEAST_SECONDS / max(_seconds(call, 1), 1e-6))))
 
 

@@ -1,6 +1,6 @@
-"""The frontier picture: effort K g to keep weight 0.5 and 0.9 against the number of keys, one panel each.
+"""Draw the frontier: effort K g to keep weight 0.5 and 0.9 against the number of keys, one panel each.
 
-Normalizers that pay the same are one line with all their names; below the law lies what no map can do.
+Normalizers with the same effort share a line and a label. The shaded area below the law is impossible.
 """
 
 import math
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.claims.frontier_table import MEASURED, label
-from attnorm.figure_files import INK, PALE, save_slide
+from attnorm.figure_files import INK, PALE, save_figure_files
 from attnorm.line_labels import spread, wrapped
 from attnorm.theory.normalizer_frontier import Frontier
 
@@ -23,14 +23,14 @@ SMALL = 9.5
 
 
 def save_frontier_figure(placed: Frontier, folder: Path) -> list[Path]:
-    """Writes frontier.svg and frontier.png into the folder; the paths."""
+    """Write frontier.svg and frontier.png to the folder; return their paths."""
     if not placed.points:
-        raise ValueError("there is nothing to draw: the law speaks about none of the normalizers")
-    return save_slide(partial(frontier_figure, placed), folder, "frontier")
+        raise ValueError("there is nothing to draw: the law applies to none of the normalizers")
+    return save_figure_files(partial(frontier_figure, placed), folder, "frontier")
 
 
 def merged(placed: Frontier) -> list[list[str]]:
-    """Names that pay the same at every length and weight, from the least to the most effort."""
+    """Group names with the same effort at every length and weight, from the least to the most effort."""
     groups: list[list[str]] = []
     for name in placed.names:
         twin = next((group for group in groups if _coincide(placed, group[0], name)), None)
@@ -119,7 +119,7 @@ def _colour(group: list[str], position: int) -> str:
 
 
 def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: float) -> None:
-    """Names right of the last panel, from the top down, each tied to the end of its line by a hair."""
+    """Write names right of the last panel, each connected to the end of its line."""
     top = axes.get_ylim()[1]
     order = list(enumerate(groups))[::-1]
     ends = [_last(placed.efforts(group[0], weight)) / top for _, group in order]
@@ -143,7 +143,7 @@ def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: f
 
 
 def _length_reached(name: str, placed: Frontier) -> list[str]:
-    """A line of the label, for a map whose line ends early."""
+    """Return an extra line of the label for a map whose line ends early."""
     longest = max(point.n for point in placed.points if point.name == name)
     return [f"at {longest:,} keys"] if longest < placed.lengths[-1] else []
 

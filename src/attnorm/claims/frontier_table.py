@@ -1,4 +1,4 @@
-"""The frontier as a terminal table: what every normalizer pays to keep a weight, and why some cannot be placed."""
+"""The frontier as a terminal table: the effort of every normalizer to keep a weight, and why some have no place."""
 
 import math
 

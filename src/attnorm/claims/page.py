@@ -1,6 +1,6 @@
-"""The table of docs/theory.md, written from the claims themselves.
+"""The table of docs/theory.md, generated from the claims.
 
-python -m attnorm.claims.page docs/theory.md     brings the page up to date
+python -m attnorm.claims.page docs/theory.md     updates the page
 """
 
 import sys
@@ -25,7 +25,7 @@ HEADINGS = {
 
 
 def claims_markdown(shown: Sequence[Claim]) -> str:
-    """One table per family: claim, source, statement, status, correction, each linked to its proof."""
+    """Return one table per family: claim, source, statement, status, correction; each claim links to its proof."""
     parts = []
     for family, members in groupby(shown, key=lambda claim: claim.family):
         parts += ["", f"### {HEADINGS.get(family, family)}", "", "| claim | from | statement | status | use instead |"]
@@ -47,24 +47,24 @@ def _row(claim: Claim) -> str:
 
 
 def _safe(text: str) -> str:
-    """Plain text that a table cell shows as it is."""
+    """Escape plain text for a table cell."""
     for character in ("\\", "|", "*", "_", "<", "$"):
         text = text.replace(character, f"\\{character}")
     return text
 
 
 def built_in_claims() -> list[Claim]:
-    """Without what other packages have registered."""
+    """Return the claims without those about normalizers of other packages."""
     names = {f"{kind}-{name}" for kind in ("lemma-1", "lipschitz", "frontier") for name in BUILT_IN}
     return [claim for claim in claims() if claim.family not in ("normalizers", "frontier") or claim.id in names]
 
 
 def updated(page: str) -> str:
-    """The page with its table as it should be."""
+    """Return the page with the current table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the page has no place for the table: expected the lines {BEGIN} and {END}")
+        raise ValueError(f"expected the lines {BEGIN} and {END} in the page; add them where the table belongs")
     return f"{before}{BEGIN}\n{claims_markdown(built_in_claims())}\n{END}{after}"
 
 

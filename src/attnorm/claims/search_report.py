@@ -1,4 +1,4 @@
-"""What the search for counterexamples found: as a table for people, as JSON, and one counterexample in full."""
+"""The results of the search for counterexamples: a terminal table, JSON, and one counterexample in full."""
 
 import math
 from collections.abc import Sequence
@@ -74,13 +74,13 @@ def _cells(finding: Finding) -> tuple[str | Text, ...]:
 
 
 def located(found: Counterexample) -> str:
-    """n = 2, N = 1, d = 1, T = 0.5, 0:2:17 - the last three being seed, round and row."""
+    """Return the location: n = 2, N = 1, d = 1, T = 0.5, 0:2:17, where the last three are seed, round and row."""
     where = f"{found.seed}:{found.round}:{found.row}"
     return f"n={found.keys} N={found.top_n} d={found.width} T={found.temperature:.3g} at {where}"
 
 
 def number(value: float) -> str:
-    """Three digits, more near 1, where they decide."""
+    """Format with three digits, and more near 1."""
     if not math.isfinite(value):
         return "inf" if value > 0 else "-"
     if 1e-6 < abs(value - 1) < 1e-2:
@@ -104,7 +104,7 @@ def closing_sentence(findings: Sequence[Finding]) -> str:
 
 
 def findings_as_dict(findings: Sequence[Finding], seed: int) -> dict[str, Any]:
-    """For JSON; a ratio that is not finite becomes null."""
+    """Return plain values for JSON; a ratio that is not finite becomes null."""
     return {
         "stands": table_stands(findings),
         "seed": seed,
@@ -141,7 +141,7 @@ def _finite(value: float) -> float | None:
 
 
 def counterexample_as_dict(claim: Claim, case: Case, row: int, ratio: float) -> dict[str, Any]:
-    """One row in full: everything that a person needs to check it by hand."""
+    """Return one row in full, with everything needed to check it by hand."""
     return {
         "claim": claim.id,
         "statement": claim.statement,

@@ -1,7 +1,7 @@
-"""The tightness picture: how close each bound comes to what it bounds, as printed and as corrected, side by side.
+"""Draw how tight each bound is, as printed and as corrected.
 
 One row per printed claim that has a corrected form. A bar spans 5 to 95 % of quantity / bound over random rows, the dot
-is the median, the tick the worst row that the search found: beyond 1 it is a counterexample.
+is the median, the tick is the worst row that the search found: above 1 it is a counterexample.
 """
 
 import math
@@ -14,12 +14,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.figure_files import INK, PALE, save_slide
+from attnorm.figure_files import INK, PALE, save_figure_files
 from attnorm.theory.search import ROUNDING, Finding
 
 LEAST, MOST = 0.01, 100.0  # ratios beyond are drawn at the edge
 PRINTED, CORRECTED, BROKEN = "#8b939d", "#0a4a8c", "#c2410c"
-# Statements of the form "about", or on growth: their ratio is no tightness.
+# Statements of the form "about", or about growth: their ratio is not a tightness.
 NO_BOUND = ("toy-2.3", "must-collapse", "corollary-2-ii-decay", "dispersed-is-uniform")
 
 
@@ -30,15 +30,15 @@ class Pair:
 
 
 def save_tightness_figure(findings: Sequence[Finding], folder: Path) -> list[Path]:
-    """Writes tightness.svg and tightness.png into the folder; the paths."""
+    """Write tightness.svg and tightness.png to the folder; return their paths."""
     pairs = matched(findings)
     if not pairs:
         raise ValueError("there is nothing to draw: name a printed claim together with its correction, or none at all")
-    return save_slide(partial(tightness_figure, pairs), folder, "tightness")
+    return save_figure_files(partial(tightness_figure, pairs), folder, "tightness")
 
 
 def matched(findings: Sequence[Finding]) -> list[Pair]:
-    """Claims with the claim that corrects them, both searched, in the table's order."""
+    """Return claims with the claim that corrects them, both searched, in the table's order."""
     known = {finding.claim.id: finding for finding in findings if finding.tightness}
     return [
         Pair(finding, known[finding.claim.correction])
@@ -95,7 +95,7 @@ def _draw(axes: Axes, finding: Finding, height: float, colour: str, *, hollow: b
 
 
 def shown(ratio: float) -> float:
-    """The ratio as it is drawn: never beyond the edges."""
+    """Return the ratio as it is drawn, limited to the edges."""
     return MOST if math.isinf(ratio) and ratio > 0 else min(max(ratio, LEAST), MOST)
 
 

@@ -1,4 +1,4 @@
-"""attnorm doctor: what is here, and does it work?"""
+"""attnorm doctor: what is installed, and does it work?"""
 
 import typer
 
@@ -6,7 +6,7 @@ from attnorm.cli.output import Json, show, show_json, status
 
 
 def doctor(as_json: Json = False) -> None:
-    """Tell versions, devices and optional packages, and check attnorm on this machine. Exit code 1 if a check fails."""
+    """Show versions, devices and optional packages, and check attnorm on this machine. Exit code 1 if a check fails."""
     from attnorm.cli.health import examine, health_tables
 
     with status("examining"):

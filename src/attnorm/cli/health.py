@@ -1,4 +1,4 @@
-"""What is installed here, and whether the promises that everything else rests on hold on this machine."""
+"""What `attnorm doctor` reports: versions, devices, optional packages, and self checks on this machine."""
 
 import platform
 import shutil
@@ -34,16 +34,16 @@ CLOSE = 1e-5  # float32 attention of unit normal inputs
 
 @dataclass(frozen=True, kw_only=True)
 class Optional:
-    """Something that is not required, whether it is here, and what it is good for."""
+    """An optional package or tool, its version, and what it enables."""
 
     name: str
-    version: str | None  # None: not here
+    version: str | None  # None: not installed
     enables: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was tried on this machine."""
+    """One check on this machine."""
 
     promise: str
     passed: bool
@@ -59,7 +59,7 @@ class Health:
     checks: tuple[Check, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields, and whether everything held."""
+        """Return plain values for JSON, with whether all checks passed."""
         return {"well": self.well, **asdict(self)}
 
     @property
@@ -68,7 +68,7 @@ class Health:
 
 
 def examine() -> Health:
-    """Everything the doctor tells; takes a few seconds."""
+    """Run all checks; takes a few seconds."""
     return Health(
         machine=this_machine(),
         versions={
@@ -105,7 +105,7 @@ def _compiler() -> str | None:
 def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> Check:
     try:
         passed, detail = attempt()
-    except Exception as error:  # whatever breaks here is what the user came to learn
+    except Exception as error:  # any error is a failed check
         passed, detail = False, f"{type(error).__name__}: {error}"
     return Check(promise=promise, passed=passed, detail=detail)
 

@@ -1,4 +1,4 @@
-"""attnorm train: small models, of text or of sets to pick from, and how they find what they have read."""
+"""attnorm train: small language models (lm), pass keys (needle), and picking from sets (retrieval)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ from attnorm.provenance import recorded_command
 if TYPE_CHECKING:
     from attnorm.training.lm.run import LMProgress as Stage
 
-_SAFE = "checkpoints written before are whole, and the same command continues from the last one"
+_SAFE = "earlier checkpoints are complete, and the same command continues from the last one"
 
 train = typer.Typer(
     name="train",
-    help="Train small models: of text (lm), to find keys in it (needle), of sets (retrieval).",
+    help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval).",
     no_args_is_help=True,
 )
 train.command()(retrieval)
@@ -34,33 +34,34 @@ train.command()(needle)
 def lm(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on: .txt or .txt.xz.")],
     valid: Annotated[Path, typer.Option(help="Text file held out for the validation loss.")],
-    out: Annotated[Path, typer.Option(help="Folder for the model; one that holds this run continues it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model; if it holds this run, the run continues.")],
     architecture: Annotated[str, typer.Option(help="gpt2, or llama (rotary positions).")] = "gpt2",
     normalizer: Annotated[
-        str, typer.Option(metavar="NAME", help="What takes softmax's place; `attnorm normalizers` lists them.")
+        str, typer.Option(metavar="NAME", help="Normalizer instead of softmax; `attnorm normalizers` lists them.")
     ] = "softmax",
     normalizer_options: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3,learned=true.")
+        str, typer.Option(metavar="KEY=VALUE,...", help="Options of the normalizer, e.g. alpha=1.3,learned=true.")
     ] = "",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
     context: Annotated[int, typer.Option(help="Tokens per window, and positions of the model.")] = 1024,
-    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary, which is learned from the text.")] = 4096,
-    steps: Annotated[int | None, typer.Option(help="Updates of the weights.", show_default="1000")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens to read in all, instead of --steps.")] = None,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary, which is trained on the text.")] = 4096,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="1000")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Total number of tokens, instead of --steps.")] = None,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 16,
-    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(help="Steps until it is reached; a cosine to 0 follows.")] = 100,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW, on matrices only.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of the weights, the windows and the tokenizer's sample.")] = 0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.")] = 100,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Random seed for weights, windows and the tokenizer's sample.")] = 0,
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
     dense: Annotated[
-        bool, typer.Option("--dense", help="Attention over the whole matrix of weights: often faster, if it fits.")
+        bool,
+        typer.Option("--dense", help="Compute attention over the whole matrix of weights: often faster, if it fits."),
     ] = False,
     eval_every: Annotated[int, typer.Option(help="Steps between validation losses.")] = 250,
     eval_lengths: Annotated[
@@ -72,21 +73,23 @@ def lm(
         ),
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint, or start over.")] = True,
+    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint, or start from scratch.")] = True,
     max_minutes: Annotated[
-        float | None, typer.Option(help="Stop training after this long, then evaluate and write the model.")
+        float | None, typer.Option(help="Stop training after this many minutes, then evaluate and write the model.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder for the encoded texts; runs may share it.", show_default="OUT/data")
     ] = None,
-    sample: Annotated[int, typer.Option(help="Tokens that the trained model writes into sample.txt.")] = 0,
+    sample: Annotated[int, typer.Option(help="Tokens of generated text in sample.txt.")] = 0,
     note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
     as_json: Json = False,
 ) -> None:
     """Train a small language model and write a standard Hugging Face folder with a model card.
 
-    The validation loss is reported beside unigram and bigram counts on the same tokens. Interrupted runs continue: give
-    the same command again. Exit code 130: interrupted, with a checkpoint.
+    Reports the validation loss next to unigram and bigram counts on the same tokens. Run the same command again to
+    continue an interrupted run. Exit code 130: interrupted, with a checkpoint.
+
+    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --out my-lm
     """
     import torch
 
@@ -114,7 +117,7 @@ def lm(
                     lengths=numbers_of("--eval-lengths", eval_lengths),
                     sample_tokens=sample, note=note, command=recorded_command(), report=report,
                 )  # fmt: skip
-        except KeyboardInterrupt as stopped:  # without words where no step was under way
+        except KeyboardInterrupt as stopped:  # without a message if no step was running
             typer.echo(str(stopped) or f"interrupted; {_SAFE}", err=True)
             raise typer.Exit(130) from None
         except OSError as error:
@@ -158,7 +161,7 @@ def _speed(result: dict[str, Any]) -> str:
 
 
 def _options(text: str) -> dict[str, Any]:
-    """'alpha=1.3,learned=true' -> {"alpha": 1.3, "learned": True}; what is neither number nor truth is a word."""
+    """Parse 'alpha=1.3,learned=true' to {"alpha": 1.3, "learned": True}."""
     from attnorm.normalizers.spec import parse_value
 
     found: dict[str, Any] = {}
@@ -174,7 +177,7 @@ def _options(text: str) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Stage], None]]":
-    """A bar on stderr; where that is no terminal, a line per validation loss."""
+    """Show a bar on stderr, or a line per validation loss if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),

@@ -1,4 +1,4 @@
-"""attnorm train needle: teach a trained model to find a pass key, and ask for it far beyond its training length."""
+"""attnorm train needle: fine-tune a model to find pass keys, and test it far beyond its training length."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,22 +12,22 @@ from attnorm.cli.output import Json, show, show_json, usage_errors
 
 def needle(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
-    text: Annotated[Path, typer.Option(help="Text to hide keys in; the last quarter is for the questions.")],
-    characters: Annotated[int, typer.Option(help="Characters of an answer.")] = 5,
-    keys: Annotated[int, typer.Option(help="Keys in a window of the fine-tuning, or as many as fit.")] = 10,
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 600,
+    text: Annotated[Path, typer.Option(help="Text to hide keys in; its last quarter is for the test.")],
+    characters: Annotated[int, typer.Option(help="Characters per answer.")] = 5,
+    keys: Annotated[int, typer.Option(help="Keys per window in fine-tuning, or as many as fit.")] = 10,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
-    lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     longer: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Lengths to ask at, in training lengths.",
-            show_default="1,2,4; 1 where positions are learned",
+            help="Test lengths, as multiples of the training length.",
+            show_default="1,2,4; 1 for learned positions",
         ),
     ] = None,
     questions: Annotated[int, typer.Option(help="Questions per length and depth (five depths).")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the keys and where they are hidden.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the keys and their positions.")] = 0,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32 or bfloat16 (autocast).", show_default="float32 on a CPU, else as trained"),
@@ -36,9 +36,11 @@ def needle(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a copy of the model on hidden pass keys, then count those found at longer and longer lengths.
+    """Fine-tune a copy of the model on hidden pass keys, then count the keys found at increasing lengths.
 
-    Only the answers are learned. The folder of the model is left as it is.
+    The loss covers the answers only. The folder of the model is not changed.
+
+    Example: attnorm train needle my-lm --text other.txt
     """
     from attnorm.training.needle.run import train_needle, usual_longer
     from attnorm.training.needle.train import NeedleTask

@@ -1,4 +1,4 @@
-"""attnorm train retrieval: models that pick from sets, trained on few items and tested on many."""
+"""attnorm train retrieval: train models that pick from sets on few items, and test them on many."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ from attnorm.provenance import recorded_command
 if TYPE_CHECKING:
     from attnorm.training.retrieval.run import RetrievalProgress
 
-_SAFE = "what is finished is kept, and the same command continues"
-_LOGGED = 4  # lines per training where stderr is no terminal
+_SAFE = "finished work is kept, and the same command continues"
+_LOGGED = 4  # lines per training if stderr is not a terminal
 
-# What --quick sets, where no option says otherwise.
+# Defaults with --quick.
 _QUICK: dict[str, Any] = {
     "seeds": 3, "steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3, "sizes": "16,64,256,1024", "sets": 256,
 }  # fmt: skip
@@ -32,38 +32,39 @@ _FULL: dict[str, Any] = {
 def retrieval(
     out: Annotated[Path, typer.Option(help="Folder for records, weights and manifest; finished parts are kept.")],
     normalizers: Annotated[
-        str, typer.Option(help="Names with commas between them; options as in topk:k=4.")
+        str, typer.Option(help="Comma-separated normalizers; options as in topk:k=4.")
     ] = "softmax,ssmax,entmax15",
     task: Annotated[str, typer.Option(help="max, recall or majority.")] = "max",
     seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default="10")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates of the weights.", show_default="20000")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="20000")] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="Items per set in the tests.", show_default="16,64,256,1024,4096,16384")
+        str | None,
+        typer.Option(help="Set sizes of the tests, comma-separated.", show_default="16,64,256,1024,4096,16384"),
     ] = None,
     sets: Annotated[
-        int | None, typer.Option(help="Sets per size; fewer beyond 16,384 items.", show_default="1024")
+        int | None, typer.Option(help="Test sets per size; fewer above 16,384 items.", show_default="1024")
     ] = None,
     test_with: Annotated[
-        str, typer.Option(help="Normalizers to put in place of the trained one as further tests; may be empty.")
+        str, typer.Option(help="Normalizers that replace the trained one in further tests; may be empty.")
     ] = "hard",
     batch: Annotated[int | None, typer.Option(help="Sets per step and model.", show_default="128")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the models.", show_default="128")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.001")] = None,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    cosine: Annotated[bool, typer.Option(help="Let the learning rate fall to 0 along a cosine.")] = False,
-    smallest: Annotated[int, typer.Option(help="Fewest items of a set in training.")] = 5,
-    largest: Annotated[int, typer.Option(help="Most items of a set in training.")] = 16,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = 1e-3,
+    cosine: Annotated[bool, typer.Option(help="Use a cosine learning rate schedule to 0.")] = False,
+    smallest: Annotated[int, typer.Option(help="Fewest items per set in training.")] = 5,
+    largest: Annotated[int, typer.Option(help="Most items per set in training.")] = 16,
     leak_penalty: Annotated[
-        float, typer.Option(help="Weight of the share of the logits' variance that comes from the class.")
+        float, typer.Option(help="Penalty on the share of the logits' variance that comes from the class.")
     ] = 0.0,
-    leak_from: Annotated[float, typer.Option(help="Share of the steps before that penalty sets in.")] = 0.25,
+    leak_from: Annotated[float, typer.Option(help="Share of the steps before the leak penalty starts.")] = 0.25,
     squeezed: Annotated[
-        float, typer.Option(help="Share of the training sets whose priorities are pressed together (task max).")
+        float, typer.Option(help="Share of the training sets whose priorities are squeezed toward 1 (task max).")
     ] = 0.0,
     standardized: Annotated[
-        float, typer.Option(help="Scale the logits of each training set to this standard deviation; 0 leaves them.")
+        float, typer.Option(help="Scale the logits of each training set to this standard deviation (0: off).")
     ] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Small enough for a CPU and a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: a minute on a CPU.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
@@ -71,14 +72,15 @@ def retrieval(
     dtype: Annotated[
         str, typer.Option(help="float32, or bfloat16 for the matrix products in training; tests are in float32.")
     ] = "float32",
-    checkpoint_every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 2000,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 2000,
     as_json: Json = False,
 ) -> None:
-    """Train models that pick from sets of items, and see where they fail on sets far larger than any they saw.
+    """Train models that pick from sets of items, and test them on sets far larger than in training.
 
-    Every seed is one model, all of them trained side by side on data that is the same for every normalizer. Errors are
-    split: the logits were wrong, or they were right and the weights too dispersed. What is finished is not done again.
-    Exit code 130: interrupted.
+    Every seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into wrong
+    logits and dispersed weights. Finished work is not repeated. Exit code 130: interrupted.
+
+    Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
     with usage_errors():
         from attnorm.training.retrieval.evaluate import Trials
@@ -126,12 +128,12 @@ def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(word) for word in _names(text)}))
     except ValueError:
-        raise ValueError(f"--sizes takes whole numbers with commas between them, got {text!r}") from None
+        raise ValueError(f"--sizes expects comma-separated whole numbers, got {text!r}") from None
 
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[RetrievalProgress], None]]":
-    """A bar on stderr; where that is no terminal, a few lines per normalizer."""
+    """Show a bar on stderr, or a few lines per normalizer if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),

@@ -109,7 +109,7 @@ def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Findin
 
 
 def _verdict(*differences: float) -> Verdict:
-    """Return "reproduces" if the loss is clearly lower at the training length and beyond, "partly" if at one of them."""
+    """Return "reproduces" if the loss is clearly lower at the training length and beyond, "partly" if at one."""
     better = [difference < -NO_VERDICT for difference in differences]
     return "reproduces" if all(better) else "partly" if any(better) else "does not"
 
