@@ -77,8 +77,8 @@ def retrieval(
 ) -> None:
     """Train models that pick from sets of items, and test them on sets far larger than in training.
 
-    Every seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into wrong
-    logits and dispersed weights. Finished work is not repeated. Exit code 130: interrupted.
+    Every seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into
+    wrong logits and dispersed weights. Finished work is not repeated. Exit code 130: interrupted.
 
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
