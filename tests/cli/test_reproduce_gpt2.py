@@ -146,4 +146,4 @@ def test_several_models_in_one_table_are_found_finished_again(cache: Path, tmp_p
     assert "found finished" in runner.invoke(app, command).stdout
     swapped = runner.invoke(app, [*command[:3], "--model", "bundled", *command[7:]])
     assert swapped.exit_code == 2
-    assert "others: tiny there, none here" in plain(swapped.output)
+    assert "others is none here and tiny there" in plain(swapped.output)

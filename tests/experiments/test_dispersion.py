@@ -53,8 +53,8 @@ def test_every_head_has_a_slope_and_the_shares_of_bound_heads_never_fall_with_le
 def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -> None:
     sentence = [finding.ours for finding in outcome.findings if finding.ours.startswith("not applicable")]
     assert len(sentence) == 2
-    assert outcome.findings[-1].ours == "not measured: bundled was made for 1,024: --quick goes no further"
-    assert "(bundled was made for 1,024: --quick goes no further)" in outcome.summary
+    assert outcome.findings[-1].ours == "not measured: bundled has a context of 1,024: --quick uses small sizes only"
+    assert "(bundled has a context of 1,024: --quick uses small sizes only)" in outcome.summary
     assert outcome.parameters["rotation"].startswith("not applicable")
     assert set(outcome.figures) == {"dispersion", "entropy-by-layer", "gap-by-layer"}
 
@@ -206,19 +206,19 @@ def test_the_main_pass_goes_to_the_models_limit_up_to_8192_or_as_far_as_asked() 
 def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None:
     assert far(8192, 8192) == Reach(8192, 16_384)
     assert far(8192, 8192, longest=65_536).beyond == 65_536
-    assert far(8192, 8192).sentence == "Measured on 8,192 tokens, and 16,384 beyond what the model was made for."
+    assert far(8192, 8192).sentence == "Measured on 8,192 tokens, and 16,384 beyond the model's context."
 
 
 @pytest.mark.parametrize(
     ("reached", "why"),
     [
-        (far(8192, 131_072), "m was made for 131,072: --longest 262144 goes there and beyond"),
-        (far(8192, 131_072, tokens=9000, longest=262_144), "m was made for 131,072, and the text ends at 9,000"),
+        (far(8192, 131_072), "m has a context of 131,072: use --longest 262144"),
+        (far(8192, 131_072, tokens=9000, longest=262_144), "m has a context of 131,072, and the text ends at 9,000"),
         (far(1024, 1024, hard=True), "m has no positions beyond 1,024"),
-        (far(8192, 32_768, hard=True), "m was made for 32,768: --longest 32768 goes there"),
+        (far(8192, 32_768, hard=True), "m has a context of 32,768: use --longest 32768"),
         (far(8192, 8192, tokens=9000), "the text ends at 9,000 tokens, and 16,384 are needed"),
-        (far(4096, 4096, longest=4096), "--longest 4096 ends at the model's length"),
-        (far(8192, None), "m has no length that it was made for; --longest TOKENS goes further"),
+        (far(4096, 4096, longest=4096), "--longest 4096 does not exceed the model's context"),
+        (far(8192, None), "m has no fixed context length; use --longest TOKENS for more"),
     ],
 )
 def test_where_it_does_not_go_further_it_says_why(reached: Reach, why: str) -> None:

@@ -71,14 +71,14 @@ def test_another_version_of_attnorm_runs_it_again(toy: Toy, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({"quick": False}, "quick: True there, False here"), ({"seed": 3}, "seed: 0 there, 3 here"),
-     ({"only": ("softmax",)}, "only: none there, softmax here")],
+    [({"quick": False}, "quick is False here and True there"), ({"seed": 3}, "seed is 3 here and 0 there"),
+     ({"only": ("softmax",)}, "only is softmax here and none there")],
 )  # fmt: skip
 def test_results_of_other_settings_are_never_overwritten_silently(
     toy: Toy, tmp_path: Path, change: dict[str, object], told: str
 ) -> None:
     reproduce(["toy"], SUBJECT, tmp_path)
-    with pytest.raises(ValueError, match=r"choose another --out, or replace it with --fresh") as refused:
+    with pytest.raises(ValueError, match=r"Choose another --out, or replace it with --fresh") as refused:
         reproduce(["toy"], replace(SUBJECT, **change), tmp_path)
     assert told in str(refused.value)
     assert toy.runs == 1
@@ -95,7 +95,7 @@ def test_a_change_of_the_text_is_seen(toy: Toy, tmp_path: Path) -> None:
     from attnorm.experiments import subject as module
 
     module._passages.cache_clear()
-    with pytest.raises(ValueError, match=r"texts: book\.txt there, book\.txt here"):
+    with pytest.raises(ValueError, match=r"texts is book\.txt here and there, but with another content"):
         reproduce(["toy"], subject, tmp_path / "out")
 
 
@@ -222,7 +222,7 @@ def test_several_models_are_refused_by_what_takes_one(
             "fig2 takes no --longest, and 16,384 was given: leave it out; it is for disper",
         ),
         (["fig2", "dispersion"], {"longest": 16_384}, "fig2 takes no --longest"),
-        (["dispersion"], {"longest": 4096}, "--quick goes no further than its small sizes: leave it out, or --longest"),
+        (["dispersion"], {"longest": 4096}, "--quick uses small sizes only: remove --quick, or --longest"),
         (["retrieval"], {"texts": (Path("a.txt"),)}, "retrieval takes no --text, and a.txt was given"),
         (
             ["spread"],
@@ -263,7 +263,7 @@ def test_every_experiment_that_is_too_long_for_the_text_is_named_before_the_firs
 def test_a_model_of_too_few_positions_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     Toy("long", needs_model=True, tokens=2000).enter(monkeypatch)
-    with pytest.raises(ValueError, match="bundled has positions for 1,024; take another model"):
+    with pytest.raises(ValueError, match="bundled has positions for 1,024; use another model"):
         reproduce(["long"], Subject(texts=(tmp_path / "t.txt",)), tmp_path / "out")
 
 

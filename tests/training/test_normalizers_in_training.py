@@ -91,7 +91,7 @@ def test_the_card_and_the_record_name_the_normalizer(runs: dict[str, Any]) -> No
     out, record = runs["entmax15"]
     assert record["run"]["normalizer"] == "entmax15"
     card = (out / "README.md").read_text()
-    assert "Attention uses `entmax15` instead of softmax ([Peters et al. 2019]" in card
+    assert "Attention uses `entmax15` ([Peters et al. 2019]" in card
     assert "attnorm.from_pretrained" in card
     plain = (runs["softmax"][0] / "README.md").read_text()
     assert "instead of softmax" not in plain

@@ -46,7 +46,7 @@ class Reach:
     @property
     def sentence(self) -> str:
         """A sentence of the summary."""
-        further = f", and {self.beyond:,} beyond what the model was made for" if self.beyond else ""
+        further = f", and {self.beyond:,} beyond the model's context" if self.beyond else ""
         reasons = [reason for reason in (self.why_not_limit, self.why_not_beyond) if reason]
         why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
         return f"Measured on {self.main:,} tokens{further}{why}."
@@ -72,24 +72,24 @@ def reach(
     main: length of the main pass. hard: the model cannot exceed its limit. tokens: of the text, at least.
     """
     if limit is None:
-        further = "" if quick or longest is not None else "; --longest TOKENS goes further"
-        return Reach(main, None, "", f"{model} has no length that it was made for{further}")
+        further = "" if quick or longest is not None else "; use --longest TOKENS for more"
+        return Reach(main, None, "", f"{model} has no fixed context length{further}")
     if main < limit:
-        made = f"{model} was made for {limit:,}"
+        made = f"{model} has a context of {limit:,}"
         if quick:
-            why = f"{made}: --quick goes no further"
+            why = f"{made}: --quick uses small sizes only"
         elif tokens < min(limit, longest or LENGTHS[-1]):
             why = f"{made}, and the text ends at {tokens:,}"
         else:
-            why = f"{made}: --longest {limit if hard else 2 * limit} goes there{'' if hard else ' and beyond'}"
+            why = f"{made}: use --longest {limit if hard else 2 * limit}"
         return Reach(main, None, why, why)
     if hard:
         return Reach(main, None, "", f"{model} has no positions beyond {limit:,}")
     if quick:
-        return Reach(main, None, "", "--quick does not go beyond the model's length")
+        return Reach(main, None, "", "--quick does not exceed the model's context")
     beyond = 2 * limit if longest is None else longest
     if beyond <= limit:
-        return Reach(main, None, "", f"--longest {longest} ends at the model's length")
+        return Reach(main, None, "", f"--longest {longest} does not exceed the model's context")
     if tokens < beyond:
         return Reach(main, None, "", f"the text ends at {tokens:,} tokens, and {beyond:,} are needed")
     return Reach(main, beyond)

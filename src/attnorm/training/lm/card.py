@@ -58,7 +58,7 @@ def _attention(run: dict[str, Any]) -> str:
     entry = entries().get(name)
     paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
     chosen = ", ".join(f"{option}={value}" for option, value in options.items())
-    return f"Attention uses `{name}` instead of softmax{f' with {chosen}' if chosen else ''}{paper}. "
+    return f"Attention uses `{name}`{f' with {chosen}' if chosen else ''}{paper} instead of softmax. "
 
 
 def _figures(result: dict[str, Any]) -> str:
