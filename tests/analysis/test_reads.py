@@ -153,7 +153,8 @@ def test_merged_runs_keep_every_row_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rows"), [(1, [9]), (3, [2, 6, 9]), (20, list(range(10))), ((0, -1), [0, 9]), ((4, 99, -99), [4]), ((50,), [])]
+    ("wanted", "rows"),
+    [(1, [9]), (3, [2, 6, 9]), (20, list(range(10))), ((0, -1), [0, 9]), ((4, 99, -99), [4]), ((50,), [])],
 )  # fmt: skip
 def test_chosen_rows(wanted: Any, rows: list[int]) -> None:
     assert chosen_rows(wanted, 10, None).tolist() == rows
