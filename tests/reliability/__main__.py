@@ -1,3 +1,4 @@
+# ruff: noqa: T201 - a script that prints a table
 """Prints the rows of docs/reliability.md about kills: what was tried, on which commit, what was lost.
 
 python -m tests.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze] [--new-interpreters]

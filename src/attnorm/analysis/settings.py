@@ -175,8 +175,8 @@ def _read_rows(value: Any) -> int | tuple[int, ...]:
     listed = [] if isinstance(value, str | int | float) or value is None else list(value)
     if not listed or not all(_is_integer(row) for row in listed):
         raise ValueError(
-            f"expected read_rows as a number of rows or a list of rows, got {value!r}. Give 4 for four rows spread over "
-            "the text, or (-1, 120) for the last row and row 120."
+            f"expected read_rows as a number of rows or a list of rows, got {value!r}. Give 4 for four rows spread "
+            "over the text, or (-1, 120) for the last row and row 120."
         )
     return tuple(sorted({int(row) for row in listed}))
 
