@@ -174,7 +174,7 @@ def kill_and_resume(command: Command, runner: Runner, folder: Path, *, trials: i
     for trial in range(trials):
         out = folder / f"trial-{trial}"
         for _ in range(kills):
-            code, _ = runner.run(command.argv(out, inputs), moments.uniform(0.02, seconds))
+            code, _ = runner.run(command.argv(out, inputs), moments.uniform(0.02, 0.8 * seconds))
             tally.kills += code == -9
             tally.too_late += code != -9
         code, _ = runner.run(command.argv(out, inputs))
