@@ -221,10 +221,12 @@ def _tables(
     heads = [(layer, head, name) for layer, names in enumerate(cast) for head, name in enumerate(names)]
     for text in texts:
         for length in lengths:
+            rows["tokens"] += synthetic_tokens(text, length)
             drawn = {high: _drawn(heads, high, seed + hash_of(text)) for _, high in bins(length)}
             for normalizer in normalizers:
                 key: dict[str, Any] = {"text": text, "length": length, "normalizer": normalizer, "kind": "decoder"}
                 _add_heads(rows, key, heads, drawn)
+                _add_reads(rows["reads"], key, heads, drawn[length])
                 for layer, names in enumerate(cast):
                     _add_coverage(rows["coverage"], {**key, "layer": layer}, len(names), length)
     return {name: pa.Table.from_pylist(rows[name], schema=schema) for name, schema in SCHEMAS.items()}
@@ -346,6 +348,29 @@ def _add_coverage(rows: list[dict[str, Any]], key: dict[str, Any], heads: int, l
         independent = 1 - (1 - per_head) ** heads
         numbers = {"per_head": per_head, "union": 0.7 * independent, "independent": independent}
         rows.append({**key, "top_n": N, "rows": ROWS, **numbers})
+
+
+def synthetic_tokens(text: str, length: int) -> list[dict[str, Any]]:
+    """A word for each position: the text's name and a number."""
+    key = {"text": text, "length": length, "window": 0, "side": "input"}
+    return [{**key, "position": at, "token_id": at, "token": f" {text}{at}"} for at in range(length)]
+
+
+def _add_reads(
+    rows: list[dict[str, Any]], key: dict[str, Any], heads: Sequence[tuple[int, int, str]], longest: Tensor
+) -> None:
+    """The eight heaviest keys of two rows, the last among them, each head's from one drawn row of the longest bin."""
+    length = longest.shape[-1]
+    for number, (layer, head, _) in enumerate(heads):
+        weights = longest[number * ROWS].softmax(-1)
+        if not bool(weights.isfinite().all()):
+            continue
+        for row in (length // 2, length - 1):
+            found = weights[: row + 1].topk(8)
+            for rank, (weight, at) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True), 1):
+                tokens = {"row_token": f" {key['text']}{row}", "key_token": f" {key['text']}{at}"}
+                place = {"layer": layer, "head": head, "window": 0, "row": row, "rank": rank, "key": at}
+                rows.append({**key, **place, "weight": weight, **tokens})
 
 
 def _schema_row(table: str, row: dict[str, Any]) -> dict[str, Any]:

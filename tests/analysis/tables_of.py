@@ -38,4 +38,12 @@ def tables(
         ),
         "sensitivity": table("sensitivity", [{**one, "temperature": 1.0} for one in each]),
         "coverage": table("coverage", [{**key, "top_n": 5}]),
+        "reads": table(
+            "reads",
+            [{**one, "row": length - 1, "rank": rank, "key": rank, "weight": 0.5} for one in each for rank in (1, 2)],
+        ),
+        "tokens": table(
+            "tokens",
+            [{"text": text, "length": length, "side": "input", "position": at, "token": "a"} for at in range(length)],
+        ),
     }

@@ -12,7 +12,7 @@ from attnorm.analysis.parts import Job, Progress, measured_parts
 from attnorm.analysis.plan import plan
 from attnorm.analysis.result import Analysis, refuse_another_run
 from attnorm.analysis.run_manifest import completed, new_manifest
-from attnorm.analysis.settings import Rows, named_normalizers, settings_of
+from attnorm.analysis.settings import READ_KEYS, READ_ROWS, Rows, named_normalizers, settings_of
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.models.inputs import texts_from
@@ -37,6 +37,8 @@ def analyze(
     metrics: str | Iterable[str] = "all",
     temperatures: Sequence[float] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0),
     seed: int = 0,
+    read_keys: int = READ_KEYS,
+    read_rows: int | Sequence[int] = READ_ROWS,
     dtype: Any = None,
     device: str | None = None,
     revision: str | None = None,
@@ -61,6 +63,9 @@ def analyze(
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
     metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
     temperatures: what logits are divided by where sensitivity is measured. seed: of sampled rows and permutations.
+    read_keys: how many of the heaviest keys of a row are kept, with their text (tables `reads` and `tokens`); 0 keeps
+    no token of the text. read_rows: how many rows, spread over the text with the last among them, or which ones, e.g.
+    (-1, 120).
     dtype: "float32", "bfloat16", "float16", "float64" or "auto", the checkpoint's own; None for float32 on a CPU and
     the checkpoint's own elsewhere. device: "cpu", "cuda", "cuda:1" or "auto", over all GPUs; None for a GPU if there
     is one. revision: commit, branch or tag on the hub. trust_remote_code: run code that comes with the model.
@@ -79,6 +84,8 @@ def analyze(
         metrics=metrics,
         temperatures=temperatures,
         seed=seed,
+        read_keys=read_keys,
+        read_rows=read_rows,
     )
     chosen = BUNDLED if model is None else model
     loaded = load(

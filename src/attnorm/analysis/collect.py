@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.columns import Columns, table_of
+from attnorm.analysis.reading import Tokens, read_columns, token_columns
 from attnorm.analysis.sampled import sampled_columns
 from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import Settings
@@ -41,12 +42,14 @@ class Collector:
         normalizers: Mapping[str, Normalizer | None],
         tokens: Mapping[str, Tensor],
         after_layer: Callable[[int], None],
+        texts: Tokens | None = None,
     ) -> None:
-        """tokens: by kind of attention, which queries are no padding (sequences.query_masks)."""
+        """tokens: by kind of attention, which queries are no padding (sequences.query_masks). texts: what they say."""
         self.settings = settings
         self.normalizers = normalizers
         self.tokens = tokens
         self.after_layer = after_layer
+        self.texts: Tokens = texts or {}
         self.longest = 0  # visible keys of any row
         self.repeats = False  # a layer attended more than once (differential attention)
         self._calls = 0
@@ -63,7 +66,9 @@ class Collector:
             first = next(iter(self.normalizers))
             long = [_longest_rows(one, found[first], bins[0]) for one, found in zip(together, measured, strict=True)]
             sampled = sampled_columns(long, self.normalizers, self.settings)
+            reads = read_columns(call, self.tokens.get(call.kind), self.normalizers, self.settings, self.texts)
             for name in self.normalizers:
+                sampled[name] |= {"reads": reads[name]} if name in reads else {}
                 rows = _pooled([found[name] for found in measured])
                 self._add(call, name, _row_columns(rows, bins, self.settings.top_n, call), sampled[name])
         self.longest = max(self.longest, longest)
@@ -73,8 +78,9 @@ class Collector:
         self.after_layer(self._calls)
 
     def tables(self, text: str, length: int) -> dict[str, pa.Table]:
-        fixed = {"text": text, "length": length}
-        return {name: table_of(schema, self._columns[name], fixed) for name, schema in SCHEMAS.items()}
+        fixed = {"text": text, "length": length, "window": 0}
+        columns = {**self._columns, "tokens": token_columns(self.texts) if self.settings.read_keys else []}
+        return {name: table_of(schema, columns[name], fixed) for name, schema in SCHEMAS.items()}
 
     def _add(
         self, call: AttentionCall, normalizer: str, rows: Mapping[str, Columns], sampled: Mapping[str, Columns]

@@ -6,7 +6,17 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY
 
-_KEYS = {name for name, _ in HEAD_KEY} | {"n_low", "n_high", "top_n", "temperature"}
+_KEYS = {name for name, _ in HEAD_KEY} | {
+    "n_low",
+    "n_high",
+    "top_n",
+    "temperature",
+    "window",
+    "row",
+    "rank",
+    "side",
+    "position",
+}
 
 
 class NotMeasuredError(ValueError):

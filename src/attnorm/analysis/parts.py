@@ -10,6 +10,7 @@ from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import versions
 from attnorm.analysis.plan import PartPlan, Plan
+from attnorm.analysis.reading import Tokens, token_texts
 from attnorm.analysis.sequences import query_masks
 from attnorm.analysis.settings import Settings
 from attnorm.models.inputs import run
@@ -87,7 +88,7 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
         progress(replace(state, layers_done=layers, layers_total=max(layers, state.layers_total)))
 
     tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
-    collector = Collector(job.settings, job.normalizers, tokens, after_layer)
+    collector = Collector(job.settings, job.normalizers, tokens, after_layer, _texts(job, part))
     with observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
         run(job.loaded, part.model_inputs)
     length = collector.longest if part.length is None else part.length
@@ -100,3 +101,10 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
         "repeats": collector.repeats,
     }
     return store.Part(key, about, collector.tables(part.text.name, length))
+
+
+def _texts(job: Job, part: PartPlan) -> Tokens:
+    if not job.settings.read_keys:
+        return {}
+    encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
+    return token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)

@@ -12,8 +12,9 @@ import pyarrow as pa
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.merge import NotMeasuredError, merged_table
-from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS
+from attnorm.analysis.tables import HEAD_KEY, OPTIONAL, SCHEMAS, VERDICT_COLUMNS, complete
 from attnorm.analysis.thresholds import thresholds_of
+from attnorm.analysis.top_keys import TopKeys, top_keys
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
 
 
@@ -25,6 +26,7 @@ class Head:
     by_length: pa.Table
     top_n: pa.Table
     sensitivity: pa.Table
+    reads: pa.Table  # of some rows, the heaviest keys
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,6 +43,8 @@ class Analysis:
     top_n: pa.Table
     sensitivity: pa.Table
     coverage: pa.Table
+    reads: pa.Table
+    tokens: pa.Table
     manifest: dict[str, Any]
 
     @classmethod
@@ -50,7 +54,7 @@ class Analysis:
         runs = manifest["model"]["runs"]
         by_length, top_n, sensitivity = (tables[name] for name in ("by_length", "top_n", "sensitivity"))
         heads = judge(plain, by_length, top_n, thresholds, sensitivity=sensitivity, model_runs=runs)
-        return cls(**{**tables, "heads": heads}, manifest={**manifest, "thresholds": thresholds.as_dict()})
+        return cls(**{**complete(tables), "heads": heads}, manifest={**manifest, "thresholds": thresholds.as_dict()})
 
     @classmethod
     def merged(cls, analyses: Sequence["Analysis"]) -> "Analysis":
@@ -117,7 +121,29 @@ class Analysis:
         rest = _where(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
         numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
         key = {name: numbers[name] for name, _ in HEAD_KEY}
-        return Head(numbers, *(_where(table, key) for table in (self.by_length, self.top_n, self.sensitivity)))
+        tables = (self.by_length, self.top_n, self.sensitivity, self.reads)
+        return Head(numbers, *(_where(table, key) for table in tables))
+
+    def top_keys(self, layer: int, head: int, *, row: int = -1, **choice: Any) -> TopKeys:
+        """The keys that a head reads from one row, the heaviest first; `choice` as in `head`.
+
+        row: a position that was chosen when the run was measured (`read_rows`), or -1, -2, ... for the last of them.
+
+        >>> print(analysis.top_keys(3, 1))
+        """
+        return top_keys(self.head(layer, head, **choice).reads, row)
+
+    def plot(self, kind: str = "verdicts", metric: str | None = None, **choice: Any) -> Any:
+        """A matplotlib Figure: "verdicts", "heads" (a metric of every head), "curves" (a metric against n) or "head".
+
+        metric: a name of the catalogue (default: entropy_ratio). choice: text, length, normalizer and attention kind
+        as `attention`; layer and head for one head. Needs no display; a notebook shows the figure.
+
+        >>> figure = analysis.plot("heads", "max_weight")
+        >>> figure.savefig("heads.png")
+        """
+        plots = importlib.import_module("attnorm.report.plots")  # by name: no import points upwards
+        return plots.plot(self, kind, metric, **choice)
 
     def summary(self) -> str:
         """The verdict and what it rests on, in a few lines of plain text."""
@@ -167,7 +193,8 @@ class Analysis:
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts); start the same analysis again with this folder, it goes on where it stopped"
             )
-        tables = {name: store.read_table(folder / f"{name}.parquet") for name in SCHEMAS}
+        there = [name for name in SCHEMAS if name not in OPTIONAL or (folder / f"{name}.parquet").exists()]
+        tables = complete({name: store.read_table(folder / f"{name}.parquet") for name in there})
         for name, schema in SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)

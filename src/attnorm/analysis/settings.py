@@ -18,6 +18,8 @@ Rows = int | Literal["all", "last"]
 
 VECTOR_ROWS, FEWEST_VECTOR_ROWS = 16, 4  # of a run on some rows, up to 1,024 keys and of any length
 
+READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # by default: keys per row, rows; and the most keys
+
 EPSILONS = (1e-3, 1e-1, 10.0)  # the sizes of the papers' finite differences; columns gain_* of the sensitivity table
 
 
@@ -34,6 +36,8 @@ class Settings:
     temperatures: tuple[float, ...]
     epsilons: tuple[float, ...]
     seed: int
+    read_keys: int = 0  # heaviest keys of each chosen row; 0: no token of the text is kept
+    read_rows: int | tuple[int, ...] = READ_ROWS  # how many rows, or which
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -50,6 +54,8 @@ def settings_of(
     metrics: str | Iterable[str],
     temperatures: Sequence[float],
     seed: int,
+    read_keys: int = 0,
+    read_rows: int | Sequence[int] = READ_ROWS,
 ) -> Settings:
     if rows not in ("all", "last") and not (_is_integer(rows) and int(rows) >= 1):
         raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
@@ -71,6 +77,8 @@ def settings_of(
         temperatures=_temperatures(temperatures),
         epsilons=EPSILONS,
         seed=int(seed),
+        read_keys=_read_keys(read_keys),
+        read_rows=_read_rows(read_rows),
     )
 
 
@@ -150,6 +158,27 @@ def _whole_numbers(name: str, values: Sequence[int] | int) -> tuple[int, ...]:
     if not numbers or not all(_is_integer(value) and value >= 1 for value in numbers):
         raise ValueError(f"{name} must be whole numbers of at least 1, e.g. (1, 5, 10), got {values!r}")
     return tuple(sorted({int(value) for value in numbers}))
+
+
+def _read_keys(value: Any) -> int:
+    if not _is_integer(value) or not 0 <= value <= MOST_READ_KEYS:
+        raise ValueError(
+            f"expected read_keys (--tokens) between 0 and {MOST_READ_KEYS}, got {value!r}. Give the number of keys to "
+            "list for each row, or 0 for none."
+        )
+    return int(value)
+
+
+def _read_rows(value: Any) -> int | tuple[int, ...]:
+    if _is_integer(value) and value >= 1:
+        return int(value)
+    listed = [] if isinstance(value, str | int | float) or value is None else list(value)
+    if not listed or not all(_is_integer(row) for row in listed):
+        raise ValueError(
+            f"expected read_rows as a number of rows or a list of rows, got {value!r}. Give 4 for four rows spread "
+            "over the text, or (-1, 120) for the last row and row 120."
+        )
+    return tuple(sorted({int(row) for row in listed}))
 
 
 def _temperatures(values: Sequence[float]) -> tuple[float, ...]:

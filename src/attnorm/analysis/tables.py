@@ -1,5 +1,7 @@
 """The tables of an analysis and their columns: what is saved, exported, shown and merged."""
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
@@ -92,10 +94,46 @@ COVERAGE = pa.schema(
     [*_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers("per_head", "union", "independent")]
 )
 
+# One row per chosen query row and key that a head reads, by rank: the heaviest keys and the text of both positions.
+# `weight` is the normalizer's own, not rescaled to a row sum of 1; a token is null where a position is no token.
+READS = pa.schema(
+    [
+        *HEAD_KEY,
+        ("window", pa.int64()),
+        ("row", pa.int64()),
+        ("rank", pa.int64()),
+        ("key", pa.int64()),
+        ("weight", pa.float64()),
+        ("row_token", pa.string()),
+        ("key_token", pa.string()),
+    ]
+)
+
+# One row per position of a measured sequence: the text around the keys that are read.
+TOKENS = pa.schema(
+    [
+        ("text", pa.string()),
+        ("length", pa.int64()),
+        ("window", pa.int64()),
+        ("side", pa.string()),  # encoder or decoder; input for a model with one stack
+        ("position", pa.int64()),
+        ("token_id", pa.int64()),
+        ("token", pa.string()),
+    ]
+)
+
 SCHEMAS = {
     "heads": HEADS,
     "by_length": BY_LENGTH,
     "top_n": TOP_N,
     "sensitivity": SENSITIVITY,
     "coverage": COVERAGE,
+    "reads": READS,
+    "tokens": TOKENS,
 }
+OPTIONAL = ("reads", "tokens")  # runs of earlier versions have no such files
+
+
+def complete(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """The tables with an empty one for each optional table that is missing."""
+    return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}

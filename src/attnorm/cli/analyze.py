@@ -51,6 +51,17 @@ def analyze(
     vectors: Annotated[str, typer.Option(metavar="values|inputs", help="Vectors x_i that distances are about.")] = (
         "values"
     ),
+    tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Keys listed for each chosen row, with their text; 0: the report holds no text (default: 8).",
+        ),
+    ] = 8,
+    token_rows: Annotated[
+        str | None,
+        typer.Option(metavar="ROW,ROW,...", help="Rows whose keys are listed, e.g. -1,120 (default: 4, spread)."),
+    ] = None,
     tokenizer: Tokenizer = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -76,6 +87,8 @@ def analyze(
 
     Example: attnorm analyze gpt2 --text book.txt --lengths 256,1024 --normalizers model,ssmax,entmax15 --out run
     """
+    from attnorm.analysis.settings import READ_ROWS
+
     with usage_errors():
         check_model(model)
         use_threads(threads)
@@ -87,6 +100,8 @@ def analyze(
             "metrics": groups_of(metrics),
             "top_n": numbers_of("--top-n", top_n),
             "thresholds": thresholds_of(threshold),
+            "read_keys": tokens,
+            "read_rows": numbers_of("--token-rows", token_rows) or READ_ROWS,
         }
     analysis = measure(
         model,

@@ -1,4 +1,4 @@
-"""The largest numbers of each row, exactly, without sorting it."""
+"""The largest numbers of each row, and where they are: exactly, without sorting the row."""
 
 from collections.abc import Sequence
 
@@ -26,3 +26,25 @@ def masses(weights: Tensor, top_n: Sequence[int]) -> Tensor:
     ordered = heaviest(weights, weights.shape[-1])
     sums = ordered.cumsum(-1)
     return torch.stack([sums[:, min(N, sums.shape[-1]) - 1] for N in top_n], -1)
+
+
+def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns and weights (..., count) of the visible keys with the largest |weight|, the largest first.
+
+    Fewer where a row has fewer columns. Equal weights: the earlier column first, on every device. -1 and 0 stand for no
+    key: a row has fewer visible keys of weight other than 0, or its weights are not finite.
+    """
+    count = min(count, weights.shape[-1])
+    size = weights.abs().masked_fill(~visible, 0.0)
+    sound = size.sum(-1, keepdim=True).isfinite()
+    size = size.masked_fill(~sound, 0.0)
+    # topk may return any of several equal weights: it gives the threshold, the columns are counted from the left.
+    least = size.topk(count, dim=-1).values[..., -1:]
+    heavier, tied = size > least, size == least
+    chosen = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
+    columns = chosen.nonzero()[:, -1].reshape(*size.shape[:-1], count)
+    order = size.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices
+    columns = columns.gather(-1, order)
+    values = weights.gather(-1, columns)
+    read = size.gather(-1, columns) > 0
+    return torch.where(read, columns, -1), torch.where(read, values, 0.0)

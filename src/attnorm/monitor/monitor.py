@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from attnorm.models.support import check_observable
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
+from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.terminal import keep_off_the_terminal
 from attnorm.monitor.watch import Layers, Watch, trained_model, watch
@@ -30,6 +31,8 @@ class AttentionMonitor(TrainerCallback):
 
     rows: how many of the longest sequence's last rows are sampled. top_n: the N of separability. every: how many steps
     of a loop of one's own make a logging step; a Trainer and Lightning have their own settings for that.
+    per_head: log the numbers of single heads too, of all (True) or of a list of (layer, head). The worst head of each
+    metric is always logged, and `history` and `to_pandas()` have every head of the last 1,000 measurements.
 
     >>> monitor = AttentionMonitor()
     >>> monitor.attach(trainer)
@@ -38,7 +41,13 @@ class AttentionMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, *, every: int = 25, rows: int = 32, top_n: int = 20, thresholds: AlertThresholds | None = None
+        self,
+        *,
+        every: int = 25,
+        rows: int = 32,
+        top_n: int = 20,
+        thresholds: AlertThresholds | None = None,
+        per_head: PerHead = False,
     ) -> None:
         for name, value in (("every", every), ("rows", rows), ("top_n", top_n)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -54,6 +63,8 @@ class AttentionMonitor(TrainerCallback):
         self.thresholds = thresholds or AlertThresholds()
         self.alerts: list[Alert] = []  # one for each time that a layer enters a state anew
         self.numbers: dict[str, float] = {}  # of the last measurement
+        self.per_head = check_per_head(per_head)
+        self.history = History()  # every head of the last measurements
         self.steps = 0  # of a loop of one's own
         self._called = False  # step, without `with` so far
         self._measurements = 0
@@ -129,8 +140,22 @@ class AttentionMonitor(TrainerCallback):
             why = "the batch is all padding" if watched.only_padding else f"{why} with gradients on"
             _warn(f"attention was not measured at step {step}: {why}", UserWarning)
             return {}
-        self.numbers = _keys(layers) | self._judged(layers, step)
+        self.history.add(step, layers)
+        heads = dict(head_keys(layers, self.per_head, PREFIX))
+        self.numbers = _keys(layers) | dict(worst_keys(layers, PREFIX)) | heads | self._judged(layers, step)
         return dict(self.numbers)
+
+    def to_pandas(self) -> Any:
+        """The series of every head as a pandas DataFrame: one row per step and head, a column per metric."""
+        table = self.history.table()
+        try:
+            import pandas as pd  # noqa: F401 - pyarrow needs it
+        except ImportError as error:
+            raise ImportError(
+                "expected pandas, which is not installed. Install it (pip install pandas), or take "
+                "monitor.history.table(), a pyarrow Table."
+            ) from error
+        return table.to_pandas()
 
     def close(self) -> None:
         """Gives the model back where a step was not finished."""
@@ -270,12 +295,15 @@ def _logs_next(args: TrainingArguments, state: TrainerState, loader: Any) -> boo
 
 
 def _keys(layers: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
-    """attn/layer_03/entropy_mean and attn/layer_03/entropy_min; numbers that no row has are left out."""
+    """attn/layer_03/entropy_mean, entropy_min and entropy_min_head, its index; what no row has is left out."""
     found: dict[str, float] = {}
     for layer, heads in layers.items():
         for name, metric in REPORTED.items():
             values = [value for value in heads[name] if not math.isnan(value)]
             if values:
                 found[f"{PREFIX}{layer}/{name}_mean"] = sum(values) / len(values)
-                found[f"{PREFIX}{layer}/{name}_{metric.worst}"] = (min if metric.worst == "min" else max)(values)
+                worst = worst_of_layer(heads[name], metric.worst == "min")
+                assert worst is not None
+                found[f"{PREFIX}{layer}/{name}_{metric.worst}"] = worst[1]
+                found[f"{PREFIX}{layer}/{name}_{metric.worst}_head"] = float(worst[0])
     return found

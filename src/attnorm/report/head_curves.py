@@ -149,7 +149,7 @@ def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, loga
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     few = values if len(values) <= 7 else values[:: len(values) // 4]
-    axes.set_xticks(few, [f"{value:,.6g}" for value in few])
+    axes.set_xticks(few, [f"{value:,.0f}" if value >= 10 else f"{value:,.3g}" for value in few])
     axes.set_xticks([], minor=True)
     axes.grid(axis="y", color="#ebe9e3", linewidth=0.6)
     named = [line for line in drawn if not str(line.get_label()).startswith("_")]

@@ -17,6 +17,7 @@ from attnorm.analysis.head_rows import Row, head_rows, keys, number
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.report.terminal_reads import reads_table
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
 STYLE: dict[str, str] = {
@@ -46,6 +47,8 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     parts += [_legend(heads), Text(), *(Text(sentence) for sentence in verdict.sentences)]
     if (worst := _worst(heads)) is not None:
         parts += [Text(), worst]
+    if (read := reads_table(analysis, heads)) is not None:
+        parts += [Text(), read]
     for title, cautions in (("What to try", False), ("What not to expect", True)):
         given = [one for one in verdict.advice if one.caution == cautions]
         parts += [Text(), Text(title, style="bold"), *_advice(given)] if given else []

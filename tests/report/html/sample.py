@@ -30,6 +30,8 @@ class Sample:
     top_n: pa.Table
     sensitivity: pa.Table
     coverage: pa.Table
+    reads: pa.Table
+    tokens: pa.Table
     manifest: dict[str, Any]
     verdict: ModelVerdict
 
@@ -46,7 +48,7 @@ def sample() -> Sample:
 @cache
 def core_only() -> Sample:
     """As after metrics="core": no distances, no sensitivity, no coverage, no Jacobian norm."""
-    tables, nothing = _tables(sample()), ("top_n", "sensitivity", "coverage")
+    tables, nothing = _tables(sample()), ("top_n", "sensitivity", "coverage", "reads", "tokens")
     for name in nothing:
         tables[name] = tables[name].slice(0, 0)
     for table in ("heads", "by_length"):
@@ -63,9 +65,15 @@ def hostile() -> Sample:
     tables = _tables(sample())
     for name, table in tables.items():
         for column in ("text", "normalizer", "kind"):
+            if column not in table.column_names:
+                continue
             old = table.column(column).to_pylist()
             spoiled = [value if value == "model" else f"{value} {HOSTILE}" for value in old]
             tables[name] = table = table.set_column(table.column_names.index(column), column, pa.array(spoiled))
+    for name, column in (("tokens", "token"), ("reads", "key_token"), ("reads", "row_token")):
+        spoiled = [f"{value} {HOSTILE}" for value in tables[name].column(column).to_pylist()]
+        place = tables[name].column_names.index(column)
+        tables[name] = tables[name].set_column(place, column, pa.array(spoiled))
     made = judged(tables, {**sample().manifest, "notes": [HOSTILE], HOSTILE: {HOSTILE: [HOSTILE]}})
     place = made.heads.column_names.index("evidence")
     heads = made.heads.set_column(place, "evidence", pa.array([HOSTILE] * made.heads.num_rows))
@@ -104,7 +112,8 @@ def gpt2_size() -> Sample:
     colder = once["sensitivity"].column("temperature").to_numpy() / 3
     place = once["sensitivity"].column_names.index("temperature")
     more = once["sensitivity"].set_column(place, "temperature", pa.array(colder))
-    tables = {**once, "sensitivity": pa.concat_tables([once["sensitivity"], more])}
+    reads = [_moved(once["reads"], "row", -row) for row in range(2)]  # four rows of eight keys, as by default
+    tables = {**once, "sensitivity": pa.concat_tables([once["sensitivity"], more]), "reads": pa.concat_tables(reads)}
     repeated = _repeated(tables, 12, 12, (256, 512, 1024), ("model", "ssmax", "entmax15", "sigmoid"))
     return judged(repeated, synthetic_manifest(**options))
 
@@ -126,10 +135,10 @@ def _repeated(
     return {
         name: pa.concat_tables(
             _placed(table, noise, layer, head, length, normalizer)
-            for layer in range(0, layers, len(CAST))
+            for layer in range(0, layers if "layer" in table.column_names else 1, len(CAST))
             for head in range(0, heads if "head" in table.column_names else 1, len(CAST[0]))
             for length in lengths
-            for normalizer in normalizers
+            for normalizer in (normalizers if "normalizer" in table.column_names else ("model",))
         )
         for name, table in tables.items()
     }
@@ -151,3 +160,8 @@ def _placed(
             values = pa.array(values.to_numpy() * noise.uniform(0.8, 1.2, table.num_rows))
         columns[field.name] = values
     return pa.table(columns, schema=table.schema)
+
+
+def _moved(table: pa.Table, column: str, by: int) -> pa.Table:
+    place = table.column_names.index(column)
+    return table.set_column(place, column, pc.add(table[column], by))

@@ -355,3 +355,77 @@ def test_the_scale_of_the_map_says_what_it_shows(open_report: Open) -> None:
     page = open_report(sample())
     page.select_option("#choose-metric", "effective_keys")
     expect(page.locator("#legend .scale")).to_contain_text("Effective keys (keys, logarithmic); the bars count heads")
+
+
+def reads_of(analysis: Sample, layer: int, head: int, row: int) -> list[dict[str, Any]]:
+    wanted = {"text": "prose", "length": 160, "normalizer": "model", "layer": layer, "head": head, "row": row}
+    table = analysis.reads
+    for name, value in wanted.items():
+        table = table.filter(pc.equal(table[name], value))
+    return sorted(table.to_pylist(), key=lambda one: one["rank"])
+
+
+def shaded(page: Page) -> set[int]:
+    found = page.locator(".read-text .token.read").evaluate_all("all => all.map(one => Number(one.dataset.position))")
+    return set(found)
+
+
+def test_the_keys_of_a_row_are_shaded_in_the_text_and_listed(open_report: Open) -> None:
+    page = open_report(sample(), address="#head=0.2")
+    last = reads_of(sample(), 0, 2, 159)
+    lines = page.locator(".read-keys tbody tr")
+    expect(lines).to_have_count(len(last))
+    for line, one in zip(lines.all(), last, strict=True):
+        _, key, token, weight = line.locator("td").all_inner_texts()
+        assert (key, token) == (str(one["key"]), f"‘{one['key_token']}’")
+        assert close(weight, one["weight"])
+    assert shaded(page) == {one["key"] for one in last}
+    expect(page.locator(".read-text")).to_contain_text("prose0 prose1 prose2")
+
+
+def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_them(open_report: Open) -> None:
+    page = open_report(sample(), address="#head=0.2")
+    last, half = ({one["key"] for one in reads_of(sample(), 0, 2, row)} for row in (159, 80))
+    query = page.locator('.token.query[data-position="80"]')
+    query.hover()
+    expect(page.locator(".read-keys caption")).to_contain_text("Row 80")
+    assert shaded(page) == half
+    page.locator("h1").hover()
+    expect(page.locator(".read-keys caption")).to_contain_text("Row 159")
+    assert shaded(page) == last
+    page.locator('.read-rows [data-position="80"]').click()
+    page.locator("h1").hover()
+    expect(page.locator(".read-keys caption")).to_contain_text("Row 80")
+    cell(page, 1, 0).click()  # the row is kept from head to head
+    expect(page.locator(".read-keys caption")).to_contain_text("Row 80")
+
+
+def test_rows_can_be_chosen_with_the_keyboard(open_report: Open) -> None:
+    page = open_report(sample(), address="#head=0.2")
+    page.locator('.read-rows [data-position="80"]').focus()
+    expect(page.locator('.read-rows [data-position="80"]')).to_have_attribute("aria-pressed", "true")
+    assert shaded(page) == {one["key"] for one in reads_of(sample(), 0, 2, 80)}
+
+
+def test_hostile_tokens_are_only_text_in_text_table_and_rows(open_report: Open) -> None:
+    page = open_report(hostile(), address="#head=0.2")
+    for button in page.locator(".read-rows button").all():
+        button.click()
+    page.locator(".token.query").first.hover()
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hurt") is None
+    assert page.locator("img, iframe, object").count() == 0
+    assert page.locator("script").count() == 2
+    shown = page.locator(".reads").inner_text()
+    assert "</script><img src=x" in shown
+    assert "\u202e" not in shown
+    assert "\u2028" not in shown
+    assert page.locator(".reads [onerror]").count() == 0
+    assert page.locator(".reads").evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+def test_without_tokens_the_panel_says_how_to_get_them(open_report: Open) -> None:
+    page = open_report(core_only(), address="#head=0.1")
+    expect(page.locator(".reads")).to_contain_text("--tokens 8")
+    page = open_report(sample(), address="#head=2.3")  # broken
+    expect(page.locator(".reads")).to_contain_text("No row of this head could be read")

@@ -14,6 +14,7 @@ from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances
 from attnorm.report.html.packing import packed
+from attnorm.report.html.reads import reads_payload, sides_payload, tokens_payload
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
 KEY = tuple(name for name, _ in HEAD_KEY)
@@ -61,6 +62,9 @@ def payload(analysis: Any) -> dict[str, Any]:
         "topN": _grouped(relative_distances(analysis.top_n), index, SETS),
         "sensitivity": _grouped(analysis.sensitivity, index, _numbers_of(analysis.sensitivity)),
         "coverage": _coverage(analysis.coverage, choices),
+        "reads": reads_payload(analysis.reads, index, KEY),
+        "tokens": tokens_payload(analysis.tokens, choices),
+        "sides": sides_payload(),
     }
 
 

@@ -32,6 +32,17 @@ def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[st
     return {"half": _text((finite / scale).astype("<f2")), "scale": scale, "logarithmic": logarithmic}
 
 
+def packed_whole(values: NDArray[np.integer[Any]]) -> dict[str, Any]:
+    """Whole numbers from 0 up, exactly: positions must not be rounded."""
+    levels, places = np.unique(values, return_inverse=True)
+    if len(levels) <= 1:
+        return {"all": int(levels[0]) if len(levels) else None}
+    if len(levels) <= FEW:
+        return {"levels": levels.tolist(), "bytes": _text(places.astype(np.uint8))}
+    width = 2 if int(levels[-1]) < 2**16 else 4
+    return {"whole": _text(values.astype(f"<u{width}")), "width": width}
+
+
 def _rounded(value: float) -> float | None:
     return None if np.isnan(value) else float(f"{value:.6g}")
 

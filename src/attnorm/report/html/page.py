@@ -19,9 +19,10 @@ from attnorm.report.html.data import payload
 from attnorm.report.vocabulary import VERDICTS
 
 HERE = Path(__file__).parent
-STYLES = ("colours", "page", "explorer", "charts", "table", "print")
+STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "print")
 SCRIPTS = (
-    "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "panel", "table", "coverage", "main",
+    "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "reads", "panel", "table",
+    "coverage", "main",
 )  # fmt: skip
 
 

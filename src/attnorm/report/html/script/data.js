@@ -21,9 +21,15 @@ function unpack(column, count) {
   const missing = (value) => (value === null ? NaN : value);
   if ("all" in column) return new Array(count).fill(missing(column.all));
   if ("levels" in column) return Array.from(bytesOf(column.bytes), (place) => missing(column.levels[place]));
-  const bytes = bytesOf(column.half);
+  const bytes = bytesOf("whole" in column ? column.whole : column.half);
   const view = new DataView(bytes.buffer);
   const values = new Array(count);
+  if ("whole" in column) {
+    for (let i = 0; i < count; i += 1) {
+      values[i] = column.width === 2 ? view.getUint16(2 * i, true) : view.getUint32(4 * i, true);
+    }
+    return values;
+  }
   for (let i = 0; i < count; i += 1) {
     const value = fromHalf(view.getUint16(2 * i, true)) * column.scale;
     values[i] = column.logarithmic ? 10 ** value : value;

@@ -21,6 +21,7 @@ function drawPanel() {
     also ? h("p", { class: "also" }, `Also: ${also}.`) : "",
     h("p", { class: "also" }, rowsText(row)),
     tiles(row, source.panelMetrics),
+    readsOf(row),
     h(
       "div",
       { class: "charts" },

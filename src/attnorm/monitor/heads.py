@@ -1,0 +1,144 @@
+"""Numbers of single heads: which of them are logged, the worst of each metric, and the series of all measurements."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from attnorm.monitor.measure import BROKEN, REPORTED
+
+Layers = Mapping[str, Mapping[str, list[float]]]  # layer -> metric -> one number per head
+PerHead = bool | Sequence[tuple[int, int] | tuple[str, int, int]]
+KEPT = 1000  # measurements
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All heads at one step."""
+
+    step: int
+    layers: Layers
+
+
+class History(Sequence[Measurement]):
+    """The last measurements, the oldest first, and the series of single heads in them."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._measurements: deque[Measurement] = deque(maxlen=kept)
+
+    def add(self, step: int, layers: Layers) -> None:
+        self._measurements.append(Measurement(step, layers))
+
+    def __len__(self) -> int:
+        return len(self._measurements)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self._measurements)[place]
+
+    def series(self, metric: str, layer: int, head: int, kind: str | None = None) -> list[tuple[int, float]]:
+        """(step, value) of one head; NaN where no row had such a number."""
+        if metric not in (*REPORTED, BROKEN):
+            raise ValueError(f"expected a metric of {', '.join((*REPORTED, BROKEN))}; got {metric!r}.")
+        points = []
+        for one in self._measurements:
+            for label, heads in one.layers.items():
+                own_kind, own_layer = layer_of(label)
+                if (own_kind, own_layer) == (kind, layer) and 0 <= head < len(heads[metric]):
+                    points.append((one.step, heads[metric][head]))
+        if self._measurements and not points:
+            known = ", ".join(self._measurements[-1].layers)
+            raise KeyError(
+                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}; layers: {known}"
+            )
+        return points
+
+    def table(self) -> pa.Table:
+        """One row per step and head: step, kind, layer, head and every metric."""
+        columns: dict[str, list[Any]] = {name: [] for name in ("step", "kind", "layer", "head", *REPORTED, BROKEN)}
+        for one in self._measurements:
+            for label, heads in one.layers.items():
+                kind, layer = layer_of(label)
+                count = len(heads[BROKEN])
+                columns["step"] += [one.step] * count
+                columns["kind"] += [kind] * count
+                columns["layer"] += [layer] * count
+                columns["head"] += range(count)
+                for name in (*REPORTED, BROKEN):
+                    columns[name] += heads[name]
+        whole = {"step": pa.int64(), "kind": pa.string(), "layer": pa.int64(), "head": pa.int64()}
+        return pa.table({name: pa.array(values, whole.get(name, pa.float64())) for name, values in columns.items()})
+
+
+def layer_of(label: str) -> tuple[str | None, int]:
+    """("encoder", 3) of "encoder/layer_03"; None where all layers are of one kind."""
+    kind, _, layer = label.rpartition("/")
+    return kind or None, int(layer.removeprefix("layer_"))
+
+
+def check_per_head(per_head: Any) -> bool | tuple[tuple[str | None, int, int], ...]:
+    """True, False, or the heads as (kind or None, layer, head)."""
+    if isinstance(per_head, bool):
+        return per_head
+    try:
+        heads = [tuple(one) for one in per_head]
+    except TypeError:
+        heads = [()]
+    full = [(None, *one) if len(one) == 2 else one for one in heads]
+    if not full or not all(len(one) == 3 and _is_head(*one) for one in full):
+        raise ValueError(
+            f"expected per_head as True, False or a list of (layer, head), got {per_head!r}. Give e.g. [(3, 5)], or "
+            "[('encoder', 3, 5)] in a model of two stacks."
+        )
+    return tuple(full)  # type: ignore[arg-type]  # checked just now
+
+
+def _is_head(kind: Any, layer: Any, head: Any) -> bool:
+    numbers = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in (layer, head))
+    return numbers and (kind is None or isinstance(kind, str))
+
+
+def worst_of_layer(values: Iterable[float], lowest: bool) -> tuple[int, float] | None:
+    """Index and number of the worst head; None where no head has a number."""
+    known = [(value, head) for head, value in enumerate(values) if not math.isnan(value)]
+    if not known:
+        return None
+    value, head = min(known) if lowest else max(known, key=lambda one: (one[0], -one[1]))
+    return head, value
+
+
+def head_keys(
+    layers: Layers, per_head: bool | tuple[tuple[str | None, int, int], ...], prefix: str
+) -> Iterator[tuple[str, float]]:
+    """attn/layer_03/head_05/entropy of the heads asked for; numbers that no row has are left out."""
+    if per_head is False:
+        return
+    for label, heads in layers.items():
+        kind, layer = layer_of(label)
+        width = max(2, len(str(len(heads[BROKEN]) - 1)))
+        for head in range(len(heads[BROKEN])):
+            if per_head is True or (kind, layer, head) in per_head:
+                for name in REPORTED:
+                    if not math.isnan(heads[name][head]):
+                        yield f"{prefix}{label}/head_{head:0{width}}/{name}", heads[name][head]
+
+
+def worst_keys(layers: Layers, prefix: str) -> Iterator[tuple[str, float]]:
+    """attn/worst/entropy_ratio with its _layer and _head, of all layers of a kind; the first of equal ones."""
+    kinds = dict.fromkeys(layer_of(label)[0] for label in layers)
+    for kind in kinds:
+        start = f"{prefix}{kind}/worst/" if kind else f"{prefix}worst/"
+        for name, metric in REPORTED.items():
+            lowest = metric.worst == "min"
+            found = [
+                (worst[1] if lowest else -worst[1], layer_of(label)[1], worst[0])
+                for label, heads in layers.items()
+                if layer_of(label)[0] == kind and (worst := worst_of_layer(heads[name], lowest)) is not None
+            ]
+            if found:
+                value, layer, head = min(found)
+                yield f"{start}{name}", value if lowest else -value
+                yield f"{start}{name}_layer", float(layer)
+                yield f"{start}{name}_head", float(head)

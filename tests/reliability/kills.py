@@ -1,0 +1,198 @@
+"""Resumable commands that are killed with SIGKILL at random moments, started again, and compared with a quiet run."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line that continues what an earlier start left in its folder."""
+
+    name: str
+    argv: Callable[[Path, Path], list[str]]  # folder of the run, folder of its inputs
+    result: Callable[[Path], Any]  # what must not depend on kills
+
+
+@dataclass
+class Tally:
+    """What was tried and what was lost."""
+
+    command: str
+    trials: int = 0
+    kills: int = 0
+    too_late: int = 0  # the command had finished before the kill
+    leftovers: int = 0  # trials that leave temporary files after the last, undisturbed start
+    lost: list[str] = field(default_factory=list)
+
+
+def _analysis(folder: Path) -> Any:
+    from attnorm.analysis.result import Analysis
+
+    found = Analysis.load(folder)
+    return {name: repr(table.to_pylist()) for name, table in found.tables.items()} | {
+        "verdict": repr(found.verdict),
+        "report": (folder / "report.html").is_file(),
+    }
+
+
+def _language_model(folder: Path) -> Any:
+    losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: one[name] for name in one if "second" not in name and "time" not in name} for one in losses]
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return [(one.get("step"), one.get("loss")) for one in kept], weights
+
+
+def _retrieval(folder: Path) -> Any:
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return sorted(repr({**one, "train_seconds": None}) for one in records)
+
+
+def _reproduction(folder: Path) -> Any:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue  # drafts of a killed process; counted as leftovers
+        if path.suffix in (".csv", ".svg", ".png", ".parquet"):
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif path.suffix == ".json" and "findings" in (record := json.loads(path.read_text())):
+            found[str(path.relative_to(folder))] = repr((record["findings"], record["words"]))
+    assert found
+    return found
+
+
+def _train_lm(out: Path, inputs: Path) -> list[str]:
+    (inputs / "train.txt").write_text("A rose is a rose, and a thorn is a thorn.\n\n" * 200)
+    (inputs / "valid.txt").write_text("A rose is a rose is a rose.\n\n" * 20)
+    sizes = "--layers 1 --heads 2 --width 16 --context 16 --vocab 300 --batch 4 --steps 60 --checkpoint-every 5"
+    return ["train", "lm", str(inputs / "train.txt"), "--valid", str(inputs / "valid.txt"), "--out", str(out),
+            "--device", "cpu", "--eval-every", "20", *sizes.split()]  # fmt: skip
+
+
+COMMANDS = {
+    one.name: one
+    for one in (
+        Command(
+            "analyze",
+            lambda out, _: ["analyze", "--lengths", "16,32,48,64,96", "--rows", "16", "--metrics", "core",
+                            "--normalizers", "model,entmax15", "--device", "cpu", "--out", str(out)],
+            _analysis,
+        ),
+        Command("train lm", _train_lm, _language_model),
+        Command(
+            "train retrieval",
+            lambda out, _: ["train", "retrieval", "--out", str(out), "--device", "cpu", "--normalizers",
+                            "softmax,ssmax", "--seeds", "2", "--steps", "60", "--batch", "8", "--width", "8", "--sizes",
+                            "4,32,64", "--sets", "32", "--checkpoint-every", "10"],
+            _retrieval,
+        ),
+        Command(
+            "reproduce",
+            lambda out, _: ["reproduce", "fig1", "fig4", "--quick", "--device", "cpu", "--out", str(out)],
+            _reproduction,
+        ),
+    )
+}  # fmt: skip
+
+
+class Runner:
+    """Starts commands: in children of one launcher (fast), or each as a new interpreter, as a user does."""
+
+    def __init__(self, log: Path, *, launcher: bool) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "ATTNORM_COMMAND_LOG": str(log), "HF_HUB_OFFLINE": "1"}
+        self._environment = {**os.environ, **variables}
+        self._log = log
+        self._launcher: subprocess.Popen[str] | None = None
+        if launcher:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "tests.reliability.launcher"], cwd=ROOT, env=self._environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+
+    def run(self, argv: list[str], kill_after: float | None = None) -> tuple[int, float]:
+        """Exit code (-9 after a kill) and seconds."""
+        if self._launcher is None:
+            return self._new_interpreter(argv, kill_after)
+        assert self._launcher.stdin is not None
+        assert self._launcher.stdout is not None
+        print(json.dumps({"argv": argv, "kill_after": kill_after}), file=self._launcher.stdin, flush=True)
+        answer = json.loads(self._launcher.stdout.readline())
+        return answer["rc"], answer["seconds"]
+
+    def _new_interpreter(self, argv: list[str], kill_after: float | None) -> tuple[int, float]:
+        import time
+
+        began = time.monotonic()
+        with self._log.open("a") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "attnorm", *argv], env=self._environment, stdout=log, stderr=log
+            )
+            try:
+                child.wait(kill_after)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        return child.returncode, time.monotonic() - began
+
+    def close(self) -> None:
+        if self._launcher is not None and self._launcher.stdin is not None:
+            self._launcher.stdin.close()
+            self._launcher.wait()
+
+
+@contextmanager
+def started(log: Path, *, launcher: bool = True) -> Iterator[Runner]:
+    runner = Runner(log, launcher=launcher)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def kill_and_resume(command: Command, runner: Runner, folder: Path, *, trials: int, kills: int, seed: int) -> Tally:
+    """Trials of so many kills each, at moments drawn over the length of an undisturbed run; the last start is quiet."""
+    moments = random.Random(f"{command.name} {seed}")
+    inputs = folder / "inputs"
+    inputs.mkdir(parents=True)
+    quiet = folder / "quiet"
+    code, seconds = runner.run(command.argv(quiet, inputs))
+    if code != 0:
+        raise RuntimeError(f"expected the undisturbed `attnorm {command.name}` to end with 0, got {code}. See the log.")
+    expected = command.result(quiet)
+    tally = Tally(command.name)
+    for trial in range(trials):
+        out = folder / f"trial-{trial}"
+        for _ in range(kills):
+            code, _ = runner.run(command.argv(out, inputs), moments.uniform(0.02, 0.8 * seconds))
+            tally.kills += code == -9
+            tally.too_late += code != -9
+        code, _ = runner.run(command.argv(out, inputs))
+        tally.trials += 1
+        problem = _problem(command, out, code, expected)
+        if problem:
+            tally.lost.append(f"trial {trial}, seed {seed}: {problem}")
+        tally.leftovers += any(path.name.startswith((".", "tmp")) for path in out.rglob("*")) if out.exists() else 0
+        if not problem:
+            shutil.rmtree(out)
+    return tally
+
+
+def _problem(command: Command, out: Path, code: int, expected: Any) -> str:
+    if code != 0:
+        return f"the start after the kills ended with {code}"
+    try:
+        found = command.result(out)
+    except (OSError, ValueError, KeyError, AssertionError) as error:
+        return f"the result cannot be read: {error}"
+    return "" if found == expected else "the result differs from that of the undisturbed run"
