@@ -146,9 +146,7 @@ class Analysis:
         folder = Path(folder)
         refuse_another_run(folder, self.manifest)
         with store.explained_when_full(folder):
-            for name, table in self.tables.items():
-                store.write_table(folder / f"{name}.parquet", table)
-            store.write_json(folder / store.MANIFEST, self.manifest)
+            store.write_run(folder, self.tables, self.manifest)
         return folder
 
     @classmethod
@@ -167,7 +165,7 @@ class Analysis:
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts); start the same analysis again with this folder, it goes on where it stopped"
             )
-        tables = {name: store.read_table(folder / f"{name}.parquet") for name in SCHEMAS}
+        tables, manifest = store.read_run(folder, manifest)
         for name, schema in SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)

@@ -1,6 +1,6 @@
 """Which keys lie nearer to the context vector s than others, without the distances themselves.
 
-||y_i - s||^2 = ||s||^2 - q_i with q_i = 2 y_i.s - ||y_i||^2 = a_i (2 x_i.s - a_i ||x_i||^2), so keys are ordered by q_i.
+||y_i - s||^2 = ||s||^2 - q_i with q_i = 2 y_i.s - ||y_i||^2 = a_i (2 x_i.s - a_i ||x_i||^2): q_i orders the keys.
 On a sharp row the distances of light keys agree to all digits (they are ||s||), while their q_i differ by orders of
 magnitude. Only the order counts, so each factor a_i is taken relative to a reference weight of its row: nothing
 overflows, and no weight other than 0 becomes 0.

@@ -144,7 +144,7 @@ def select(
 ) -> SelectedRows:
     """The rows with their true top-N set: the N heaviest visible keys, ties to the earlier key.
 
-    log_weights: log a_i up to a constant per row (for softmax, its logits). They order the keys whose weights underflow.
+    log_weights: log a_i up to a constant per row (for softmax, its logits); they order keys whose weights underflow.
     """
     if top_n < 1:
         raise ValueError(f"top_n must be at least 1, got {top_n}")

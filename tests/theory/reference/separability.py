@@ -1,4 +1,4 @@
-"""Separability by its definition in arithmetic of thousands of bits, with the room that rounding of the inputs leaves."""
+"""Separability by its definition in arithmetic of thousands of bits, and what rounding of the inputs leaves open."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
