@@ -103,7 +103,7 @@ def row_statistics(
     if n > 1:
         numbers["logit_spread_without_sink"] = float(z[1:].max() - z[1:].min())
     if float(w.sum()) > 0:
-        numbers |= _concentration(w)
+        numbers |= _concentration(w) | {"max_weight": float(w.max())}
         numbers["sink_mass"] = float(w[0] / w.sum())
         for N in top_n:
             numbers[f"top_mass_{N}"] = float(w.sort(descending=True).values[:N].sum() / w.sum())
