@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
@@ -222,7 +223,7 @@ def test_a_folder_without_an_analysis_and_one_of_another_version_are_refused(
     with pytest.raises(FileNotFoundError, match=r"heads\.parquet is missing"):
         Analysis.load(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    store.write_json(folder / "manifest.json", manifest | {"schema": 99})
     with pytest.raises(ValueError, match="tables of version 99"):
         Analysis.load(folder)
 

@@ -333,3 +333,13 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them() -> None:
     assert apart.key_BGKD.shape[-1] == WIDTH
     for name, value in measured(apart).values.items():
         same(value, measured(call).values[name], 2e-6, name)
+
+
+def test_the_largest_weight_beside_a_learned_sink_is_not_rescaled() -> None:
+    call = dataclasses.replace(in_float64(CALLS["causal"]), sinks_H=torch.full((HEADS,), 2.0, dtype=torch.float64))
+    rows = torch.tensor([12, 32])
+    found = measure_rows(call, [None], rows, (4,))["model"].values["max_weight"]
+    expected = reference.dense_weights(call)[:, :, rows].amax(-1)
+    torch.testing.assert_close(found, expected)
+    alone = measure_rows(dataclasses.replace(call, sinks_H=None), [None], rows, (4,))["model"].values["max_weight"]
+    assert (found < alone).all()

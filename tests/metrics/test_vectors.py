@@ -13,7 +13,7 @@ from attnorm.metrics.null import deal, separabilities
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
-from attnorm.theory.geometry import nearest_outsider, on_sphere, separability
+from attnorm.theory.geometry import on_sphere, separability
 from attnorm.theory.selection import select
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
 from tests.metrics.test_rows import in_float64
@@ -109,14 +109,13 @@ def test_one_product_for_all_n_and_draws_equals_theory_for_each() -> None:
     visible = torch.rand(3, 30, generator=generator) < 0.8
     weights = torch.where(visible, torch.rand(3, 30, generator=generator, dtype=torch.float64), 0.0)
     targets = deal(visible[None], 4, generator)[:, 0]
-    shares, radius = separabilities(select(weights, x, 9, visible), targets, (1, 4, 9))
+    shares = separabilities(select(weights, x, 9, visible), targets, (1, 4, 9))
     for draw, target in enumerate(targets):
         dealt = torch.zeros_like(weights).scatter(-1, target, weights)
         for column, N in enumerate((1, 4, 9)):
             for kind, vectors in enumerate((x, on_sphere(x))):
                 rows = select(dealt, vectors, N, visible)
                 torch.testing.assert_close(shares[draw, :, kind, column], separability(rows))
-                torch.testing.assert_close(radius[draw, :, kind, column], nearest_outsider(rows))
 
 
 def test_dealing_keeps_hidden_keys_in_place_and_every_weight() -> None:

@@ -1,5 +1,6 @@
 """analyze(): run a model over texts, watch its attention, and say what every head does."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pyarrow as pa
 
 from attnorm.analysis import store
 from attnorm.analysis.default_text import default_text
+from attnorm.analysis.digests import DamagedFileError
 from attnorm.analysis.parts import Job, Progress, measured_parts
 from attnorm.analysis.plan import plan
 from attnorm.analysis.result import Analysis, refuse_another_run
@@ -101,7 +103,10 @@ def analyze(
     if folder is not None:
         refuse_another_run(folder, manifest)
         if resume and _is_finished(folder):
-            return _saved(Analysis.load(folder).judged(judged_by), folder)
+            try:
+                return _saved(Analysis.load(folder).judged(judged_by), folder)
+            except DamagedFileError as error:
+                warnings.warn(f"the tables are made again from the finished parts: {error}", stacklevel=2)
         with store.explained_when_full(folder):
             store.make_folder(folder)
             store.write_json(folder / store.MANIFEST, manifest)

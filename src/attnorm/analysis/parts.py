@@ -1,6 +1,7 @@
 """Measures the parts of a run one after the other; each is on the disk before the next one starts."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
+from attnorm.analysis.digests import DamagedFileError
 from attnorm.analysis.manifest import versions
 from attnorm.analysis.plan import PartPlan, Plan
 from attnorm.analysis.reading import Tokens, token_texts
@@ -66,12 +68,12 @@ def measured_parts(
     for part, entry in zip(planned.parts, manifest["parts"], strict=True):
         state = replace(state, text=part.text.name, length=part.length, layers_done=0, resumed=False)
         progress(state)
-        found = store.read_part(folder, entry["key"]) if folder is not None and resume else None
+        found, damaged = _on_disk(folder, entry["key"]) if folder is not None and resume else (None, False)
         if found is None:
             found = _measure(job, part, entry["key"], state, progress)
             if folder is not None:
                 with store.explained_when_full(folder):
-                    store.write_part(folder, found, replace=not resume)
+                    store.write_part(folder, found, replace=damaged or not resume)
             state = replace(state, layers_done=state.layers_total)
         else:
             state = replace(state, resumed=True)
@@ -79,6 +81,15 @@ def measured_parts(
         state = replace(state, parts_done=len(done), tokens_done=state.tokens_done + part.tokens)
         progress(state)
     return done
+
+
+def _on_disk(folder: Path, key: str) -> tuple[store.Part | None, bool]:
+    """The finished part, if there is one, and whether it is damaged and has to be measured again."""
+    try:
+        return store.read_part(folder, key), False
+    except DamagedFileError as error:
+        warnings.warn(f"this part is measured again: {error}", stacklevel=2)
+        return None, True
 
 
 def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Callable[[Progress], None]) -> store.Part:

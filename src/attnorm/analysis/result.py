@@ -12,7 +12,7 @@ import pyarrow as pa
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.merge import NotMeasuredError, merged_table
-from attnorm.analysis.tables import HEAD_KEY, OPTIONAL, SCHEMAS, VERDICT_COLUMNS, complete
+from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS, complete
 from attnorm.analysis.thresholds import thresholds_of
 from attnorm.analysis.top_keys import TopKeys, top_keys
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
@@ -172,9 +172,7 @@ class Analysis:
         folder = Path(folder)
         refuse_another_run(folder, self.manifest)
         with store.explained_when_full(folder):
-            for name, table in self.tables.items():
-                store.write_table(folder / f"{name}.parquet", table)
-            store.write_json(folder / store.MANIFEST, self.manifest)
+            store.write_run(folder, self.tables, self.manifest)
         return folder
 
     @classmethod
@@ -193,8 +191,7 @@ class Analysis:
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts); start the same analysis again with this folder, it goes on where it stopped"
             )
-        there = [name for name in SCHEMAS if name not in OPTIONAL or (folder / f"{name}.parquet").exists()]
-        tables = complete({name: store.read_table(folder / f"{name}.parquet") for name in there})
+        tables, manifest = store.read_run(folder, manifest)
         for name, schema in SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)

@@ -5,6 +5,7 @@
     parts/<key>/                one finished (text, length): its tables and part.json; the key names all that decides it
 
 A part is written into a folder of another name, which is then renamed, so kill -9 loses at most the part in flight.
+manifest.json and part.json hold the SHA-256 digests of their tables (analysis/digests.py); a damaged file is not read.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.digests import DIGESTS, DamagedFileError, check_digest, digest_of, opened, sealed
+from attnorm.analysis.tables import OPTIONAL, SCHEMAS, complete
 
 MANIFEST = "manifest.json"
 PARTS = "parts"
@@ -50,11 +52,31 @@ def make_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_whole(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    """The content with a seal by which `read_json` notices damage."""
+    write_whole(path, (json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def write_table(path: Path, table: pa.Table) -> None:
     write_whole(path, _parquet(table))
+
+
+def write_run(folder: Path, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any]) -> None:
+    """All tables, and last the manifest with their digests."""
+    digests = {}
+    for name, table in tables.items():
+        content = _parquet(table)
+        write_whole(folder / f"{name}.parquet", content)
+        digests[name] = digest_of(content)
+    write_json(folder / MANIFEST, {**manifest, DIGESTS: digests})
+
+
+def read_run(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """The tables of a finished run, checked against the manifest's digests, and the manifest without these."""
+    digests = manifest.get(DIGESTS, {})
+    paths = {name: folder / f"{name}.parquet" for name in SCHEMAS}
+    absent = {name for name in OPTIONAL if name not in digests and not paths[name].exists()}
+    tables = complete({name: read_table(path, digests.get(name)) for name, path in paths.items() if name not in absent})
+    return tables, {name: value for name, value in manifest.items() if name != DIGESTS}
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -75,21 +97,27 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not a file that attnorm wrote: {error}; choose another folder") from error
+        raise DamagedFileError(f"{path} is not a file that attnorm wrote: {error}; choose another folder") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a file that attnorm wrote: it holds no JSON object; choose another folder")
-    return content
+        raise DamagedFileError(
+            f"{path} is not a file that attnorm wrote: it holds no JSON object; choose another folder"
+        )
+    return opened(path, content)
 
 
-def read_table(path: Path) -> pa.Table:
+def read_table(path: Path, digest: str | None = None) -> pa.Table:
+    """The table of a Parquet file. digest: its SHA-256, where it is known."""
     try:
-        return pq.read_table(path)
+        content = path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is missing; the folder was not written completely, or not by attnorm"
         ) from None
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; delete it and run the analysis again") from error
+    check_digest(path, content, digest)
+    try:
+        return pq.read_table(io.BytesIO(content))
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}; delete it and run the analysis again") from error
 
 
 def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
@@ -99,9 +127,13 @@ def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
     parts.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{part.key}-", dir=parts))
     try:
+        digests = {}
         for name, table in part.tables.items():
-            _write_bytes(unfinished / f"{name}.parquet", _parquet(table))
-        _write_bytes(unfinished / "part.json", json.dumps({"key": part.key, **part.about}, indent=2).encode())
+            content = _parquet(table)
+            _write_bytes(unfinished / f"{name}.parquet", content)
+            digests[name] = digest_of(content)
+        about = sealed({"key": part.key, **part.about, DIGESTS: digests})
+        _write_bytes(unfinished / "part.json", json.dumps(about, indent=2).encode())
         if replace:
             shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
@@ -114,17 +146,22 @@ def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
 
 
 def read_part(folder: Path, key: str) -> Part | None:
-    """The finished part of that key, or None."""
+    """The finished part of that key, or None; raises DamagedFileError where it is not what was written."""
     target = folder / PARTS / key
     if not target.is_dir():
         return None
-    tables = {name: read_table(target / f"{name}.parquet") for name in SCHEMAS}
+    try:
+        about = read_json(target / "part.json")
+        digests = about.pop(DIGESTS, {})
+        tables = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
+    except FileNotFoundError as error:
+        raise DamagedFileError(f"{target} is not complete: {error}") from error
     for name, schema in SCHEMAS.items():
         if not tables[name].schema.equals(schema):
             raise ValueError(
                 f"{target / name}.parquet has other columns than this version of attnorm writes; delete {target}"
             )
-    return Part(key, read_json(target / "part.json"), tables)
+    return Part(key, about, tables)
 
 
 def finished_parts(folder: Path) -> int:

@@ -1,4 +1,5 @@
-"""What a running analysis shows on stderr: a live line in a terminal, a line for each finished part in a log."""
+"""What a running analysis shows on stderr: a live line in a terminal; in a log a line for each finished part, and one
+every LOG_SECONDS within a part."""
 
 import sys
 import time
@@ -14,6 +15,9 @@ from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
     from attnorm.analysis.parts import Progress
+
+
+LOG_SECONDS = 30.0
 
 
 class Watch:
@@ -72,7 +76,8 @@ def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
     """What to hand to analyze() as `progress`."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda state: _log(watch, state)
+        log = _Log(watch)
+        yield log.see
         return
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), TextColumn("{task.fields[pace]}"))
     with Bar(*columns, console=console, transient=True) as bar:
@@ -85,15 +90,27 @@ def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
         yield update
 
 
-def _log(watch: Watch, state: "Progress") -> None:
-    finished = watch.last is not None and state.parts_done > watch.last.parts_done
-    watch.see(state)
-    if finished:
-        length = "" if state.length is None else f" at {state.length:,} tokens"
-        how = "found finished" if state.resumed else "measured"
-        typer.echo(
-            f"part {state.parts_done} of {state.parts_total}, {state.text}{length}: {how}; {watch.pace}", err=True
-        )
+class _Log:
+    """Plain lines for an output that is no terminal."""
+
+    def __init__(self, watch: Watch, now: Callable[[], float] = time.perf_counter) -> None:
+        self._watch, self._now = watch, now
+        self._last = now()
+
+    def see(self, state: "Progress") -> None:
+        watch = self._watch
+        finished = watch.last is not None and state.parts_done > watch.last.parts_done
+        watch.see(state)
+        if finished:
+            length = "" if state.length is None else f" at {state.length:,} tokens"
+            how = "found finished" if state.resumed else "measured"
+            self._write(f"part {state.parts_done} of {state.parts_total}, {state.text}{length}: {how}; {watch.pace}")
+        elif state.layers_done and self._now() - self._last >= LOG_SECONDS:
+            self._write(f"{watch.words}; {watch.pace}")
+
+    def _write(self, line: str) -> None:
+        self._last = self._now()
+        typer.echo(line, err=True)
 
 
 def duration(seconds: float) -> str:

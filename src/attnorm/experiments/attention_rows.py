@@ -101,15 +101,16 @@ def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
     (own,) = measured(call, [None])
     with torch.no_grad():
         (block,) = logit_blocks(call, row, all_heads=True)
-        weights = as_normalizer(own, call).weights(rows_block(call, block))[0].float()
+        # In float64: weights that float32 rounds to 0, sums over a thousand keys, differences of nearly equal lengths.
+        view = rows_block(call, block)
+        weights = as_normalizer(own, call).weights(view.with_logits(view.logits.double()))[0].double()
         keys = slice(block.first_key, block.first_key + weights.shape[-1])
         x = at_least_float32(values[0, :, keys])
         x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2]))
         visible = block.visible.expand(weights.shape)
         groups = x.shape[0]
         shape = (groups, -1, weights.shape[-1])
-        # In float64: sums over a thousand keys, and differences of nearly equal lengths.
-        weights, visible = weights.double().reshape(shape).cpu(), visible.reshape(shape).cpu()
+        weights, visible = weights.reshape(shape).cpu(), visible.reshape(shape).cpu()
         x = torch.where(visible.any(-2).unsqueeze(-1), x.double().cpu(), 0.0)
     seen = visible.flatten(0, 1).any(0)  # without the padding
     return LastRows(call.layer, weights[..., seen], x[:, seen], visible[..., seen])

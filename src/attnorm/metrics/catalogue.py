@@ -37,12 +37,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="max_weight", label="Largest weight", unit="", group="weights", bounded=(0, 1),
-        meaning="The largest weight of the row.",
+        meaning="The largest weight of the row, not rescaled: beside a learned sink the weights sum to less than 1.",
         reading="Near 1 the output is one value; near 1/n nothing is selected.",
     ),
     Metric(
         name="effective_gap", label="Effective gap", unit="nats", group="rate",
-        meaning="Log-odds of the largest weight against the mean of the others: logit(max weight) + log(n - 1).",
+        meaning="Log-odds of the largest weight against the mean of the others: logit(max weight) + log(n - 1) where "
+        "the row sums to 1.",
         reading="Keeping the same largest weight takes one more for each factor e in n; a constant gap disperses.",
     ),
     Metric(
@@ -79,7 +80,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="sink_mass", label="Sink mass", unit="", group="sink", bounded=(0, 1),
-        meaning="Weight on the row's first visible key, together with learned sinks where the model has them.",
+        meaning="Weight on the row's first visible key (in a sliding-window layer the first key of the window) and on "
+        "learned sinks, where the model has them.",
         reading="Near 1 the head is parked: it attends to nothing in particular.",
     ),
     Metric(

@@ -139,3 +139,20 @@ def as_normalizer(one: Measured, call: AttentionCall) -> Normalizer:
     sink = Sink(heads=len(call.sinks_H), learned=False)
     sink.logit = call.sinks_H.detach()
     return Normalizer(Softmax(), sink=sink, name=MODEL)
+
+
+def weights_and_logs(
+    one: Measured, call: AttentionCall, block: LogitBlock, view: RowsBlock
+) -> tuple[Tensor, Tensor | None]:
+    """Weights (h, r, w), and their logarithms up to a constant per row where the weights could underflow to 0.
+
+    A scaled softmax has its logits. Other maps are computed in float64, which holds what float32 rounds to 0; signed
+    weights have no logarithm.
+    """
+    normalizer = as_normalizer(one, call)
+    if one.scaled_softmax:
+        factor = one.factor(call, block)
+        return normalizer.weights(view)[0], block.logits if factor is None else block.logits * factor
+    weights = normalizer.weights(view.with_logits(view.logits.double()))[0]
+    logs = weights.log() if bool((weights >= 0).all()) else None
+    return weights.to(view.logits.dtype), logs

@@ -103,7 +103,7 @@ def row_statistics(
     if n > 1:
         numbers["logit_spread_without_sink"] = float(z[1:].max() - z[1:].min())
     if float(w.sum()) > 0:
-        numbers |= _concentration(w)
+        numbers |= _concentration(w) | {"max_weight": float(w.max())}
         numbers["sink_mass"] = float(w[0] / w.sum())
         for N in top_n:
             numbers[f"top_mass_{N}"] = float(w.sort(descending=True).values[:N].sum() / w.sum())
@@ -188,6 +188,9 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
     inside, outside = order[:N], order[N:]
     s, A = y[inside].sum(0), a[inside].sum()
     distances = (y - s).norm(dim=-1)
+    closeness = 2 * y @ s - y.square().sum(
+        -1
+    )  # ||s||^2 - ||y - s||^2, where the distances differ by less than rounding
     farthest = (x[outside][:, None] - x[inside][None]).norm(dim=-1).max()
     share = N / (n - 1)
     others = y.sum(0) - y
@@ -204,7 +207,7 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
         "random_printed": (n - N) / n * misprinted,
         "random_lower": (n - N) / n * mean.norm(dim=-1).sum(),
         "random_upper": (n - N) / n * (mean.square().sum(-1) + variance).sqrt().sum(),
-        "separability": (distances[inside] <= distances[outside].min()).double().mean(),
+        "separability": (closeness[inside] >= closeness[outside].max()).double().mean(),
     }
     return {name: float(value) for name, value in numbers.items()}
 

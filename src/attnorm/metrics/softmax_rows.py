@@ -160,7 +160,7 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
     values = {
         "entropy_nats": entropy.masked_fill(alone, 0.0),
         "effective_keys": (1 / (m.square() + left.square() * squares_rest)).masked_fill(alone, 1.0),
-        "max_weight": torch.maximum(m, left * largest_rest).masked_fill(alone, 1.0),
+        "max_weight": key_share * torch.maximum(m, left * largest_rest).masked_fill(alone, 1.0),
         "effective_gap": gap.masked_fill(alone, torch.nan),
         "row_sum": key_share,
         "sink_mass": key_share * m + torch.sigmoid(sums.learned - log_keys),

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
-from attnorm.metrics.normalized import Choice, as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import Choice, measured, rows_block, weights_and_logs
 from attnorm.metrics.null import deal, separabilities
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.threads import in_threads
@@ -26,7 +26,7 @@ from attnorm.theory.distance import (
     theorem1_fixed_printed,
     theorem1_fixed_tight,
 )
-from attnorm.theory.geometry import theorem2_bounds
+from attnorm.theory.geometry import nearest_outsider, theorem2_bounds
 from attnorm.theory.random_set import theorem1_random_bounds, theorem1_random_printed
 from attnorm.theory.selection import SelectedRows, at_least_float32, sum_where, top_n_indices
 
@@ -90,8 +90,8 @@ def measure_vectors(
             continue
         view, x, sizes = rows_block(call, block), _vectors_of(block, mixed), [top_n[column] for column in columns]
         for one in chosen:
-            weights = as_normalizer(one, call).weights(view)[0]
-            for name, value in _in_block(weights, block.visible, x, local, targets, sizes).items():
+            weights, logs = weights_and_logs(one, call, block, view)
+            for name, value in _in_block(weights, logs, block.visible, x, local, targets, sizes).items():
                 results[one.name][name][block.item, :, block.rows][:, :, columns] = value.to(mixed.dtype)
     return {name: numbers | _null(numbers.pop("draws")) for name, numbers in results.items()}
 
@@ -114,12 +114,18 @@ def _vectors_of(block: LogitBlock, mixed: Tensor) -> Tensor:
 
 
 def _in_block(
-    weights: Tensor, visible: Tensor, x: Tensor, local: Tensor, targets: Tensor, top_n: Sequence[int]
+    weights: Tensor,
+    logs: Tensor | None,
+    visible: Tensor,
+    x: Tensor,
+    local: Tensor,
+    targets: Tensor,
+    top_n: Sequence[int],
 ) -> dict[str, Tensor]:
     """By name, NUMBERS (h, r, N), and "draws" (h, r, N, 2, d): separability, raw and on the sphere, in each draw.
 
-    weights (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared with the null.
-    targets (d, 1 or h, l, w): the new key of every key.
+    weights and their logarithms (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared
+    with the null. targets (d, 1 or h, l, w): the new key of every key.
     """
     per_group = len(weights) // len(x)
     visible, targets = visible.expand(weights.shape), targets.expand(-1, len(weights), -1, -1)
@@ -128,7 +134,10 @@ def _in_block(
     def measure(groups: range) -> None:
         heads = slice(groups.start * per_group, groups.stop * per_group)
         vectors = x[groups.start : groups.stop]
-        parts[groups.start] = _of_groups(weights[heads], visible[heads], vectors, local, targets[:, heads], top_n)
+        known = None if logs is None else logs[heads]
+        parts[groups.start] = _of_groups(
+            weights[heads], known, visible[heads], vectors, local, targets[:, heads], top_n
+        )
 
     in_threads(measure, len(x), x.device)
     in_order = [parts[start] for start in sorted(parts)]
@@ -136,7 +145,13 @@ def _in_block(
 
 
 def _of_groups(
-    weights: Tensor, visible: Tensor, x: Tensor, local: Tensor, targets: Tensor, top_n: Sequence[int]
+    weights: Tensor,
+    logs: Tensor | None,
+    visible: Tensor,
+    x: Tensor,
+    local: Tensor,
+    targets: Tensor,
+    top_n: Sequence[int],
 ) -> dict[str, Tensor]:
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
@@ -144,13 +159,20 @@ def _of_groups(
     weights, visible = (t.reshape(len(x), -1, keys) for t in (weights.to(dtype), visible))
     # What no row sees may be anything, and 0 times NaN is NaN.
     x = torch.where(visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
-    selected = SelectedRows(weights, x, visible, top_n_indices(weights, max(top_n), visible), False)
+    if logs is not None:
+        logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
+    heaviest = top_n_indices(weights if logs is None else logs, max(top_n), visible)
+    selected = SelectedRows(weights, x, visible, heaviest, False, logs)
     found = _distances(selected, top_n)
     if len(local):
         which = (torch.arange(0, weights.shape[1], rows).unsqueeze(-1) + local).flatten().to(x.device)
         targets = targets.reshape(len(targets), len(x), -1, keys)
         few = replace(
-            selected, weights=weights[:, which], visible=visible[:, which], indices=selected.indices[:, which]
+            selected,
+            weights=weights[:, which],
+            visible=visible[:, which],
+            indices=heaviest[:, which],
+            log_weights=None if logs is None else logs[:, which],
         )
         for name, value in _compared(few, targets, top_n).items():
             found[name] = value.new_full((*weights.shape[:2], *value.shape[2:]), torch.nan)
@@ -196,18 +218,20 @@ def _compared(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> dict
     found = []
     for group, dealt in enumerate(targets.unbind(1)):
         alone = SelectedRows(
-            rows.weights[group], rows.vectors[group], rows.visible[group], rows.indices[group], one_row_per_set=False
+            rows.weights[group],
+            rows.vectors[group],
+            rows.visible[group],
+            rows.indices[group],
+            one_row_per_set=False,
+            log_weights=None if rows.log_weights is None else rows.log_weights[group],
         )
-        found.append([separabilities(alone, some, top_n) for some in dealt.split(at_once)])
-    shares = torch.stack([torch.cat([shares for shares, _ in draws]) for draws in found], 1)  # (d, g, r, 2, N)
-    radius = torch.stack([draws[0][1][0, :, 0] for draws in found])
+        found.append(torch.cat([separabilities(alone, some, top_n) for some in dealt.split(at_once)]))
+    shares = torch.stack(found, 1)  # (d, g, r, 2, N)
     applies = rows.n.unsqueeze(-1) > torch.tensor(top_n, device=rows.n.device)
     shares = torch.where(applies.unsqueeze(-2), shares, torch.nan)
     mean_square = sum_where(rows.squares.unsqueeze(-2).expand(rows.weights.shape), rows.visible) / rows.n.clamp(min=1)
-    bounds = [
-        theorem2_bounds(rows.with_indices(rows.indices[..., :N]), radius[..., place], mean_square.sqrt())
-        for place, N in enumerate(top_n)
-    ]
+    sets = [rows.with_indices(rows.indices[..., :N]) for N in top_n]
+    bounds = [theorem2_bounds(one, nearest_outsider(one), mean_square.sqrt()) for one in sets]
     return {
         "separability": shares[0, ..., 0, :],
         "separability_sphere": shares[0, ..., 1, :],

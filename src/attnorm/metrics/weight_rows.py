@@ -1,7 +1,8 @@
 """Statistics of rows of weights, however they were made: not normalised, signed, sparse.
 
-Entropy, effective keys, largest weight, gap and masses are those of |w| / sum |w|; a row whose weights are all 0 has
-none of them. As in softmax_rows.py the first visible key and the largest of the others are set apart first.
+Entropy, effective keys, gap and masses are those of |w| / sum |w|, the largest weight is that of |w|; a row whose
+weights are all 0 has none of them. As in softmax_rows.py the first visible key and the largest of the others are set
+apart first.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def weight_rows(
     return {
         "entropy_nats": where_(has_any, entropy),
         "effective_keys": where_(has_any, 1 / (m.square() + left.square() * squares_rest)),
-        "max_weight": where_(has_any, winner / total),
+        "max_weight": where_(has_any, winner),
         "effective_gap": where_(has_any & (n > 1), gap),
         "row_sum": row_sum,
         "sink_mass": sink + (1 - row_sum) if rest_is_sink else where_(has_any, m),

@@ -2,7 +2,8 @@
 
     attnorm.json          {"format": 1,
                            "modules": {path: {"normalizer": name, "options": {...}, "heads": [...] or null}},
-                           "weights": {file: digest}}
+                           "weights": {file: digest},
+                           "values": SHA-256 digest of attnorm.safetensors or null}
     attnorm.safetensors   what the normalizers hold, if they hold anything
 
 The digests say which weights the normalizers were saved with: a folder into which somebody saved another model, with a
@@ -36,7 +37,8 @@ def write(folder: Path, recipes: Mapping[str, Recipe], values: Mapping[str, Tens
         (folder / f"{VALUES_FILE}.part").replace(folder / VALUES_FILE)
     else:
         (folder / VALUES_FILE).unlink(missing_ok=True)
-    content = {"format": FORMAT, "modules": modules, "weights": weights}
+    digest = hashlib.sha256((folder / VALUES_FILE).read_bytes()).hexdigest() if values else None
+    content = {"format": FORMAT, "modules": modules, "weights": weights, "values": digest}
     replace_file(folder / RECIPE_FILE, json.dumps(content, indent=2).encode())
 
 
@@ -78,7 +80,20 @@ def _recipe(part: Mapping[str, Any]) -> Recipe:
     return Recipe(name, options, None if heads is None else tuple(heads))
 
 
-def read_values(file: str) -> dict[str, Tensor]:
+def values_digest(file: str) -> str | None:
+    """The digest that attnorm.json has of attnorm.safetensors; None in files of earlier versions."""
+    found = json.loads(Path(file).read_text(encoding="utf-8")).get("values")
+    return found if isinstance(found, str) else None
+
+
+def read_values(file: str, digest: str | None = None) -> dict[str, Tensor]:
+    """What the normalizers hold; raises ValueError where the file has another digest than the given one."""
+    found = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    if digest is not None and found != digest:
+        raise ValueError(
+            f"{file} is damaged: expected the SHA-256 digest {digest}, found {found}. Copy it again or save the model "
+            "again"
+        )
     try:
         return load_file(file)
     except SafetensorError as error:

@@ -137,7 +137,12 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     recipe_files.check_weights(
         str(directory), weights, ((name, _saved_file(directory, name, where)) for name in weights)
     )
-    values = {} if values_file is None else recipe_files.read_values(values_file)
+    digest = recipe_files.values_digest(recipe_file)
+    if values_file is None and digest is not None:
+        raise ValueError(
+            f"{directory}: expected {VALUES_FILE} beside {RECIPE_FILE}, got none. Copy it there or save the model again"
+        )
+    values = {} if values_file is None else recipe_files.read_values(values_file, digest)
     modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
     parts = {}
     for path, recipe in recipes.items():

@@ -92,9 +92,14 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     with without_autocast(values.device):
         for block in logit_blocks(call, rows, all_heads=True):
             weights = normalizer.weights(rows_block(call, block))[0]
+            # A softmax's logits are its weights' logarithms: what underflows keeps its order.
+            logs = None
+            if one.scaled_softmax:
+                factor = one.factor(call, block)
+                logs = (block.logits if factor is None else block.logits * factor).to(weights.dtype)
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
             x = values[:, keys].to(weights.dtype)
-            found.append(told_apart(weights, block.visible, x, scores[block.rows, keys], top_n))
+            found.append(told_apart(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
     return torch.cat(found, -1)
 
 

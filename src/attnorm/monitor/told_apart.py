@@ -5,6 +5,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attnorm.theory.closeness import near_one, relative_weights
+
 
 @lru_cache(maxsize=8)
 def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
@@ -13,10 +15,13 @@ def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
     return torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu").to(device)
 
 
-def told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int) -> Tensor:
+def told_apart(
+    weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int, log_weights: Tensor | None = None
+) -> Tensor:
     """(2, h, r) from weights (h, r, w), visibility (1 or h, r, w) and vectors (g, w, E); NaN where n <= N.
 
-    theory.geometry.separability, of both at once and without a look at any number on the way.
+    theory.geometry.separability of the rows and of their permuted weights at once, without GPU synchronization.
+    log_weights (h, r, w): log a_i up to a constant per row, where weights >= 0 may underflow.
     """
     heads, rows, width = weights.shape
     sources = _sources(visible, scores).expand(heads, 2, rows, width)
@@ -25,15 +30,21 @@ def told_apart(weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_
         return tensor.unsqueeze(1).expand(sources.shape)
 
     groups = (len(x), -1, width)
-    a, chosen = (for_both(t).gather(-1, sources).view(groups) for t in (weights, _heaviest(weights, visible, top_n)))
+    heaviest = _heaviest(weights if log_weights is None else log_weights, visible, top_n)
+    outside = visible & ~heaviest
+    dealt = (
+        relative_weights(weights, visible, log_weights),
+        relative_weights(weights, outside, log_weights),
+        heaviest,
+    )
+    a, factors, chosen = (for_both(t).gather(-1, sources).view(groups) for t in dealt)
     hidden = ~for_both(visible).reshape(groups)
-    x = x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0)  # what no row sees may be anything
+    x = near_one(x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0))  # keys that no row sees may hold anything
     along = (a * chosen) @ x @ x.mT
-    # ||y_i - s||^2 but for ||s||^2, which is the same for all keys of a row
-    distances = a * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2)
-    radius = distances.masked_fill(chosen | hidden, torch.inf).amin(-1, keepdim=True)
-    shares = (chosen & (distances <= radius)).sum(-1, dtype=a.dtype) / top_n
-    shares = shares.masked_fill(~distances.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
+    closeness = factors * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2).neg_()
+    nearest = closeness.masked_fill(chosen | hidden, -torch.inf).amax(-1, keepdim=True)
+    shares = (chosen & (closeness >= nearest)).sum(-1, dtype=a.dtype) / top_n
+    shares = shares.masked_fill(~closeness.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
     undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
     return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
 

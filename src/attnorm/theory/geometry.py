@@ -7,6 +7,7 @@ distance of the nearest key outside I, they are a heuristic: compare with `separ
 docs/theory/geometry.md. Vectors off the sphere: anisotropy.py.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnorm.theory.closeness import as_near_as_outsiders
 from attnorm.theory.dispersion import Bounds
 from attnorm.theory.isotropic_law import IsotropicLaw, isotropic_norm_cdf
 from attnorm.theory.random_set import MonteCarlo, monte_carlo
@@ -27,13 +29,25 @@ def nearest_outsider(rows: SelectedRows) -> Tensor:
 
 def distinguishable(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
     """True at the selected keys with ||y_i - s|| <= r (definition 10); r is by default that of `nearest_outsider`."""
-    return rows.per_key(rows.chosen & (rows.distances <= _radius(rows, radius).unsqueeze(-1)))
+    return rows.per_key(_inside(rows, radius)[0])
 
 
 def separability(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
-    """N_s / N, the share of the selected keys that are distinguishable."""
-    inside = rows.chosen & (rows.distances <= _radius(rows, radius).unsqueeze(-1))
-    return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n)
+    """N_s / N, the share of the selected keys that are distinguishable; NaN where a weight or vector is not finite."""
+    inside, known = _inside(rows, radius)
+    return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n, known)
+
+
+def _inside(rows: SelectedRows, radius: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """True at the selected keys in the ball, and at the rows where that is known.
+
+    Without a radius nothing is subtracted: on a sharp row, ||y_i - s|| of all light keys rounds to ||s||.
+    """
+    if radius is None:
+        return as_near_as_outsiders(rows)
+    distances = rows.distances
+    known = distances.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
+    return rows.chosen & (distances <= _radius(rows, radius).unsqueeze(-1)), known
 
 
 def on_sphere(vectors: Float[Tensor, "*sets L d"], sphere_radius: float = 1.0) -> Float[Tensor, "*sets L d"]:
@@ -163,14 +177,18 @@ def _permuted(rows: SelectedRows, generator: torch.Generator | None) -> Selected
     in_order = torch.where(rows.visible, 0.0, 1.0).sort(dim=-1, stable=True).indices
     at_random = torch.where(rows.visible, scores, 2.0).argsort(dim=-1)
     target = torch.empty_like(in_order).scatter(-1, in_order, at_random)
-    weights = torch.zeros_like(rows.weights).scatter(-1, target, rows.weights)
-    return SelectedRows(weights, rows.vectors, rows.visible, target.gather(-1, rows.indices), rows.one_row_per_set)
+    return replace(
+        rows,
+        weights=torch.zeros_like(rows.weights).scatter(-1, target, rows.weights),
+        indices=target.gather(-1, rows.indices),
+        log_weights=None if rows.log_weights is None else rows.log_weights.scatter(-1, target, rows.log_weights),
+    )
 
 
 def _isotropic(rows: SelectedRows, generator: torch.Generator | None) -> SelectedRows:
     normal = torch.randn(rows.vectors.shape, generator=generator, dtype=rows.vectors.dtype, device=rows.vectors.device)
     lengths = torch.linalg.vector_norm(rows.vectors, dim=-1, keepdim=True)
-    return SelectedRows(rows.weights, on_sphere(normal) * lengths, rows.visible, rows.indices, rows.one_row_per_set)
+    return replace(rows, vectors=on_sphere(normal) * lengths)
 
 
 def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
@@ -187,9 +205,7 @@ def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
     return select(torch.full((top_n + 1,), 1 / (top_n + 1), dtype=torch.float64), vectors, top_n)
 
 
-def _radius(rows: SelectedRows, radius: Tensor | float | None) -> Tensor:
-    if radius is None:
-        return torch.where(rows.outside, rows.distances, torch.inf).amin(-1)
+def _radius(rows: SelectedRows, radius: Tensor | float) -> Tensor:
     value = rows.row_value(radius)
     if bool((value < 0).any()):
         raise ValueError(f"a radius cannot be negative, got {float(value.min())}")

@@ -7,7 +7,7 @@ Two layouts: weights (..., L) with vectors (..., L, d), one row for each set of 
 vectors (..., L, d) shared by the Q rows, as in attention. Nothing of size Q x L x d is formed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,8 @@ class SelectedRows:
     visible: Bool[Tensor, "*rows L"]
     indices: Int[Tensor, "*rows N"]
     one_row_per_set: bool
+    log_weights: Float[Tensor, "*rows L"] | None = None
+    """log a_i up to a constant per row, -inf at hidden keys: the order of weights >= 0 that underflow to 0"""
 
     @property
     def top_n(self) -> int:
@@ -109,7 +111,7 @@ class SelectedRows:
 
     def with_indices(self, indices: Int[Tensor, "*rows N"]) -> "SelectedRows":
         """The same rows with another selected set (visible keys, none twice)."""
-        rows = SelectedRows(self.weights, self.vectors, self.visible, indices, self.one_row_per_set)
+        rows = replace(self, indices=indices)
         # What does not depend on the set has been computed once for all sets.
         rows.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_SETS if name in self.__dict__})
         return rows
@@ -138,8 +140,12 @@ def select(
     vectors: Float[Tensor, "*sets L d"],
     top_n: int,
     mask: Bool[Tensor, "..."] | None = None,
+    log_weights: Float[Tensor, "*rows L"] | None = None,
 ) -> SelectedRows:
-    """The rows with their true top-N set: the N heaviest visible keys, ties to the earlier key."""
+    """The rows with their true top-N set: the N heaviest visible keys, ties to the earlier key.
+
+    log_weights: log a_i up to a constant per row (for softmax, its logits); they order keys whose weights underflow.
+    """
     if top_n < 1:
         raise ValueError(f"top_n must be at least 1, got {top_n}")
     one_row_per_set = weights.dim() == vectors.dim() - 1
@@ -157,12 +163,16 @@ def select(
     weights, vectors = at_least_float32(weights), at_least_float32(vectors)
     dtype = torch.promote_types(weights.dtype, vectors.dtype)
     weights, vectors = torch.where(visible, weights, 0.0).to(dtype), vectors.to(dtype)
+    if log_weights is not None:
+        log_weights = torch.where(visible, at_least_float32(log_weights), -torch.inf).to(dtype)
     if one_row_per_set:
         weights, visible = weights.unsqueeze(-2), visible.unsqueeze(-2)
+        log_weights = None if log_weights is None else log_weights.unsqueeze(-2)
     if mask is not None:
         # A key that no row sees may hold anything, NaN included: 0 * NaN must not reach the sums.
         vectors = torch.where(visible.any(-2).unsqueeze(-1), vectors, 0.0)
-    return SelectedRows(weights, vectors, visible, top_n_indices(weights, top_n, visible), one_row_per_set)
+    heaviest = top_n_indices(weights if log_weights is None else log_weights, top_n, visible)
+    return SelectedRows(weights, vectors, visible, heaviest, one_row_per_set, log_weights)
 
 
 def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:

@@ -128,8 +128,7 @@ def _temperature(found: Cooled) -> Finding:
         f"{found.norm[cold].max():.2g}, {found.norm[colder].max():.2g}) and separability {apart[rest]:.2f}, "
         f"{apart[cold]:.2f}, {apart[colder]:.2f}",
         f"the paper's T = 0.1 on raw logits is {0.1 / found.trained_temperature:.3g} of the trained temperature; "
-        "there most rows are decided and their gradient is gone, a few tied ones explode; separability then counts "
-        "keys of weight 0",
+        "there most rows are decided and their gradient is gone, a few tied ones explode",
     )
 
 

@@ -212,21 +212,24 @@ def cooled_and_covered(subject: Subject, progress: ProgressCallback, length: int
 def _chosen(call: AttentionCall, block: LogitBlock, temperature: float) -> SelectedRows:
     """Select the top N keys of the block's rows at a temperature: (groups, heads of the group x rows, keys)."""
     visible = block.visible.expand(block.logits.shape)
-    weights = torch.softmax(torch.where(visible, block.logits / temperature, -torch.inf), -1)
+    logits = torch.where(visible, block.logits / temperature, -torch.inf)
+    weights = torch.softmax(logits, -1)
     x = at_least_float32(call.value_BGKE)[block.item, :, block.first_key : block.first_key + weights.shape[-1]]
     x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2]))
     groups = (len(x), -1, weights.shape[-1])
-    return select(weights.reshape(groups), x, TOP_N, visible.reshape(groups))
+    return select(weights.reshape(groups), x, TOP_N, visible.reshape(groups), logits.reshape(groups))
 
 
 def _heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
-    return rows.with_indices(top_n_indices(rows.weights, top_n, rows.visible))
+    order = rows.weights if rows.log_weights is None else rows.log_weights
+    return rows.with_indices(top_n_indices(order, top_n, rows.visible))
 
 
 def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
     """Permute the weights of each row over its visible keys."""
     scores = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
-    return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores))
+    logs = None if rows.log_weights is None else permute_weights(rows.log_weights, rows.visible, scores)
+    return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores), log_weights=logs)
 
 
 def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
