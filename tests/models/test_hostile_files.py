@@ -106,7 +106,9 @@ def test_a_hostile_file_is_named_and_opens_and_allocates_nothing(
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["a path that leaves the folder", "10**12 heads", "3,000 coefficients", "deep nesting"])
+@pytest.mark.parametrize(
+    "name", ["a path that leaves the folder", "10**12 heads", "3,000 coefficients", "deep nesting"]
+)
 def test_from_pretrained_rejects_it_too(name: str, saved: Path) -> None:
     good = (saved / RECIPE_FILE).read_text()
     try:

@@ -32,7 +32,7 @@ from attnorm.experiments.index_page import write_index
 from attnorm.experiments.paper_setting import setting
 from attnorm.experiments.refusals import refuse_short_texts, refuse_unused_options
 from attnorm.report.analysis_json import finite
-from attnorm.training.atomic import replacing
+from attnorm.training.atomic import remove_drafts, replacing
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
@@ -80,6 +80,7 @@ def reproduce(
         for one, identity in zip(chosen, identities, strict=True):
             _refuse_other_settings(out / one.name, identity)
     _make(out)
+    remove_drafts(out)
     written = []
     for place, (one, identity) in enumerate(zip(chosen, identities, strict=True)):
 

@@ -26,6 +26,26 @@ def replacing(path: Path) -> Iterator[Path]:
         _remove(draft)
 
 
+def remove_drafts(folder: Path) -> None:
+    """Remove what `replacing` left in the folder when its process was killed; drafts of running processes stay."""
+    for draft in folder.glob(".*.tmp"):
+        process = draft.name.removesuffix(".tmp").rpartition(".")[2]
+        if process.isdecimal() and not _is_running(int(process)):
+            _remove(draft)
+
+
+def _is_running(process: int) -> bool:
+    if process == os.getpid():
+        return False  # this process has only begun
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OverflowError, PermissionError):
+        return True
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from attnorm.training.interruption import StopRequest, TrainingInterrupted
 from attnorm.training.lengths import check_lengths, evaluation_lengths
 from attnorm.training.run import Run
 from attnorm.training.run_folder import open_run
+from attnorm.training.run_lock import locked_folder
 from attnorm.training.settings import Settings
 from attnorm.training.tokens import describe_texts, prepare
 from attnorm.training.windows import check_length
@@ -94,31 +95,32 @@ def train_lm(
     check_accelerate()
     place = chosen_device(device)
     source = describe_texts(texts, valid)
-    record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
-    if _is_finished(record, settings, lengths):
-        return record
+    with locked_folder(out):
+        record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
+        if _is_finished(record, settings, lengths):
+            return record
 
-    corpus = prepare(
-        texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
-        progress=lambda what, tokens: report(Progress(what, tokens)),
-    )  # fmt: skip
-    check_length(corpus.train, settings.context, "training")
-    check_length(corpus.valid, settings.context, "validation")
-    measured = evaluation_lengths(lengths, settings, corpus.valid)
+        corpus = prepare(
+            texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
+            progress=lambda what, tokens: report(Progress(what, tokens)),
+        )  # fmt: skip
+        check_length(corpus.train, settings.context, "training")
+        check_length(corpus.valid, settings.context, "validation")
+        measured = evaluation_lengths(lengths, settings, corpus.valid)
 
-    deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-    with accelerated(place, settings.dtype) as accelerator, StopRequest() as stop:
-        run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
-        report(Progress("training", run.step, settings.steps))  # the first steps may have to be compiled
-        for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
-            report(Progress("training", run.step, settings.steps, entry))
-    if stop.asked:
-        raise TrainingInterrupted(run.step)
-    report(Progress("evaluating", run.step, settings.steps))
-    return export(
-        out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=place,
-        lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
-    )  # fmt: skip
+        deadline = math.inf if max_minutes is None else started + 60 * max_minutes
+        with accelerated(place, settings.dtype) as accelerator, StopRequest() as stop:
+            run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
+            report(Progress("training", run.step, settings.steps))  # the first steps may have to be compiled
+            for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
+                report(Progress("training", run.step, settings.steps, entry))
+        if stop.asked:
+            raise TrainingInterrupted(run.step)
+        report(Progress("evaluating", run.step, settings.steps))
+        return export(
+            out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=place,
+            lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
+        )  # fmt: skip
 
 
 def _is_finished(record: dict[str, Any], settings: Settings, lengths: Sequence[int] | None) -> bool:
