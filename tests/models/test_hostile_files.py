@@ -60,7 +60,7 @@ HOSTILE: dict[str, Any] = {
 AS_TEXT = {
     "deep nesting": '{"format": 1, "modules": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "NaN": json.dumps(recipe(options={"alpha": float("nan")})),
-    "an infinite number": '{"format": 1, "modules": {"a": {"normalizer": "entmax", "options": {"alpha": 1e999}, "heads": null}}}',
+    "an infinite number": json.dumps(recipe(options={"alpha": 12345})).replace("12345", "1e999"),
     "a file of 20 MB": '{"format": 1, "modules": {}, "note": "' + "x" * 20_000_000 + '"}',
     "nothing": "",
     "bytes that are no text": "\x00",
@@ -124,7 +124,7 @@ def test_a_header_that_claims_more_than_the_file_is_named(saved: Path) -> None:
     good = weights.read_bytes()
     try:
         weights.write_bytes((2**60).to_bytes(8, "little") + good[8:])
-        with pytest.raises(Exception, match="model.safetensors|[Hh]eader"):
+        with pytest.raises(Exception, match=r"model\.safetensors|[Hh]eader"):
             attnorm.from_pretrained(saved)
     finally:
         weights.write_bytes(good)

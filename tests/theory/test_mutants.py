@@ -79,11 +79,11 @@ def looser_cantelli(formula: Any) -> Callable[..., Any]:
 
 def looser_markov(formula: Any) -> Callable[..., Any]:
     def mutant(mean: Any, variance: Any, radius: Any) -> Bounds:
-        bounds = formula(mean, variance, radius)
-        by_cantelli = formula(mean, variance, radius * 0 + (mean + (radius**2 - mean)).sqrt())
         tail = 1.01 * mean / radius**2
         cantelli = variance / (variance + (radius**2 - mean) ** 2)
-        return Bounds(torch.where(radius**2 > mean, 1 - torch.minimum(tail, cantelli), 0.0), by_cantelli.upper)
+        return Bounds(
+            torch.where(radius**2 > mean, 1 - torch.minimum(tail, cantelli), 0.0), formula(mean, variance, radius).upper
+        )
 
     return mutant
 

@@ -238,7 +238,7 @@ CLAIMS = [
         proof=CORRECTED,
         source="Theorem 2, corrected",
         form="added",
-        statement="P <= v/(v + (m - r^2)^2) below the mean, P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2) above; all attained",
+        statement="r^2 < m: P <= v/(v + (m - r^2)^2); r^2 > m: P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2); attained",
         domain="||Y||^2 with mean m and variance v; searched on the laws that attain them",
         status="holds",
         ratio=_cantelli,

@@ -81,7 +81,7 @@ def _lemma1_claim(normalizer: Normalizer) -> Claim:
 
 def _lipschitz_claim(normalizer: Normalizer) -> Claim:
     def ratio(case: Case) -> Tensor:
-        """Some rows have two equal leaders far above the rest and above 0: the worst row of softmax, with a sink too."""
+        """Some rows have two equal leaders far above the rest and above 0: the worst of softmax, with a sink too."""
         leaders = torch.where(torch.arange(case.keys) < 2, FAR, -FAR)
         logits = torch.where((case.pick % 6 == 0)[:, None], leaders, case.scaled)
         return at_most(jacobian_norm(normalizer, logits), _constant(normalizer, case.keys))
