@@ -97,7 +97,7 @@ def reproduce(
     )
     _tell_the_text(first, text)
     with (
-        failures(lambda: f"Interrupted; {_SAFE}."),
+        failures(lambda: f"Interrupted; {_SAFE}.", writes_to=out),
         _default_explained(first, asked=bool(model)),
         _short_of_memory(),
         _progress() as tell,
