@@ -37,13 +37,13 @@ def _gaps(case: Case) -> Tensor:
     """The gap that a formula states for the weight that the map itself gives at this gap."""
     n, gaps = case.keys, case.dial.clamp(max=MOST_GAP)
     logits = _rows_with_a_leader(n, gaps)
-    maps = {
-        "softmax": (torch.softmax(logits, -1), frontier.softmax_gap),
-        "entmax": (entmax_rows(logits, 1.5), partial(frontier.entmax_gap, alpha=1.5)),
-        "kneemax": (kneemax()(logits), frontier.kneemax_gap),
-    }
+    maps: list[tuple[Tensor, frontier.GapForWeight]] = [
+        (torch.softmax(logits, -1), frontier.softmax_gap),
+        (entmax_rows(logits, 1.5), partial(frontier.entmax_gap, alpha=1.5)),
+        (kneemax()(logits), frontier.kneemax_gap),
+    ]
     ratios = []
-    for weights, gap_for in maps.values():
+    for weights, gap_for in maps:
         kept = weights[:, 0]
         stated = torch.tensor([gap_for(min(max(w, 1 / n), 1.0), n) for w in kept.tolist()], dtype=torch.float64)
         applies = (1 - kept > LEAST_SMALL) & (weights[:, 1:].amin(-1) > LEAST_SMALL / n)

@@ -100,8 +100,8 @@ def _cantelli(case: Case) -> Tensor:
     below = geometry.cantelli_bounds(mean, variance, low.sqrt()).upper
     above = geometry.cantelli_bounds(mean, variance, (high * (1 - 1e-9)).sqrt()).lower
     rare, huge = 1e-14, 1e9
-    mean, variance = share + rare * huge, rare * huge**2
-    markov = geometry.cantelli_bounds(mean, torch.full_like(mean, variance), torch.ones_like(mean)).lower
+    mean, variance = share + rare * huge, torch.full_like(share, rare * huge**2)
+    markov = geometry.cantelli_bounds(mean, variance, torch.ones_like(mean)).lower
     return torch.stack([at_most(1 - share, below), at_most(share, 1 - above), at_most(share, 1 - markov)], -1)
 
 
