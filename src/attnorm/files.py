@@ -22,7 +22,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
     The content is on the disk (fsync) before the rename. Temporary files of processes that no longer exist are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
+    remove_abandoned(path.parent, path.name)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _remove(draft)
     try:
@@ -116,13 +116,12 @@ def _fsync(path: Path, *, contents: bool = True) -> None:
             os.close(descriptor)
 
 
-def _remove_abandoned(path: Path) -> None:
-    prefix, suffix = f".{path.name}.", ".tmp"
-    for left in path.parent.iterdir():
-        if left.name.startswith(prefix) and left.name.endswith(suffix):
-            process = left.name[len(prefix) : -len(suffix)]
-            if process.isdecimal() and not _is_running(int(process)):
-                _remove(left)
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Remove the temporary files of processes that no longer exist, of one file or of all in the folder."""
+    for left in folder.glob(".*.tmp"):
+        of, _, process = left.name[1:].removesuffix(".tmp").rpartition(".")
+        if name in (None, of) and process.isdecimal() and not _is_running(int(process)):
+            _remove(left)
 
 
 def _is_running(process: int) -> bool:

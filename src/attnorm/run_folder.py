@@ -105,6 +105,23 @@ def lock(path: Path, timeout: float = -1) -> Iterator[None]:
 
 
 @contextmanager
+def only_process(out: Path) -> Iterator[None]:
+    """Hold the folder, created if it is missing, until the block ends: two runs would overwrite each other's files.
+
+    Raises:
+        ValueError: Another process holds it, or `out` is a file.
+    """
+    require_folder(out)
+    with try_lock(out / ".lock") as held:
+        if not held:
+            raise ValueError(
+                f"expected a folder that no other process writes to, got {out}. Wait until that run ends, or name "
+                "another folder with --out"
+            )
+        yield
+
+
+@contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
     """Yield whether this process got the lock, without waiting."""
     from filelock import FileLock, Timeout

@@ -40,7 +40,7 @@ def test_compiled_code_gives_the_same_outputs_and_gradients() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.as_installed
 def test_every_normalizer_compiles(name: str) -> None:
@@ -48,7 +48,7 @@ def test_every_normalizer_compiles(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(set(attnorm.available()) - set(ROWS)))
 @pytest.mark.as_installed
 def test_every_mechanism_compiles(name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
@@ -31,7 +32,7 @@ from attnorm.models.by_head import head_count
 from attnorm.models.kernel import patched_attention
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
-from attnorm.models.support import KERNEL, UnsupportedModel, attention_sites
+from attnorm.models.support import KERNEL, NORMALIZER, UnsupportedModel, attention_sites
 from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
@@ -514,3 +515,18 @@ def test_an_observer_sees_the_normalizer() -> None:
     assert names[0] is None
     assert isinstance(names[1], attnorm.Normalizer)
     assert names[1].name == "ssmax"
+
+
+def test_layers_of_a_hybrid_model_have_the_numbers_of_the_model() -> None:
+    """Attention stands in layers 1 and 3, convolutions in 0 and 2: layer 1 is the first attention, not the second."""
+    kinds = ["conv", "full_attention", "conv", "full_attention"]
+    config = transformers.Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=kinds,
+    )  # fmt: skip
+    model = transformers.Lfm2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    attnorm.patch(model, "entmax15", layers=[1])
+    patched = [path for path, module in model.named_modules() if NORMALIZER in dict(module.named_children())]
+    assert patched == ["model.layers.1.self_attn"]
+    with pytest.raises(ValueError, match="the layers 1 to 3"):
+        attnorm.patch(model, "entmax15", layers=[0])

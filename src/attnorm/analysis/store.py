@@ -96,7 +96,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} is not a file that attnorm wrote: {error}; choose another folder") from error
     if not isinstance(content, dict):
         raise DamagedFileError(

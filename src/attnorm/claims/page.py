@@ -19,6 +19,7 @@ HEADINGS = {
     "gradient": "Gradient: how fast weights move",
     "coverage": "Coverage: several heads together",
     "kneemax": "Kneemax: what our own normalizer promises",
+    "law": "The law of weight against gradient",
     "normalizers": "What every normalizer declares",
     "frontier": "The frontier of weight against gradient",
 }

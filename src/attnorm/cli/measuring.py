@@ -1,5 +1,6 @@
 """What analyze, compare and report share: options of measuring and judging, texts, failures told in one sentence."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.output import usage_errors
+from attnorm.cli.output import printable, usage_errors
 from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "A
 
 
 @contextmanager
-def failures(when_interrupted: Callable[[], str] = lambda: "Interrupted.") -> Iterator[None]:
+def failures(
+    when_interrupted: Callable[[], str] = lambda: "Interrupted.", writes_to: Path | None = None
+) -> Iterator[None]:
     """Wrong input leaves with 2; a disk, a network or memory that gives out with 1; Ctrl-C with 130."""
     import torch
 
@@ -139,7 +142,7 @@ def failures(when_interrupted: Callable[[], str] = lambda: "Interrupted.") -> It
         with usage_errors():
             yield
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise typer.BadParameter(_told(error)) from None
+        raise typer.BadParameter(printable(_told(error))) from None
     except KeyboardInterrupt:
         typer.echo(when_interrupted(), err=True)
         raise typer.Exit(130) from None
@@ -151,14 +154,17 @@ def failures(when_interrupted: Callable[[], str] = lambda: "Interrupted.") -> It
         )
         raise typer.Exit(1) from None
     except OSError as error:
-        typer.echo(f"Error: {_told(error)}", err=True)
+        typer.echo(f"Error: {printable(_told(error, writes_to))}", err=True)
         raise typer.Exit(1) from None
 
 
-def _told(error: Exception) -> str:
-    """The message without '[Errno 28]'; a bare system error keeps the file it is about."""
+def _told(error: Exception, writes_to: Path | None = None) -> str:
+    """The message without '[Errno 28]'; a bare system error keeps the file, or the folder, it is about."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+        where = error.filename if error.filename is not None else writes_to
+        told = error.strerror if where is None else f"{error.strerror}: {where}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{told}. Free some space, or name a folder on another disk with --out" if full else told
     return str(error)
 
 

@@ -38,7 +38,15 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(str(error))) from None
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: a file name must not send escape sequences to the terminal."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else f"\\x{ord(character):02x}"
+        for character in text
+    )
 
 
 def show_version(asked: bool) -> bool:

@@ -26,7 +26,7 @@ def report(
     """
     from attnorm.analysis.result import Analysis
 
-    with failures():
+    with failures(writes_to=out or folder):
         analysis = Analysis.load(folder)
         if threshold:
             analysis = analysis.judged(analysis.thresholds.changed(threshold))

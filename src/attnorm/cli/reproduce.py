@@ -148,7 +148,7 @@ def reproduce(
     )
     _note_default_text(first, text)
     with (
-        failures(lambda: f"Interrupted; {_SAFE}."),
+        failures(lambda: f"Interrupted; {_SAFE}.", writes_to=out),
         _default_explained(first, asked=bool(model)),
         _short_of_memory(),
         _progress() as progress,

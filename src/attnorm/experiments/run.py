@@ -27,7 +27,7 @@ from attnorm.experiments.figure_style import save, style
 from attnorm.experiments.index_page import write_index
 from attnorm.experiments.option_checks import check_text_lengths, check_unused_options
 from attnorm.experiments.paper_setting import setting
-from attnorm.files import atomic_replace
+from attnorm.files import atomic_replace, remove_abandoned
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.analysis_json import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
@@ -77,6 +77,7 @@ def reproduce(
         for one, identity in zip(chosen, identities, strict=True):
             _require_same_settings(out / one.name, identity)
     make_writable(out)  # before an experiment takes its time
+    remove_abandoned(out)
     written = []
     for number, (one, identity) in enumerate(zip(chosen, identities, strict=True), 1):
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attnorm.models.attach import Recipe
+from attnorm.models.recipe_schema import FORMAT, read_recipe_file
 
 RECIPE_FILE = "attnorm.json"
 VALUES_FILE = "attnorm.safetensors"
-FORMAT = 1
 WEIGHTS = "*model*.safetensors"  # of a model, or of adapters
 SAMPLED = 4096  # bytes of each weight: training changes all of them, and large models are not read twice
 
@@ -56,28 +56,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def read_recipes(file: str) -> tuple[dict[str, Recipe], dict[str, str]]:
     """The recipes by path, and the digests of the weights that they belong to."""
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: it is no JSON ({error}); save the model again") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f"{file} is not of the format {FORMAT} that this attnorm reads; was it written by a newer one?"
-        )
-    try:
-        recipes = {path: _recipe(part) for path, part in content["modules"].items()}
-        return recipes, dict(content.get("weights", {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{file} is damaged: every module needs normalizer, options and heads ({error!r}); save the model again"
-        ) from None
-
-
-def _recipe(part: Mapping[str, Any]) -> Recipe:
-    name, options, heads = part["normalizer"], part["options"], part["heads"]
-    if not isinstance(name, str) or not isinstance(options, dict):
-        raise TypeError(f"normalizer {name!r} with options {options!r}")
-    return Recipe(name, options, None if heads is None else tuple(heads))
+    return read_recipe_file(file)
 
 
 def values_digest(file: str) -> str | None:
@@ -116,6 +95,8 @@ def weights_digest(path: Path) -> str:
     """Of names, shapes, dtypes and some bytes of every weight in a safetensors file."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
+        if start > path.stat().st_size:
+            raise ValueError(f"{path} is damaged: expected a header within the file, got {start - 8:,} bytes")
         header: dict[str, Any] = json.loads(file.read(start - 8))
         digest = hashlib.sha256()
         for name, about in sorted(header.items()):

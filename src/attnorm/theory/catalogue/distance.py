@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import distance, random_set
-from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_most, between
+from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/distance.md"
@@ -91,6 +91,19 @@ def _random_epsilon(case: Case) -> Tensor:
 def _corollary2_corrected(case: Case) -> Tensor:
     bounds = random_set.corollary2_bounds(case.selected)
     return between(_exact(case), bounds.lower, bounds.upper, ROUNDING)
+
+
+def _corollary2_lower_end(case: Case) -> Tensor:
+    """Where the proof's two lower bounds on sum ||mu_i||, lines in t = ||x_bar||, meet: found by halving."""
+    rows, N, n = case.selected, case.top_n, case.keys
+    total, share = rows.norms.sum(-1)[..., 0], N / (n - 1)
+    low, high = torch.zeros_like(total), total
+    for _ in range(60):
+        middle = (low + high) / 2
+        rising = (N - 1) * middle < (1 + share) * total - share * n * middle
+        low, high = torch.where(rising, middle, low), torch.where(rising, high, middle)
+    meeting = (1 - N / n) * (N - 1) * high
+    return equals(random_set.corollary2_bounds(rows).lower, meeting, 1e-9 * total + ROUNDING)
 
 
 def _relative(case: Case) -> Tensor:
@@ -257,6 +270,17 @@ CLAIMS = [
         status="holds",
         ratio=_corollary2_corrected,
         attained=(None, EXACTLY),
+    ),
+    claim(
+        id="corollary-2-lower-end",
+        proof=COROLLARY,
+        source="Corollary 2, corrected",
+        form="added",
+        statement="the c of the lower end is the best that ||sum mu_i|| and the triangle inequality give",
+        domain="any row; for N >= 2 a bound that no row is known to attain",
+        status="holds",
+        ratio=_corollary2_lower_end,
+        differentiable=False,
     ),
     claim(
         id="must-collapse",

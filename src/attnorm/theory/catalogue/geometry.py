@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry
-from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_least, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/geometry.md"
@@ -89,6 +89,20 @@ def _exact_law(case: Case) -> Tensor:
     exact, error = (torch.as_tensor(values) for values in (law.probability, law.error))
     sides = [at_least(exact + error, bounds.lower), at_most(exact - error, bounds.upper)]
     return case.padded(torch.stack(sides, -1))
+
+
+def _cantelli(case: Case) -> Tensor:
+    """Laws of ||Y||^2 that attain each bound: two values for Cantelli, a rare huge value beside them for Markov."""
+    share = 0.1 + 0.8 * case.dial / (1 + case.dial)  # of the higher value
+    low = 0.1 + case.logits[:, 0].abs().clamp(max=10)
+    high = low + 0.1 + case.logits[:, 1].abs().clamp(max=10)
+    mean, variance = low + share * (high - low), share * (1 - share) * (high - low) ** 2
+    below = geometry.cantelli_bounds(mean, variance, low.sqrt()).upper
+    above = geometry.cantelli_bounds(mean, variance, (high * (1 - 1e-9)).sqrt()).lower
+    rare, huge = 1e-14, 1e9
+    mean, variance = share + rare * huge, torch.full_like(share, rare * huge**2)
+    markov = geometry.cantelli_bounds(mean, variance, torch.ones_like(mean)).lower
+    return torch.stack([at_most(1 - share, below), at_most(share, 1 - above), at_most(share, 1 - markov)], -1)
 
 
 def _permuted(case: Case) -> Tensor:
@@ -218,6 +232,17 @@ CLAIMS = [
         sizes=Sizes(most_keys=6, least_width=2),
         ratio=_exact_law,
         attained=(EXACTLY, EXACTLY),
+    ),
+    claim(
+        id="cantelli-markov",
+        proof=CORRECTED,
+        source="Theorem 2, corrected",
+        form="added",
+        statement="r^2 < m: P <= v/(v + (m - r^2)^2); r^2 > m: P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2); attained",
+        domain="||Y||^2 with mean m and variance v; searched on the laws that attain them",
+        status="holds",
+        ratio=_cantelli,
+        attained=(EXACTLY, EXACTLY, NEARLY),
     ),
     claim(
         id="theorem-2-moments",

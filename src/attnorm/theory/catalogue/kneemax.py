@@ -74,8 +74,12 @@ def _no_zero(case: Case) -> Tensor:
     """Where a key has no weight: the spread below which that cannot be, against the spread of the row."""
     n = case.keys
     least = torch.full_like(case.dial, 2 * case.temperature * (1 / n + 1 / (n - 1)))
-    some = (_weights(case, case.logits) == 0).any(-1)
-    return torch.where(some, at_least(case.spread, least), torch.nan)
+    # On some rows one key lies as far below equal ones as makes the first zero, up to 0.1 %.
+    depth = least * (1 + 1e-3 * case.dial.log().clamp(-1, 1))
+    last = torch.where(torch.arange(n) < n - 1, depth[:, None], 0.0)
+    logits = torch.where((case.pick % 4 == 0)[:, None], last, case.logits)
+    some = (_weights(case, logits) == 0).any(-1)
+    return torch.where(some, at_least(logits.amax(-1) - logits.amin(-1), least), torch.nan)
 
 
 CLAIMS = [
@@ -131,6 +135,6 @@ CLAIMS = [
         statement="no key has weight 0 while the spread is below 2T(1/n + 1/(n-1))",
         ratio=_no_zero,
         differentiable=False,
-        attained=(0.92,),
+        attained=(NEARLY,),
     ),
 ]

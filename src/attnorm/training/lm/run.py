@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.files import write_json
-from attnorm.run_folder import read_record, require_only, require_same_run
+from attnorm.run_folder import only_process, read_record, require_only, require_same_run
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.interruption import StopRequest, TrainingInterrupted
 from attnorm.training.lm.attention import Attention, check_attention
@@ -93,31 +93,33 @@ def train_lm(
     check_accelerate()
     torch_device = chosen_device(device)
     source = describe_texts(texts, valid)
-    record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
-    if _is_finished(record, settings, lengths):
-        return record
+    require_own(out)
+    with only_process(out):
+        record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
+        if _is_finished(record, settings, lengths):
+            return record
 
-    corpus = prepare(
-        texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
-        progress=lambda what, tokens: report(LMProgress(what, tokens)),
-    )  # fmt: skip
-    check_length(corpus.train, settings.context, "training")
-    check_length(corpus.valid, settings.context, "validation")
-    measured = evaluation_lengths(lengths, settings, corpus.valid)
+        corpus = prepare(
+            texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
+            progress=lambda what, tokens: report(LMProgress(what, tokens)),
+        )  # fmt: skip
+        check_length(corpus.train, settings.context, "training")
+        check_length(corpus.valid, settings.context, "validation")
+        measured = evaluation_lengths(lengths, settings, corpus.valid)
 
-    deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-    with accelerated(torch_device, settings.dtype) as accelerator, StopRequest() as stop:
-        run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
-        report(LMProgress("training", run.step, settings.steps))  # the first steps may have to be compiled
-        for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
-            report(LMProgress("training", run.step, settings.steps, entry))
-    if stop.asked:
-        raise TrainingInterrupted(run.step)
-    report(LMProgress("evaluating", run.step, settings.steps))
-    return export(
-        out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=torch_device,
-        lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
-    )  # fmt: skip
+        deadline = math.inf if max_minutes is None else started + 60 * max_minutes
+        with accelerated(torch_device, settings.dtype) as accelerator, StopRequest() as stop:
+            run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
+            report(LMProgress("training", run.step, settings.steps))  # the first steps may have to be compiled
+            for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
+                report(LMProgress("training", run.step, settings.steps, entry))
+        if stop.asked:
+            raise TrainingInterrupted(run.step)
+        report(LMProgress("evaluating", run.step, settings.steps))
+        return export(
+            out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=torch_device,
+            lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
+        )  # fmt: skip
 
 
 def _is_finished(record: dict[str, Any], settings: LMSettings, lengths: Sequence[int] | None) -> bool:
@@ -137,7 +139,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     path = out / RECORD
     record = read_record(path, ("run",), "choose another folder, or remove this one")
     if record is None:
-        require_only(out, (), "files, but no training run")
+        require_own(out)
         return _new_record(path, identity)
     started = any((out / CHECKPOINTS).glob("*")) or record.get("result")
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
@@ -149,6 +151,12 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
     (out / METRICS).unlink(missing_ok=True)
     return _new_record(path, identity)
+
+
+def require_own(out: Path) -> None:
+    """Raise ValueError if the folder holds files and no training run."""
+    if not (out / RECORD).is_file():
+        require_only(out, (), "files, but no training run")
 
 
 def _new_record(path: Path, identity: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""A model folder from elsewhere: a hostile attnorm.json ends in a ValueError; nothing else is opened or allocated."""
+
+import builtins
+import io
+import json
+import pathlib
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import attnorm
+from attnorm.models.recipe_files import RECIPE_FILE, read_recipes
+from tests.models.families import tiny
+
+DIGEST = "0" * 64
+MODULE = "layers.0.self_attn"
+
+
+def recipe(**changed: Any) -> dict[str, Any]:
+    module = {"normalizer": "entmax15", "options": {}, "heads": None, **changed}
+    return {"format": 1, "modules": {MODULE: module}, "weights": {}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+HOSTILE: dict[str, Any] = {
+    "a path that leaves the folder": {**recipe(), "weights": {"../../etc/hostname": DIGEST}},
+    "an absolute path": {**recipe(), "weights": {"/etc/hostname": DIGEST}},
+    "a path below the folder": {**recipe(), "weights": {"deeper/model.safetensors": DIGEST}},
+    "a backslash": {**recipe(), "weights": {"..\\model.safetensors": DIGEST}},
+    "a hidden file": {**recipe(), "weights": {".model.safetensors": DIGEST}},
+    "an escape sequence in a file name": {**recipe(), "weights": {"\x1b[31mmodel.safetensors": DIGEST}},
+    "a digest that is no digest": {**recipe(), "weights": {"model.safetensors": "short"}},
+    "weights that are a list": {**recipe(), "weights": ["model.safetensors"]},
+    "10**12 heads": recipe(normalizer="ssmax", options={"heads": 10**12}),
+    "heads that are true": recipe(normalizer="ssmax", options={"heads": True}),
+    "a head number of 10**12": recipe(heads=[10**12]),
+    "a negative head number": recipe(heads=[-1]),
+    "many heads": recipe(heads=list(range(5000))),
+    "heads that are a word": recipe(heads="all"),
+    "3,000 coefficients": recipe(normalizer="adaptive_temperature", options={"coefficients": [0.1] * 3000}),
+    "a deep option": recipe(options={"alpha": nested(50)}),
+    "a number that overflows": recipe(options={"alpha": 10**400}),
+    "many options": recipe(options={f"option{i}": 1 for i in range(100)}),
+    "a long text": recipe(options={"alpha": "x" * 5000}),
+    "an escape sequence in a name": recipe(normalizer="\x1b]0;title\x07"),
+    "a normalizer that is a number": recipe(normalizer=7),
+    "a module that is a list": {"format": 1, "modules": {MODULE: []}, "weights": {}},
+    "no modules": {"format": 1},
+    "many modules": {"format": 1, "modules": {str(i): {} for i in range(10_001)}},
+}
+
+AS_TEXT = {
+    "deep nesting": '{"format": 1, "modules": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "NaN": json.dumps(recipe(options={"alpha": float("nan")})),
+    "an infinite number": json.dumps(recipe(options={"alpha": 12345})).replace("12345", "1e999"),
+    "a file of 20 MB": '{"format": 1, "modules": {}, "note": "' + "x" * 20_000_000 + '"}',
+    "nothing": "",
+    "bytes that are no text": "\x00",
+}  # fmt: skip
+FILES = {**{name: json.dumps(content) for name, content in HOSTILE.items()}, **AS_TEXT}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    model = tiny("llama")
+    attnorm.patch(model, "entmax15")
+    attnorm.save_pretrained(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_hostile_file_is_named_and_opens_and_allocates_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / RECIPE_FILE
+    file.write_text(FILES[name], encoding="utf-8")
+    opened: list[str] = []
+    plain = io.open
+
+    def watched(path: Any, *given: Any, **options: Any) -> Any:
+        opened.append(str(path))
+        return plain(path, *given, **options)
+
+    monkeypatch.setattr(builtins, "open", watched)
+    monkeypatch.setattr(io, "open", watched)
+    monkeypatch.setattr(pathlib.io, "open", watched, raising=False)  # type: ignore[attr-defined]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=RECIPE_FILE) as refused:
+            read_recipes(str(file))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert set(opened) <= {str(file)}
+    assert peak < 50 * 2**20
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "name", ["a path that leaves the folder", "10**12 heads", "3,000 coefficients", "deep nesting"]
+)
+def test_from_pretrained_rejects_it_too(name: str, saved: Path) -> None:
+    good = (saved / RECIPE_FILE).read_text()
+    try:
+        (saved / RECIPE_FILE).write_text(FILES[name])
+        with pytest.raises(ValueError, match=RECIPE_FILE):
+            attnorm.from_pretrained(saved)
+    finally:
+        (saved / RECIPE_FILE).write_text(good)
+
+
+def test_a_header_that_claims_more_than_the_file_is_named(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    good = weights.read_bytes()
+    try:
+        weights.write_bytes((2**60).to_bytes(8, "little") + good[8:])
+        with pytest.raises(Exception, match=r"model\.safetensors|[Hh]eader"):
+            attnorm.from_pretrained(saved)
+    finally:
+        weights.write_bytes(good)
+
+
+def test_what_attnorm_writes_is_read(saved: Path) -> None:
+    recipes, weights = read_recipes(str(saved / RECIPE_FILE))
+    assert {one.name for one in recipes.values()} == {"entmax15"}
+    assert set(weights) == {"model.safetensors"}
+    assert attnorm.from_pretrained(saved) is not None
