@@ -35,7 +35,7 @@ def test_more_blocks_raise_at_the_second_derivative(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 1)
     q, k, v = inputs()
     for wanted in (q, k, v):
-        with pytest.raises(RuntimeError, match="expected one derivative of attention in blocks.*return_weights=True"):
+        with pytest.raises(RuntimeError, match=r"expected one derivative of attention in blocks.*return_weights=True"):
             second(attnorm.attention(q, k, v, "entmax15", engine="blocked"), q, wanted)
 
 

@@ -107,7 +107,9 @@ def test_large_logits_in_half_precision_lose_one_rounding_of_the_output(
 @torch.no_grad()
 def test_factors_past_the_end_of_float16_stay_finite(name: str, engine: Engine) -> None:
     q, k, v = ((100 * torch.randn(1, 2, 9, 8)).half() for _ in range(3))
-    normalizer = attnorm.compose(scale=attnorm.get("softmax", temperature=1e-4), sink=None if name == "softmax" else name)
+    normalizer = attnorm.compose(
+        scale=attnorm.get("softmax", temperature=1e-4), sink=None if name == "softmax" else name
+    )
     found = attnorm.attention(q, k, v, normalizer, engine=engine)
     exact = attnorm.attention(*(t.double() for t in (q, k, v)), normalizer, engine="blocked")
     torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(torch.float16).eps, atol=0)

@@ -47,7 +47,9 @@ def blocked(
 def with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
     """Output (B, H, Q, D) and the weights (B, H, Q, L) it was made with, in float32 at least, all rows in one block."""
     q, k, v = _working(inputs)
-    run = _Run(inputs, normalizer, _dot_product(inputs.scale), q.shape[0] * q.shape[1] * max(1, q.shape[2]) * k.shape[2])
+    run = _Run(
+        inputs, normalizer, _dot_product(inputs.scale), q.shape[0] * q.shape[1] * max(1, q.shape[2]) * k.shape[2]
+    )
     with without_autocast(q.device):
         weights = run.weigh(0, inputs.queries, q, k, inputs.hidden_states, inputs.bias)
         return (weights @ v).to(inputs.q_BHQD.dtype), weights
@@ -223,7 +225,7 @@ class _DifferentiatedOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Never:
         raise RuntimeError(
-            "expected one derivative of attention in blocks, got a second one. Call attention with return_weights=True, "
+            "expected one derivative of attention in blocks, got a second one. Pass return_weights=True to attention, "
             "which computes all rows at once, or pass fewer queries at a time."
         )
 

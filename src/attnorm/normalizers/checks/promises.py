@@ -103,7 +103,7 @@ def _allowed(bound: float) -> float:
 
 
 def _climb(subject: Subject, rows: Tensor, bound: float) -> float:
-    """The largest norm on a random walk uphill from the given rows, with steps from 1 to 1e-4; stops above the bound."""
+    """The largest norm on a random walk uphill from the rows, with steps from 1 to 1e-4; stops above the bound."""
     best, generator = _jacobian_norms(subject, rows, apart=1), seeded(6)
     for step in torch.logspace(0, -4, CLIMB_ROUNDS).tolist():
         tried = rows[:, None] + step * torch.randn(len(rows), TRIALS, rows.shape[-1], generator=generator).double()
