@@ -205,12 +205,12 @@ class _BlockedAttention(torch.autograd.Function):
                     place += piece
         found = [*totals, hidden_total, bias_total, *parameter_totals]
         if torch.is_grad_enabled():  # with create_graph=True
-            places = [i for i, t in enumerate(found) if t is not None]
+            present = [i for i, t in enumerate(found) if t is not None]
             sources = [t for t in (grad, *ctx.saved_tensors) if t is not None]
             marked = _DifferentiatedOnce.apply(  # type: ignore[no-untyped-call]
-                len(places), *(found[i] for i in places), *sources
+                len(present), *(found[i] for i in present), *sources
             )
-            for i, t in zip(places, marked, strict=True):
+            for i, t in zip(present, marked, strict=True):
                 found[i] = t
         return None, None, *found
 
