@@ -210,7 +210,7 @@ def test_the_report_lists_what_was_checked() -> None:
     report = check_normalizer("softmax")
     assert report.passed
     assert report.normalizer == "softmax"
-    assert "22 of 22 checks passed" in str(report)
+    assert "23 of 23 checks passed" in str(report)
     failed = Report("x", (Check("sign", False, "a weight is -1"), Check("shift", True)))
     assert failed.failures == (failed.checks[0],)
     assert str(failed).splitlines()[1:] == ["  FAILED  sign: a weight is -1", "  passed  shift"]
