@@ -1,13 +1,16 @@
 """attention(q, k, v, normalizer=...): any normalizer or mechanism, with the cheapest exact engine for it."""
 
+import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
+import torch
 from torch import Tensor
 
 from attnorm.engines import fused
-from attnorm.engines.blocked import blocked
-from attnorm.engines.inputs import Inputs, checked
+from attnorm.engines.blocked import blocked, with_weights
+from attnorm.engines.inputs import Inputs, checked, without_autocast
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
@@ -19,13 +22,51 @@ else:
 
 Engine = Literal["auto", "fused", "sparse", "flex", "blocked"]
 
+# The largest matrix of weights that return_weights=True builds.
+MOST_WEIGHT_BYTES = 2**30
+
 # torch's scaled_dot_product_attention has other words, and its causal mask another place.
 SDPA_OPTIONS = {
     "attn_mask": "mask=, boolean with True = may attend; an additive one is attn_mask > torch.finfo(dtype).min / 2",
     "is_causal": "causal=True, aligned bottom-right: the last query sees every key, where torch aligns top-left",
-    "dropout_p": "nothing: leave it out, attention here has no dropout",
     "enable_gqa": "nothing: leave it out, fewer key heads than query heads are shared by groups anyway",
 }
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer: str | Normalizer | Mechanism = "softmax",
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: Literal[False] = False,
+    engine: Engine = "auto",
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer: str | Normalizer | Mechanism = "softmax",
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: Literal[True],
+    engine: Engine = "auto",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -39,14 +80,20 @@ def attention(
     scale: float | None = None,
     positions: Tensor | Positions | None = None,
     hidden_states: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
     engine: Engine = "auto",
     **unknown: Refused,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention output (B, H, Lq, Dv) for q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
 
     mask: boolean, True = may attend, broadcastable to (B, H, Lq, Lk). causal: aligned bottom-right, so that one query
     sees all keys. scale: 1/sqrt(D) unless given. positions, hidden_states: as for a normalizer. Fewer key heads than
     query heads are shared by groups. A query that sees no key gets zeros.
+
+    dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
+    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Lq, Lk) that
+    made the output, after dropout, in float32 at least; for matrices of at most 1 GiB.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
@@ -56,13 +103,39 @@ def attention(
     chosen = resolve(normalizer)
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):
         if engine != "auto":
             raise ValueError(f"{chosen.name!r} brings its own engine, got engine={engine!r}; use engine='auto'")
+        if dropout_p or return_weights:
+            raise ValueError(
+                f"expected a row normalizer for dropout_p and return_weights, got the mechanism {chosen.name!r}. "
+                "Leave both out."
+            )
         output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         return output
     inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
+    inputs = replace(inputs, dropout=float(dropout_p))
+    if return_weights:
+        _check_weights(inputs, engine)
+        output, weights = with_weights(inputs, chosen)
+        return output.reshape(*q.shape[:-1], v.shape[-1]), weights.reshape(*q.shape[:-1], k.shape[-2])
     return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _check_weights(inputs: Inputs, engine: Engine) -> None:
+    if engine not in ("auto", "blocked"):
+        raise ValueError(
+            f"expected engine='auto' or 'blocked' with return_weights=True, got {engine!r}, which builds no weights. "
+            "Leave engine out."
+        )
+    size = math.prod(inputs.weights_shape) * (8 if inputs.q_BHQD.dtype == torch.float64 else 4)
+    if size > MOST_WEIGHT_BYTES:
+        raise ValueError(
+            f"expected weights of at most {MOST_WEIGHT_BYTES:,} bytes with return_weights=True, got {size:,} bytes for "
+            f"shape {tuple(inputs.weights_shape)}. Pass fewer queries at a time, or leave return_weights out."
+        )
 
 
 def _in_words_of_sdpa(unknown: Iterable[str]) -> str:
@@ -73,6 +146,11 @@ def _in_words_of_sdpa(unknown: Iterable[str]) -> str:
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
     """Output (B, H, Lq, Dv) of inputs that are checked already, on the cheapest engine or the given one."""
+    with without_autocast(inputs.q_BHQD.device):
+        return _attend(inputs, normalizer, engine)
+
+
+def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
     if engine in ("auto", "fused"):

@@ -21,7 +21,9 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "not a normalizer": ({"normalizer": 3}, TypeError, ["got int", "expected a Normalizer"]),
     "torch's mask": ({"attn_mask": None}, TypeError, ["attn_mask=", "mask=, boolean with True = may attend"]),
     "torch's causal": ({"is_causal": True}, TypeError, ["causal=True", "bottom-right", "torch aligns top-left"]),
-    "torch's dropout": ({"dropout_p": 0.1, "causal": True}, TypeError, ["dropout_p=", "has no dropout"]),
+    "dropout of all": ({"dropout_p": 1.0}, ValueError, ["dropout_p", "below 1", "1.0"]),
+    "negative dropout": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "at least 0", "-0.1"]),
+    "weights of a fused engine": ({"return_weights": True, "engine": "fused"}, ValueError, ["return_weights", "fused"]),
     "torch's groups": ({"enable_gqa": True}, TypeError, ["enable_gqa=", "shared by groups"]),
     "an option of nobody": ({"masc": None}, TypeError, ["does not take masc=", "help(attnorm.attention)"]),
     "integers": (

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.attention import Engine
 from attnorm.engines import fused
 from attnorm.engines.inputs import checked
 from tests.attention.calls import Call, calling, learned, outputs_and_gradients
@@ -66,3 +67,49 @@ def test_errors_are_at_most_twice_those_of_the_plain_computation(
         # A single number, where the plain error may be 0 by chance.
         rounding = max(1e-5, 2 * torch.finfo(dtype).eps) * max(1.0, largest(size))
         assert largest(error) <= 2 * largest(naive_error) + rounding
+
+
+LARGE = {
+    "ssmax": {"s": 0.43},
+    "softmax": {"temperature": 0.01},
+    "log_scaled": {"train_length": 8},
+    "adaptive_temperature": {},
+    "sink": {},
+    "entmax15": {},
+    "asentmax": {"gamma": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("deviation", [1.0, 4.0])
+@torch.no_grad()
+def test_large_logits_in_half_precision_lose_one_rounding_of_the_output(
+    name: str, dtype: torch.dtype, deviation: float
+) -> None:
+    """Every engine that takes the call; FlashAttention's rule holds, and so does the stricter one of float32 inside."""
+    q, k, v = (torch.randn(1, HEADS, 61, 64) for _ in range(3))
+    q, k, v = (deviation * q).to(dtype), (deviation * k).to(dtype), v.to(dtype)
+    case = Case(name, LARGE[name], lambda row, _: row.z)
+    normalizer = attnorm.get(name, **LARGE[name])
+    assert isinstance(normalizer, attnorm.Normalizer)
+    exact = attnorm.attention(*(t.double() for t in (q, k, v)), normalizer, causal=True, engine="blocked")
+    naive = largest(plain(case, normalizer, q, k, v, v).double() - exact)
+    engines = ["auto", "blocked", *(["fused"] if runs_fused(normalizer, q, k, v) else [])]
+    for engine in engines:
+        error = largest(attnorm.attention(q, k, v, normalizer, causal=True, engine=engine).double() - exact)
+        assert error <= 2 * naive, engine
+        assert error <= 2 * torch.finfo(dtype).eps * largest(exact), engine
+
+
+@pytest.mark.parametrize("name", ["softmax", "sink"])
+@pytest.mark.parametrize("engine", ["fused", "blocked"])
+@torch.no_grad()
+def test_factors_past_the_end_of_float16_stay_finite(name: str, engine: Engine) -> None:
+    q, k, v = ((100 * torch.randn(1, 2, 9, 8)).half() for _ in range(3))
+    normalizer = attnorm.compose(
+        scale=attnorm.get("softmax", temperature=1e-4), sink=None if name == "softmax" else name
+    )
+    found = attnorm.attention(q, k, v, normalizer, engine=engine)
+    exact = attnorm.attention(*(t.double() for t in (q, k, v)), normalizer, engine="blocked")
+    torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(torch.float16).eps, atol=0)

@@ -96,3 +96,12 @@ def test_prime_lengths_in_blocks_equal_one_block(name: str, length: int, monkeyp
     monkeypatch.setattr("attnorm.engines.blocked.BLOCK_ELEMENTS", HEADS * length * 11)
     monkeypatch.setattr("attnorm.engines.inputs.MASK_ELEMENTS", length * 11)
     torch.testing.assert_close(attnorm.attention(q, k, v, name, mask=mask, causal=True), whole, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink", "entmax15"])
+@pytest.mark.parametrize("shape", [(0, 5), (2, 1, 0, 5), (1, 5), (5,), (2, 1, 1, 5)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_zero_queries_with_a_mask_give_an_empty_output(name: str, shape: tuple[int, ...], causal: bool) -> None:
+    q, k, v = torch.randn(2, 2, 0, 4, requires_grad=True), torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 3)
+    output = attnorm.attention(q, k, v, name, mask=torch.ones(shape, dtype=torch.bool), causal=causal)
+    assert output.shape == (2, 2, 0, 3)

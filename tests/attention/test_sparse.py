@@ -232,6 +232,12 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
         assert_follows([found[0]], [attnorm.attention(q[0], k[0], v[0], normalizer, engine="blocked")], 1e-5)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")
+def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> None:
+    with pytest.raises(ValueError, match="has no kernel of our own here"):
+        attnorm.attention(*draw(SQUARE, torch.bfloat16), "entmax15", engine="sparse")
+
+
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     script = """
 import triton

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, get, register
+from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, compose, get, mixture, register
 from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
 from attnorm.normalizers.checks import CHECKS
 from attnorm.normalizers.entmax import Entmax
@@ -82,6 +82,23 @@ class Steeper(Entmax):
         return 0.5
 
 
+class SteepFarFromZero(Map):
+    """As steep as 1/4 at z = 2.7317 only, which no fixed row of the check contains."""
+
+    properties = FREE
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(torch.sigmoid(block.logits - 2.7317))
+
+    def lipschitz(self, n: int) -> float | None:
+        return 0.24999 if n <= 5 else 0.25
+
+
+class DropsNaN(Normalizer):
+    def weights(self, block: Block) -> Tensor:
+        return super().weights(block.narrowed(~block.logits.isnan()))
+
+
 class KeepsHiddenWeights(Normalizer):
     def weights(self, block: Block) -> Tensor:
         return torch.softmax(block.logits, -1)
@@ -117,6 +134,8 @@ BROKEN = [
     ("shift", made(lambda block: torch.sigmoid(block.logits), Properties(row_sum="free"))),
     ("shift", made(unstable_softmax)),
     ("lipschitz", Normalizer(Steeper(1.5), name="broken")),
+    ("lipschitz", Normalizer(SteepFarFromZero(), name="broken")),
+    ("visible_nan", DropsNaN(Softmax(), name="broken")),
     ("hidden_keys", KeepsHiddenWeights(Softmax(), name="broken")),
     ("hidden_values", ReadsHiddenLogits(Softmax(), name="broken")),
     ("empty_rows", Normalizer(OverNUnclamped(), name="broken")),
@@ -144,6 +163,29 @@ def test_each_check_finds_what_it_is_for(check: str, normalizer: Normalizer) -> 
     assert check in {failure.name for failure in report.failures}, str(report)
 
 
+@pytest.mark.parametrize("options", [{"k": 1}, {"k": 2}, {"k": "sqrt"}], ids=str)
+def test_topk_and_what_is_composed_with_it_do_not_hide_nan(options: dict[str, Any]) -> None:
+    row = torch.tensor([[1.0, math.nan, 0.5, 2.0]])
+    topk = get("topk", **options)
+    assert isinstance(topk, Normalizer)
+    assert topk(row).isnan().all()
+    assert compose("entmax15", select=topk)(row).isnan().all()
+    hidden = torch.tensor([True, False, True, True])
+    assert topk(row, hidden).isfinite().all()
+
+
+@pytest.mark.parametrize("map", ["relu", mixture("relu", "softmax"), mixture("sparsemax", "relu")], ids=str)
+def test_a_sink_does_not_lower_the_constant_of_relu(map: Any) -> None:
+    sunk = compose(map, sink="softmax1")
+    for n in (1, 2, 3):
+        row = torch.full((1, n), 3.0, dtype=torch.float64)
+        jacobian = torch.autograd.functional.jacobian(lambda z: sunk(z)[0], row)[:, 0]
+        declared = sunk.double().lipschitz(n)
+        assert declared is not None
+        assert torch.linalg.matrix_norm(jacobian, ord=2).item() <= declared * (1 + 1e-12)
+    assert compose("relu", sink="softmax1").lipschitz(2) == 0.5
+
+
 def test_there_is_a_broken_normalizer_for_every_check() -> None:
     assert {name for name, _ in BROKEN} | {"compiled"} == set(CHECKS)
 
@@ -168,7 +210,7 @@ def test_the_report_lists_what_was_checked() -> None:
     report = check_normalizer("softmax")
     assert report.passed
     assert report.normalizer == "softmax"
-    assert "22 of 22 checks passed" in str(report)
+    assert "23 of 23 checks passed" in str(report)
     failed = Report("x", (Check("sign", False, "a weight is -1"), Check("shift", True)))
     assert failed.failures == (failed.checks[0],)
     assert str(failed).splitlines()[1:] == ["  FAILED  sign: a weight is -1", "  passed  shift"]

@@ -5,13 +5,13 @@ Backward computes each block again and adds its gradients into place, so nothing
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attnorm.engines.inputs import Inputs, without_autocast
+from attnorm.engines.inputs import HALF, Inputs, transformed, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
 
@@ -31,10 +31,8 @@ def blocked(
     elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
     run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
-    working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
-    k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
-    if run.rows >= inputs.queries:
+    q, k, v = _working(inputs)
+    if run.rows >= inputs.queries or transformed():  # no rule for transforms: in one block torch derives everything
         whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
     if inputs.dropout > 0:
@@ -44,6 +42,26 @@ def blocked(
         run, tuple(learned), q, k, v, inputs.hidden_states, inputs.bias, *learned.values()
     )
     return output.to(dtype)
+
+
+def with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Q, D) and the weights (B, H, Q, L) it was made with, in float32 at least, all rows in one block."""
+    q, k, v = _working(inputs)
+    run = _Run(
+        inputs, normalizer, _dot_product(inputs.scale), q.shape[0] * q.shape[1] * max(1, q.shape[2]) * k.shape[2]
+    )
+    with without_autocast(q.device):
+        weights = run.weigh(0, inputs.queries, q, k, inputs.hidden_states, inputs.bias)
+        return (weights @ v).to(inputs.q_BHQD.dtype), weights
+
+
+def _working(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in float32 at least, with a key head for every query head."""
+    dtype = inputs.q_BHQD.dtype
+    working = torch.float32 if dtype in HALF else dtype
+    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+    k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
+    return q, k, v
 
 
 def _dot_product(scale: float) -> Scores:
@@ -74,12 +92,18 @@ class _Run(nn.Module):
         bias: Tensor | None,
     ) -> Tensor:
         """Output of the queries start..stop; q, hidden_states and bias are those queries', k and v what they reach."""
-        keys = k.shape[-2]
         with without_autocast(q.device):
-            block = Block.of(self._logits(q, k, bias), self.inputs.visible(start, stop, keys))
-            given = self._given(start, stop, keys)
-            rows = _Rows(block.logits, block.mask, given, hidden_states, first=self.inputs.offset + start)
-            return self._dropped(self.normalizer.weights(rows), start) @ v
+            return self.weigh(start, stop, q, k, hidden_states, bias) @ v
+
+    def weigh(
+        self, start: int, stop: int, q: Tensor, k: Tensor, hidden_states: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """The weights of the queries start..stop, after dropout."""
+        keys = k.shape[-2]
+        block = Block.of(self._logits(q, k, bias), self.inputs.visible(start, stop, keys))
+        given = self._given(start, stop, keys)
+        rows = _Rows(block.logits, block.mask, given, hidden_states, first=self.inputs.offset + start)
+        return self._dropped(self.normalizer.weights(rows), start)
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         logits = self.scores(q, k)
@@ -149,7 +173,6 @@ class _BlockedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         q, k, v, hidden_states, bias, *saved = ctx.saved_tensors
@@ -180,7 +203,31 @@ class _BlockedAttention(torch.autograd.Function):
             for place, piece in zip([*places, *parameter_totals], grads, strict=True):
                 if piece is not None:
                     place += piece
-        return None, None, *totals, hidden_total, bias_total, *parameter_totals
+        found = [*totals, hidden_total, bias_total, *parameter_totals]
+        if torch.is_grad_enabled():  # with create_graph=True
+            present = [i for i, t in enumerate(found) if t is not None]
+            sources = [t for t in (grad, *ctx.saved_tensors) if t is not None]
+            marked = _DifferentiatedOnce.apply(  # type: ignore[no-untyped-call]
+                len(present), *(found[i] for i in present), *sources
+            )
+            for i, t in zip(present, marked, strict=True):
+                found[i] = t
+        return None, None, *found
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Gradients as they are, joined to what they depend on: a second derivative raises instead of being dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Never:
+        raise RuntimeError(
+            "expected one derivative of attention in blocks, got a second one. Pass return_weights=True to attention, "
+            "which computes all rows at once, or pass fewer queries at a time."
+        )
 
 
 def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:

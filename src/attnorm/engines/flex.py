@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from attnorm.engines.inputs import Inputs
+from attnorm.engines.inputs import Inputs, transformed
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule
 from attnorm.normalizers.kernel import Kernel
 from attnorm.normalizers.relu import Relu
@@ -33,7 +33,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call has an exact FlexAttention form."""
     if normalizer.selections or normalizer.sink is not None or inputs.queries == 0:
         return False
-    if not inputs.plain_logits or inputs.dropout > 0:
+    if not inputs.plain_logits or inputs.dropout > 0 or transformed():
         return False
     if min(inputs.q_BHQD.shape[-1], inputs.v_BKLD.shape[-1]) < LEAST_WIDTH:
         return False

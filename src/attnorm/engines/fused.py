@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from attnorm.engines.inputs import Inputs
+from attnorm.engines.inputs import HALF, Inputs, in_forward_mode, rounded
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
@@ -30,6 +30,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on SDPA with the same result."""
     if not isinstance(normalizer.map, Softmax) or normalizer.selections or not inputs.plain_logits:
         return False
+    if in_forward_mode():
+        return False
     others = [rule for rule in normalizer.rules if not isinstance(rule, ScaleRule)]
     if not others:
         return True
@@ -41,25 +43,32 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
-    if inputs.scale < LEAST_SCALE:
-        inputs = replace(inputs, q_BHQD=inputs.q_BHQD * inputs.scale, scale=1.0)
-    q = inputs.q_BHQD
+    """Output (B, H, Q, D) of a normalizer for which `applies` is true.
+
+    A factor folded into q in half precision would round q once more. On a CPU, where half precision saves no time, the
+    call runs in float32. On CUDA q is rounded once for all factors: that errs less than rounded logits do.
+    """
+    dtype, small = inputs.q_BHQD.dtype, inputs.scale < LEAST_SCALE
+    if dtype in HALF and not inputs.q_BHQD.is_cuda and (normalizer.rules or small):
+        q, k, v = (t.float() for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+        return fused(replace(inputs, q_BHQD=q, k_BKLD=k, v_BKLD=v), normalizer).to(dtype)
     rules = normalizer.rules
-    if rules:
-        n, positions = inputs.n(), inputs.query_positions()
-        q = q.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones are sums in float32
-        for rule in rules:
-            if isinstance(rule, ScaleRule):
-                q = rule.scaled(q, n, positions, inputs.hidden_states)
-        q = q.to(inputs.q_BHQD.dtype)
+    if not rules and not small:
+        return _attend(inputs, inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
+    n, positions = inputs.n(), inputs.query_positions()
+    q = inputs.q_BHQD.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones sum in float32
+    if small:
+        q, inputs = q * inputs.scale, replace(inputs, scale=1.0)
+    for rule in rules:
+        if isinstance(rule, ScaleRule):
+            q = rule.scaled(q, n, positions, inputs.hidden_states)
     if rules and isinstance(rules[-1], EntropyRule):
-        return _attend_adaptively(inputs, q, rules[-1])
-    return _attend(inputs, q, inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
+        q = q * rules[-1].beta(_softmax_entropy(rounded(q, inputs)))
+    return _attend(rounded(q, inputs), inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
 
 
-def _attend(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
-    width = v.shape[-1]
+def _attend(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
+    q, width = inputs.q_BHQD, v.shape[-1]
     if sink is not None:
         q, k, v = _with_sink_key(inputs, q, k, v, sink)
     if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels want one width, on CUDA a multiple of 8
@@ -134,14 +143,10 @@ def _spans(inputs: Inputs) -> Iterator[tuple[int, int]]:
     return inputs.steps(rows)
 
 
-def _attend_adaptively(inputs: Inputs, q: Tensor, rule: EntropyRule) -> Tensor:
-    entropy = _softmax_entropy(inputs, q)
-    return _attend(inputs, q * rule.beta(entropy).to(q.dtype), inputs.k_BKLD, inputs.v_BKLD, None)
-
-
-def _softmax_entropy(inputs: Inputs, q: Tensor) -> Tensor:
+def _softmax_entropy(inputs: Inputs) -> Tensor:
     """Entropy of softmax over each row in nats, (B, H, Q, 1); 0 for rows that see nothing."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
+    q = inputs.q_BHQD
+    half = q.dtype in HALF
     flash = half and q.is_cuda and inputs.mask is None  # takes half precision only; its logsumexp is float32
     working = torch.float32 if half and not flash else q.dtype
     q, k = q.to(working), inputs.k_BKLD.to(working)

@@ -9,8 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnorm.normalizers.block import Positions, check_mask
+
+HALF = (torch.float16, torch.bfloat16)
+FLOAT16_ROOM = 2.0**8
 
 # Elements of the boolean mask built for one step of queries.
 MASK_ELEMENTS = 2**24
@@ -90,7 +94,7 @@ class Inputs:
         last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask is None:
             return (last_seen + 1).clamp(min=0).to(dtype)[:, None]
-        if self.mask.shape[-2] > 1 or not self.causal:
+        if self.mask.shape[-2] != 1 or not self.causal:
             return torch.cat([v.sum(-1, keepdim=True, dtype=dtype) for v in self._masks()], dim=-2)
         up_to = self.mask.cumsum(-1, dtype=dtype)[..., last_seen.clamp(min=0)]
         return torch.where(last_seen < 0, 0.0, up_to).transpose(-1, -2)
@@ -130,8 +134,30 @@ class Inputs:
         return Positions.of(self.positions, self.weights_shape, self.q_BHQD.device).query[..., None]
 
 
+def rounded(q: Tensor, inputs: Inputs) -> Inputs:
+    """The call with queries q, which hold the factors of the scale rules in float32, in the dtype of the keys.
+
+    Rounds once. float16 ends at 65504, which a factor may pass: there a power of two moves from q into the scale. What
+    falls below the smallest float16 is at most 2^-17 of a query, far below the rounding of its other coordinates.
+    """
+    dtype = inputs.k_BKLD.dtype
+    if dtype != torch.float16:
+        return replace(inputs, q_BHQD=q.to(dtype))
+    return replace(inputs, q_BHQD=(q / FLOAT16_ROOM).to(dtype), scale=inputs.scale * FLOAT16_ROOM)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken (torch.func.jvp or forward_ad), which fused kernels lack."""
+    return forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """In torch.func, where an operator of our own would need more rules, or in forward mode."""
+    return torch._C._are_functorch_transforms_active() or in_forward_mode()
+
+
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Engines choose their dtype themselves, at least float32; autocast would round every product to half precision."""
+    """Autocast changes no engine: each computes in the dtype of its inputs, and in float32 at least where it can."""
     return torch.autocast(device.type, enabled=False)
 
 

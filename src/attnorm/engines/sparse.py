@@ -8,9 +8,8 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from attnorm.engines.inputs import Inputs
+from attnorm.engines.inputs import Inputs, rounded, transformed
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.entmax import Entmax
 
@@ -32,12 +31,9 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     q, v = inputs.q_BHQD, inputs.v_BKLD
     if inputs.queries < FEWEST_QUERIES or max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
         return False
-    return HAS_TRITON and _runs_on(q.device) and not _transformed()
-
-
-def _transformed() -> bool:
-    """In torch.func, where an operator would need more rules, or in forward mode, where it would drop the tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
+        return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
+    return HAS_TRITON and _runs_on(q.device) and not transformed()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -58,7 +54,8 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         for rule in normalizer.rules:
             assert isinstance(rule, ScaleRule)
             q = rule.scaled(q, inputs.n(), inputs.query_positions(), inputs.hidden_states)
-        q = q.to(k.dtype)
+        inputs = rounded(q, inputs)
+        q = inputs.q_BHQD
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     output: Tensor = _forward(q, k, v, mask, inputs.causal, inputs.scale, map_.alpha, trains)[0]

@@ -227,10 +227,12 @@ class Normalizer(nn.Module):
         left = range(1, n + 1) if self.selections else (n,)  # a selection may leave the map any number of the keys
         bounds, gains = [], [rule.gain(n) for rule in self.rules]
         for keys in left:
-            bound = self.map.lipschitz(keys if self.sink is None else keys + 1)
-            if bound is None or None in gains:
-                return None
-            bounds.append(bound)
+            # A sink is one more entry of the row, but n of a map that divides by it (relu) does not count the sink.
+            for entries in (keys,) if self.sink is None else (keys, keys + 1):
+                bound = self.map.lipschitz(entries)
+                if bound is None or None in gains:
+                    return None
+                bounds.append(bound)
         return max(bounds) * math.prod(gain for gain in gains if gain is not None)
 
     def extra_repr(self) -> str:

@@ -23,27 +23,31 @@ LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's la
 
 
 def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
-    """Over the last dimension, with the knee k of each row (..., 1). In x = t/(2k): u = min(x, 1), p = k u (2x - u)."""
+    """Over the last dimension, with the knee k of each row (..., 1). With w = min(t, 2k): p = w (2t - w) / (4k).
+
+    The rows stay in units of the logits: dividing them by the knee would round every key once more.
+    """
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0
-    x = (z - z.amax(-1, keepdim=True)).add_(2 * reach).mul_(0.25 / knee)
-    return solve_threshold(x, _excess, _huber, knee)
+    t = (z - z.amax(-1, keepdim=True)).mul_(0.5).add_(reach)
+    return solve_threshold(t, _excess, _huber, 2 * knee)
 
 
-def _huber(x: Tensor, knee: Tensor | None, room: Tensor | None) -> Tensor:
-    """p up to the factor k, which the sum of the row divides out."""
-    u = torch.clamp(x.relu_(), max=1, out=room)
-    return x.mul_(2).sub_(u).mul_(u)
+def _huber(t: Tensor, bend: Tensor | None, room: Tensor | None) -> Tensor:
+    """p up to the factor 1/(4k), which the sum of the row divides out; bend is 2k."""
+    assert bend is not None
+    w = torch.minimum(t.relu_(), bend, out=room)
+    return t.mul_(2).sub_(w).mul_(w)
 
 
-def _excess(x: Tensor, knee: Tensor | None, room: Tensor | None) -> Newton:
-    """sum p - 1 = k (sum u^2 + 2 sum (x - u)) - 1: convex in the threshold, so Newton never passes the solution."""
-    assert knee is not None
-    beyond = x.relu_().sum(-1, keepdim=True)
-    u = torch.clamp(x, max=1, out=room)
-    slope = u.sum(-1, keepdim=True)
-    squares = u.square_().sum(-1, keepdim=True)
-    total = squares.add(beyond - slope, alpha=2).mul_(knee)
-    return Newton(total.sub_(1), slope.mul_(2).mul_(knee))
+def _excess(t: Tensor, bend: Tensor | None, room: Tensor | None) -> Newton:
+    """sum p - 1 = (sum w^2 + 4k sum (t - w)) / (4k) - 1: convex in the threshold, so Newton never passes it."""
+    assert bend is not None
+    every = t.relu_().sum(-1, keepdim=True)
+    w = torch.minimum(t, bend, out=room)
+    below = w.sum(-1, keepdim=True)
+    squares = w.square_().sum(-1, keepdim=True)
+    total = squares.div_(2 * bend).add_(every - below)
+    return Newton(total.sub_(1), below / bend)
 
 
 class _Kneemax(torch.autograd.Function):

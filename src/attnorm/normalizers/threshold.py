@@ -58,12 +58,12 @@ def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | Non
     if grouped.shape[-1] >= LEAST_GROUPS:
         leaders = first = grouped.amax(-2)
         for _ in range(FIXED_STEPS):
-            leaders = leaders - _step(*evaluate(leaders, parameter, None), 0.0)
+            leaders = leaders - _step(*evaluate(leaders, parameter, None))
         # How far they moved, read off the largest key of the row: others may have been clipped at 0.
         y = y - (first.amax(-1, keepdim=True) - leaders.amax(-1, keepdim=True))
         steps = STEPS_AFTER_LEADERS
     for _ in range(steps):
-        y = y - _step(*evaluate(y, parameter, None), 0.0)
+        y = y - _step(*evaluate(y, parameter, None))
     return y
 
 
@@ -110,33 +110,39 @@ def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: floa
 
 
 def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float, room: Tensor) -> Tensor:
-    """A row is done when its excess is small: a small step alone does not prove that the next would be smaller."""
+    """A row is done when its excess is small: a small step alone does not prove that the next would be smaller.
+
+    A row takes the step of its last evaluation too. Otherwise an excess of a few units in the last place is left for
+    the final division, which moves weights in proportion to themselves and not to their slopes: two digits of a unit.
+    """
     moved = y.new_zeros(len(y), 1)
     rows = torch.arange(len(y), device=y.device)
+    unfinished = torch.ones(len(y), 1, dtype=torch.bool, device=y.device)
     part = y
     for _ in range(MOST_STEPS):
         excess, slope = evaluate(part, parameter, room[: len(part)])
-        todo = excess.squeeze(-1) > enough
-        left = int(todo.sum())
-        if 2 * left < len(part) or left == 0:
+        # None for a row that is done: its result must not depend on how long other rows take.
+        step = torch.where(unfinished, _step(excess, slope), 0.0)
+        part.sub_(step)
+        moved.index_add_(0, rows, step)
+        unfinished = unfinished & (excess > enough)
+        left = int(unfinished.sum())
+        if 2 * left < len(part):
             if part is not y:
                 y.index_copy_(0, rows, part)
             if left == 0:
                 return moved
-            chosen = todo.nonzero().squeeze(-1)
-            rows, part, excess, slope = (t.index_select(0, chosen) for t in (rows, part, excess, slope))
+            chosen = unfinished.squeeze(-1).nonzero().squeeze(-1)
+            rows, part, unfinished = (t.index_select(0, chosen) for t in (rows, part, unfinished))
             parameter = None if parameter is None else parameter.index_select(0, chosen)
-        step = _step(excess, slope, enough)
-        part.sub_(step)
-        moved.index_add_(0, rows, step)
     if part is not y:
         y.index_copy_(0, rows, part)
     return moved
 
 
-def _step(excess: Tensor, slope: Tensor, enough: float) -> Tensor:
-    """None for a row that is done: its result must not depend on how long other rows take, and its slope may be 0."""
-    return torch.where(excess > enough, excess / slope, 0.0)
+def _step(excess: Tensor, slope: Tensor) -> Tensor:
+    """Newton's step; 0 where the row sums to 1 or less, where the slope may be 0."""
+    return torch.where(excess > 0, excess / slope, 0.0)
 
 
 def _in_groups(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,8 @@ class TopK(Selection):
             rule = RULES[self.k] if isinstance(self.k, str) else self.k
             count = rule(block.n).clamp(min=1).minimum(block.n.clamp(min=1)).long()
             kth = z.sort(dim=-1, descending=True).values.gather(-1, (count - 1).expand(*z.shape[:-1], 1))
-        return z >= kth
+        # NaN compares as false: without this a NaN logit would be dropped and the row would look healthy.
+        return (z >= kth) | z.isnan().any(-1, keepdim=True)
 
     def extra_repr(self) -> str:
         return f"k={self.k}"

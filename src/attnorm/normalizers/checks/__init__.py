@@ -15,6 +15,7 @@ CHECKS: dict[str, CheckFunction] = {
         promises.lipschitz,
         masking.hidden_keys,
         masking.hidden_values,
+        masking.visible_nan,
         masking.empty_rows,
         masking.padding,
         masking.mask_shapes,

@@ -3,8 +3,9 @@
 import math
 
 import torch
+from torch import Tensor
 
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, some_mask
 
 ROUNDING = 1e-10
@@ -35,6 +36,32 @@ def hidden_values(subject: Subject) -> Complaints:
         for name, found in new_parameters.items():
             if not torch.equal(found, parameters[name]):
                 yield f"{value} in hidden logits changes the gradient of {name} to {found.tolist()}"
+
+
+def visible_nan(subject: Subject) -> Complaints:
+    """A NaN in a visible logit makes its row NaN, and no other row: a broken model must not look healthy."""
+    logits = subject.logits()
+    mask = some_mask(logits)
+    visible = _by_position(subject, logits, mask).expand(logits.shape)
+    queries, keys = logits.shape[-2:]
+    own = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]  # stick-breaking may skip a query's own key
+    for key in range(keys):
+        broken = logits.clone()
+        broken[..., key] = math.nan
+        found = subject(broken, mask).isnan().any(-1)
+        if not found[(visible & ~own)[..., key]].all():
+            yield f"a NaN in the visible logit of key {key} gives a row of weights without NaN"
+        if found[~mask.expand(logits.shape)[..., key]].any():
+            yield f"a NaN in the hidden logit of key {key} gives a NaN weight"
+
+
+def _by_position(subject: Subject, logits: Tensor, mask: Tensor) -> Tensor:
+    """The mask without the keys that a selection hides because of their position, whatever their logits."""
+    block = Block.of(logits, mask)
+    for selection in subject.normalizer.selections:
+        if not selection.permutation_equivariant:
+            mask = mask & selection(block)
+    return mask
 
 
 def empty_rows(subject: Subject) -> Complaints:
