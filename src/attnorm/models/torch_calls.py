@@ -8,8 +8,8 @@ those of its own thread. Two things would change while such a mode is active, an
 - Compiled code calls no functions that could be seen. It runs uncompiled meanwhile.
 """
 
-import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -31,8 +31,6 @@ from attnorm.models.torch_functions import (
     read_scaled_dot_product_attention,
     read_transformer_encoder_layer,
 )
-
-FAST_PATHS = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,9 @@ def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[Cal
         sites = CallSites(model)
         restore.enter_context(sites.followed())
         restore.enter_context(torch.compiler.set_stance("force_eager"))
+        restore.enter_context(warnings.catch_warnings())
+        # The hooks of call_sites fire once more for a compiled model's wrapper, which is as it should be.
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
         restore.enter_context(_fast_paths_kept())
         restore.enter_context(_Watch(on_call, sites))
         yield sites
@@ -118,18 +119,21 @@ def _comparable(watched: Watched, result: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def _fast_paths_kept() -> Iterator[None]:
-    """torch.nn's modules with a fast path do not notice the mode."""
-    ordinary = torch.overrides.has_torch_function
-    thread = threading.get_ident()
+    """torch.nn's modules with a fast path do not notice the mode.
 
-    def without_the_watch(tensors: Any) -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__")
+    They look torch.overrides.has_torch_function up at each call and give it tensors only. An operator with functions
+    among its arguments (flex_attention) gives those too, and must notice the mode to be seen. Torch's other functions
+    hold the original.
+    """
+    ordinary = torch.overrides.has_torch_function
+
+    def without_the_watch(arguments: Any) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
         alone = len(modes) == 1 and isinstance(modes[0], _Watch)
-        if caller in FAST_PATHS and alone and threading.get_ident() == thread:
+        if alone and all(argument is None or isinstance(argument, Tensor) for argument in arguments):
             with torch.overrides._pop_mode_temporarily():
-                return ordinary(tensors)
-        return ordinary(tensors)
+                return ordinary(arguments)
+        return ordinary(arguments)
 
     torch.overrides.has_torch_function = without_the_watch
     try:
