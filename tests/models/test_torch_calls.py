@@ -1,4 +1,4 @@
-"""Torch's own attention functions, watched: the calls are what torch computes, and results stay bit for bit the same."""
+"""Torch's own attention functions, watched: calls are what torch computes, and results stay bit for bit the same."""
 
 import math
 import threading
