@@ -13,7 +13,15 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from attnorm.models.describe import describe
@@ -128,7 +136,7 @@ def _read(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if precision is None:
         precision = torch.float32 if place == "cpu" else "auto"
-    model, about = _class_of(config, options["trust_remote_code"]).from_pretrained(
+    model, about = _class_of(config, options["trust_remote_code"], "gguf_file" in options).from_pretrained(
         source,
         config=config,
         dtype=precision,
@@ -148,7 +156,7 @@ def _read(
     return with_known_loss(loaded)
 
 
-def _class_of(config: Any, trust_remote_code: bool) -> Any:
+def _class_of(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
     """The class that the checkpoint was saved from, so that every weight finds its place."""
     mapped = getattr(config, "auto_map", None) or {}
     if trust_remote_code and any(name in mapped for name in AUTO_CLASSES):
@@ -157,6 +165,8 @@ def _class_of(config: Any, trust_remote_code: bool) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
+    if as_gguf and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # such a file names no class
+        return AutoModelForCausalLM
     return AutoModel
 
 

@@ -5,11 +5,11 @@ tensors inside them are hashed: those that the subclass names for torch.compile,
 """
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SAMPLED = 4096  # values of each weight that enter the hash
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory: another one in every process
@@ -25,8 +25,8 @@ def add_weights(digest: Any, module: nn.Module) -> None:
 def _add_values(digest: Any, weight: Tensor) -> None:
     if weight.device.type == "meta":
         return
-    if is_traceable_wrapper_subclass(weight):
-        names, how = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    if hasattr(weight, "__tensor_flatten__"):
+        names, how = weight.__tensor_flatten__()
         digest.update(f"{type(weight).__name__} {ADDRESS.sub('', str(how))}".encode())
         for name in names:
             inner = getattr(weight, name)
@@ -36,9 +36,10 @@ def _add_values(digest: Any, weight: Tensor) -> None:
     try:
         digest.update(_sample(weight))
     except (NotImplementedError, RuntimeError, TypeError):
-        if type(weight) in (Tensor, nn.Parameter) or not hasattr(weight, "dequantize"):
+        if type(weight) in (Tensor, nn.Parameter):
             raise
-        digest.update(_sample(weight.dequantize()))
+        with suppress(NotImplementedError, RuntimeError, TypeError):  # name, shape and dtype must do
+            digest.update(_sample(weight.dequantize()))
 
 
 def _sample(weight: Tensor) -> bytes:
