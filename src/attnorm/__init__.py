@@ -26,6 +26,8 @@ from attnorm.normalizers import (
 
 if TYPE_CHECKING:
     from attnorm.analysis.analyze import analyze as analyze
+    from attnorm.analysis.own_models import measure as measure
+    from attnorm.analysis.own_models import observe as observe
     from attnorm.analysis.result import Analysis as Analysis
     from attnorm.analysis.verdicts import Thresholds as Thresholds
     from attnorm.models.patch import patch as patch
@@ -61,8 +63,10 @@ __all__ = [
     "compose",
     "from_pretrained",
     "get",
+    "measure",
     "mixture",
     "normalize",
+    "observe",
     "patch",
     "register",
     "save_pretrained",
@@ -79,6 +83,8 @@ _LAZY = {
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
     "from_pretrained": "attnorm.models.saving",
+    "measure": "attnorm.analysis.own_models",
+    "observe": "attnorm.analysis.own_models",
     "patch": "attnorm.models.patch",
     "save_pretrained": "attnorm.models.saving",
     "swap": "attnorm.models.patch",

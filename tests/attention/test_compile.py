@@ -53,3 +53,23 @@ def test_every_normalizer_compiles(name: str) -> None:
 @pytest.mark.as_installed
 def test_every_mechanism_compiles(name: str) -> None:
     assert_compiles(name, "inductor", causal=name != "soft")
+
+
+def test_names_in_a_compiled_model_are_one_graph() -> None:
+    """Two names: the second must be found although the first was traced before it."""
+    torch._dynamo.reset()
+
+    def attend(x: Tensor) -> Tensor:
+        weights = attnorm.normalize(x @ x.mT, "ssmax") + attnorm.normalize(x @ x.mT, "entmax15")
+        return weights @ attnorm.attention(x, x, x, "sparsemax", causal=True)
+
+    x = torch.randn(1, 2, 9, 8)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), attend(x))
+
+
+def test_an_unknown_name_in_a_compiled_model_is_an_error() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: attnorm.normalize(x, "entmax51"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="entmax15"):
+        compiled(torch.randn(2, 5, 5))

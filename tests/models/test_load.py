@@ -151,7 +151,7 @@ def test_no_such_folder(name: str) -> None:
 
 
 def test_a_file_instead_of_its_folder(folder: Path) -> None:
-    with pytest.raises(CannotLoad, match="is a file"):
+    with pytest.raises(CannotLoad, match="got the file"):
         load(folder / "model.safetensors")
 
 

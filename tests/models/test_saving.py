@@ -23,6 +23,7 @@ from attnorm.models.load import CannotLoad, load
 from attnorm.models.model_card import model_card
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.saving import NotSavableError, from_pretrained, save_pretrained
+from attnorm.normalizers import registry
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
 CASES: dict[str, dict[str, Any]] = {
@@ -391,7 +392,7 @@ def edited(folder: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "not of the format 1"),
-        ({"normalizer": "os.system"}, "unknown normalizer"),
+        ({"normalizer": "os.system"}, "to be registered"),
         ({"options": {"command": "true"}}, "accepts"),
         ({"options": {"heads": 3}}, "does not fit 'ssmax'"),
         ({"modules": {"layers.0.self_attn": {"normalizer": "ssmax"}}}, "damaged"),
@@ -537,6 +538,9 @@ def test_a_normalizer_of_ones_own_is_saved_under_its_registered_name(tmp_path: P
     expected = quiet_logits(trained(model), ids)
     save_pretrained(model, tmp_path)
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
+    registry._registered.pop("sparse_ssmax_of_a_test")
+    with pytest.raises(ValueError, match=r"@attnorm\.register\('sparse_ssmax_of_a_test'\)"):
+        from_pretrained(tmp_path)
 
 
 def test_a_flipped_bit_of_the_saved_values_is_noticed(tmp_path: Path) -> None:

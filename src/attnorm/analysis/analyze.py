@@ -19,6 +19,7 @@ from attnorm.analysis.tables import SCHEMAS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.models.inputs import texts_from
 from attnorm.models.load import BUNDLED, load
+from attnorm.models.media import with_model_inputs
 from attnorm.models.observe import check_observable
 from attnorm.normalizers.contract import Normalizer
 
@@ -52,7 +53,7 @@ def analyze(
 ) -> Analysis:
     """Measure every attention head of a model; the model's own output stays as it is, and no L x L array is made.
 
-    model: a hub name, a folder, a loaded transformers model, or None for the small one that comes with attnorm.
+    model: a hub name, a folder, a .gguf file, a loaded transformers model, or None for the small one of this package.
     inputs: a text, a pathlib.Path of one (plain or .xz), several of them, a dict name -> text, token ids, or a dict of
     model inputs. None: a passage of its own for the bundled model, Python's help topics for any other.
     tokenizer: an object, a hub name or a folder; None for the one beside the model.
@@ -94,7 +95,8 @@ def analyze(
         chosen, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
     check_observable(loaded.model)
-    texts = texts_from(default_text(bundled=chosen == BUNDLED) if inputs is None else inputs)
+    given = texts_from(default_text(bundled=chosen == BUNDLED) if inputs is None else inputs)
+    texts = [with_model_inputs(text, loaded) for text in given]
     planned = plan(loaded, texts, lengths)
     source = str(chosen) if isinstance(chosen, str | Path) else None
     manifest = new_manifest(loaded, texts, planned, settings, source)

@@ -281,6 +281,6 @@ def _needs(package: str, method: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"Analysis.{method}() needs {package}, which is not installed: pip install 'attnorm[frames]'; "
+            f"Analysis.{method}() needs {package}, which is not installed. Run: pip install {package}; "
             "without it the tables are there as pyarrow, e.g. analysis.heads, and as files, analysis.to_parquet(path)"
         ) from error

@@ -40,7 +40,7 @@ def new_manifest(
         ],
         "settings": plain,
         "versions": versions(),
-        "notes": [*planned.notes, *_sampling_notes(settings, lengths)],
+        "notes": [*planned.notes, *sampling_notes(settings, lengths)],
     }
 
 
@@ -52,7 +52,7 @@ def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
     return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}
 
 
-def _sampling_notes(settings: Settings, lengths: Sequence[int]) -> list[str]:
+def sampling_notes(settings: Settings, lengths: Sequence[int]) -> list[str]:
     if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
         return []
     most = vector_rows_at(settings, min(lengths, default=1))

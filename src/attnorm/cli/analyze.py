@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnorm.cli.measuring import (
+    Audio,
     Device,
     Dtype,
+    Images,
     Judging,
     Lengths,
     Metrics,
@@ -21,10 +23,10 @@ from attnorm.cli.measuring import (
     check_model,
     failures,
     groups_of,
+    inputs_of,
     measure,
     numbers_of,
     rows_of,
-    texts_of,
     thresholds_of,
     use_threads,
 )
@@ -38,9 +40,12 @@ REPORT = "report.html"
 
 def analyze(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hub name or folder; default: the small model in this package.")
+        str,
+        typer.Argument(metavar="MODEL", help="Hub name, folder or .gguf file; default: the small bundled model."),
     ] = "bundled",
     text: Texts = None,
+    image: Images = None,
+    audio: Audio = None,
     lengths: Lengths = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAMES", help="model is what it runs; others: what if, on the same logits.")
@@ -93,7 +98,7 @@ def analyze(
         check_model(model)
         use_threads(threads)
         options = {
-            "inputs": texts_of(text),
+            "inputs": inputs_of(text, image, audio),
             "lengths": numbers_of("--lengths", lengths),
             "normalizers": _normalizers(normalizers),
             "rows": rows_of(rows),

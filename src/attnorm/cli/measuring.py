@@ -24,6 +24,14 @@ Texts = Annotated[
         help="Text to measure on, plain or .xz; may be given several times. Default: one that is built in.",
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="Image to measure on; may be given several times."),
+]
+Audio = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", metavar="FILE", help="Sound to measure on, WAV; may be given several times."),
+]
 Lengths = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Tokens from the start of each text; default: all that fit.")
 ]
@@ -68,6 +76,22 @@ def texts_of(files: list[Path] | None) -> "dict[str, Text] | None":
     from attnorm.models.text_files import read_text, text_name
 
     return files_read({text_name(path): read_text(path) for path in files})
+
+
+def inputs_of(texts: list[Path] | None, images: list[Path] | None, audio: list[Path] | None) -> "dict[str, Any] | None":
+    """Texts, images and sound by name; None where no file is given."""
+    if not (images or audio):
+        return texts_of(texts)
+    from attnorm.models.inputs import Media
+    from attnorm.models.text_files import text_name
+
+    found: dict[str, Any] = dict(texts_of(texts) or {})
+    found |= {text_name(path): Media(path, "image") for path in images or ()}
+    found |= {text_name(path): Media(path, "audio") for path in audio or ()}
+    for path in (*(images or ()), *(audio or ())):
+        if not path.is_file():
+            raise ValueError(f"expected a file, got {path}, which does not exist. Check the path.")
+    return found
 
 
 def files_read(contents: dict[str, str]) -> "dict[str, Text]":

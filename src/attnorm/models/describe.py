@@ -4,15 +4,14 @@ import hashlib
 import json
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context, position_kind, text_config
 from attnorm.models.support import attention_sites, running_normalizer
+from attnorm.models.weights_digest import add_weights
 
-SAMPLED = 4096  # values of each weight that enter the fingerprint
 # Of a configuration: where it was read from and by whom, not what the model is.
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
@@ -48,21 +47,11 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
 def fingerprint(model: PreTrainedModel) -> str:
     """sha256 of the configuration, and of names, shapes and some values of all weights: fine-tuned weights differ."""
     digest = hashlib.sha256(json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        if weight.device.type != "meta":
-            digest.update(_sample(weight))
+    add_weights(digest, model)
     for path, module in model.named_modules():
         if isinstance(normalizer := running_normalizer(module), nn.Module):
             digest.update(f"{path} {normalizer!r}".encode())
     return digest.hexdigest()
-
-
-def _sample(weight: torch.Tensor) -> bytes:
-    flat = weight.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLED)
-    taken = flat[::step].cpu()
-    return taken.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _plain(config: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,19 @@ CHARACTERS_PER_TOKEN = 16  # more than any tokenizer needs on average: so much o
 
 
 @dataclass(frozen=True)
+class Media:
+    """A file that a model reads through its processor (models.media), e.g. Media(Path("cat.png"), "image")."""
+
+    path: Path
+    kind: Literal["image", "audio"]
+
+
+@dataclass(frozen=True)
 class Text:
     """One thing to run a model on, under the name that results carry."""
 
     name: str
-    content: str | Tensor | Mapping[str, Tensor]
+    content: str | Tensor | Mapping[str, Tensor] | Media
     file: bool = False  # of the same name, which holds it
 
 
@@ -37,6 +45,8 @@ def texts_from(inputs: Any) -> list[Text]:
         return _from_mapping(inputs)
     if isinstance(inputs, Path):
         return [_text(text_name(inputs), inputs)]
+    if isinstance(inputs, Media):
+        return [Text(text_name(inputs.path), inputs)]
     if isinstance(inputs, str | Text) or _are_ids(inputs):
         return [_text("text", inputs)]
     if not isinstance(inputs, Iterable) or isinstance(inputs, bytes):
@@ -133,6 +143,8 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
 def _text(name: str, one: Any) -> Text:
     if isinstance(one, Text):
         return replace(_text(one.name, one.content), file=one.file)
+    if isinstance(one, Media):
+        return Text(name, one)
     if isinstance(one, str | Path):
         content = read_text(one) if isinstance(one, Path) else one
         if not content.strip():

@@ -1,8 +1,9 @@
-"""Load a model from the Hugging Face hub, a folder, or this package; say plainly what is wrong where that fails.
+"""Load a model from the Hugging Face hub, a folder, a .gguf file or this package; explain what is wrong where it fails.
 
-Weights are read from safetensors only, and code out of a repository is run only where the caller asks for it.
+Weights are read from safetensors and GGUF only, and code out of a repository is run only where the caller asks for it.
 """
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,28 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from attnorm.models.describe import describe
+from attnorm.models.gguf_file import in_its_folder, is_gguf
 from attnorm.models.hub import commit_of
 from attnorm.models.loaded import LoadedModel, with_known_loss
 from attnorm.models.positions import longest_context
 from attnorm.models.saving import restore_normalizers
-from attnorm.models.source import BUNDLED, CannotLoad, did_you_mean, find, unreachable
+from attnorm.models.source import BUNDLED, GGUF, CannotLoad, did_you_mean, find, unreachable
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "describe", "load", "longest_context"]
 
+CUT_SHORT = (struct.error, IndexError)  # what reading a GGUF file beyond its end raises
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 
@@ -37,7 +48,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A hub name, a folder, "bundled" for the small model that comes with attnorm, or a model that is in memory.
+    """A hub name, a folder, a .gguf file, "bundled" for the small model of this package, or a model in memory.
 
     dtype None: float32 on a CPU, else the checkpoint's own; "auto": the checkpoint's own. device None: the GPU if there
     is one; "auto" spreads a model over all of them. A model in memory is taken as it is.
@@ -51,16 +62,19 @@ def load(
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explained(name, source, local_only), _quietly():
-        config = AutoConfig.from_pretrained(source, **options)
-    if isinstance(source, Path):
+        place, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
+        options |= as_gguf
+        config = AutoConfig.from_pretrained(place, **options)
+    if isinstance(source, Path) and not as_gguf:
         _check_weights(source, name)
     with _explained(name, source, local_only), _quietly():
-        found = _read(source, config, precision, device, options)
-        restore_normalizers(found, source, revision=revision, local_files_only=local_only)
-        read, problem = _tokenizer(tokenizer, source, options)
+        found = _read(place, config, precision, device, options)
+        if not as_gguf:
+            restore_normalizers(found, source, revision=revision, local_files_only=local_only)
+        read, problem = _tokenizer(tokenizer, place, options)
     found.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
-    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer))
+    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer), place, trust_remote_code)
 
 
 def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> LoadedModel:
@@ -122,11 +136,11 @@ def _read(
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if precision is None:
         precision = torch.float32 if place == "cpu" else "auto"
-    model, about = _class_of(config, options["trust_remote_code"]).from_pretrained(
+    model, about = _class_of(config, options["trust_remote_code"], "gguf_file" in options).from_pretrained(
         source,
         config=config,
         dtype=precision,
-        use_safetensors=True,
+        **({} if "gguf_file" in options else {"use_safetensors": True}),
         output_loading_info=True,
         device_map="auto" if place == "auto" else None,
         **options,
@@ -142,7 +156,7 @@ def _read(
     return with_known_loss(loaded)
 
 
-def _class_of(config: Any, trust_remote_code: bool) -> Any:
+def _class_of(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
     """The class that the checkpoint was saved from, so that every weight finds its place."""
     mapped = getattr(config, "auto_map", None) or {}
     if trust_remote_code and any(name in mapped for name in AUTO_CLASSES):
@@ -151,6 +165,8 @@ def _class_of(config: Any, trust_remote_code: bool) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
+    if as_gguf and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # such a file names no class
+        return AutoModelForCausalLM
     return AutoModel
 
 
@@ -161,7 +177,9 @@ def _tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -
         trusted = options.get("trust_remote_code", False)
         try:
             place, _, local_only = find(given)
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=trusted, local_files_only=local_only), ""
+            place, as_gguf = in_its_folder(Path(place)) if is_gguf(place) else (place, {})
+            where = {"trust_remote_code": trusted, "local_files_only": local_only, **as_gguf}
+            return AutoTokenizer.from_pretrained(place, **where), ""
         except (OSError, ValueError, ImportError) as error:
             raise CannotLoad(f"cannot read a tokenizer from {str(given)!r}: {_first_line(error)}") from error
     try:
@@ -186,8 +204,8 @@ def _explained(name: str, source: str | Path, local_only: bool) -> Iterator[None
         raise
     except SafetensorError as error:
         raise CannotLoad(f"{name}: the weights are damaged or cut short ({error}); fetch or save them again") from error
-    # The last two: a config.json with a value of the wrong kind.
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
+    # TypeError, AttributeError: a config.json with a value of the wrong kind.
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, *CUT_SHORT) as error:
         raise CannotLoad(f"{name}: {_reason(error, source, local_only)}") from error
 
 
@@ -199,8 +217,12 @@ def _reason(error: Exception, source: str | Path, local_only: bool) -> str:
             "read that code, then allow it with trust_remote_code=True (--trust-remote-code)"
         )
     if isinstance(source, Path):
+        if is_gguf(source):
+            return f"transformers cannot read the file {source}: {_first_line(error)}"
         if not (source / "config.json").is_file():
-            return f"the folder {source} has no config.json, so it is no Hugging Face model"
+            files = sorted(path.name for path in source.glob(f"*{GGUF}"))
+            instead = f"; give the file itself: {source / files[0]}" if files else ""
+            return f"the folder {source} has no config.json, so it is no Hugging Face model{instead}"
         return f"transformers cannot read the folder {source}: {_first_line(error)}"
     if "safetensors" in text and "does not appear to have" in text:
         return (

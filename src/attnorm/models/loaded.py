@@ -1,6 +1,7 @@
 """A model in memory together with what turns text into its inputs."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +14,8 @@ class LoadedModel:
     revision: str | None = None  # commit hash where known
     tokenizer_problem: str = ""  # why there is none
     tokenizer_given: str | None = None  # where it was read from, if not from beside the model
+    source: str | Path | None = None  # hub name or folder, where it was loaded here
+    trusted: bool = False  # code that comes with it may run
 
 
 def with_known_loss(model: PreTrainedModel) -> PreTrainedModel:

@@ -29,7 +29,7 @@ from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
 from attnorm.models.source import can_only_be_a_folder, did_you_mean
 from attnorm.models.support import NORMALIZER, attention_sites
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.registry import get
+from attnorm.normalizers.registry import entries, get
 
 CONFIG, ADAPTER_FILE = "config.json", "adapter_config.json"
 # Which options of from_pretrained say where the files are.
@@ -145,7 +145,13 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     values = {} if values_file is None else recipe_files.read_values(values_file, digest)
     modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
     parts = {}
+    known = entries()
     for path, recipe in recipes.items():
+        if recipe.name not in known:
+            raise ValueError(
+                f"{directory}: expected the normalizer {recipe.name!r} of {path} to be registered, got no such name. "
+                f"Run the code with @attnorm.register({recipe.name!r}) before loading the model."
+            )
         if path not in modules:
             raise ValueError(
                 f"{directory}: {RECIPE_FILE} names {path!r}, which is no attention module of {type(model).__name__}"

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from attnorm.models.hub import hub_answers
 
 BUNDLED = "bundled"
+GGUF = ".gguf"
 CACHED = "models--"  # how a model's folder in the hub's cache begins; its name follows, with -- for /
 
 
@@ -19,7 +20,7 @@ class CannotLoad(ValueError):  # noqa: N818 - as UnsupportedModel
 
 
 class Source(NamedTuple):
-    place: str | Path  # a hub name or a folder
+    place: str | Path  # a hub name, a folder or a .gguf file
     name: str  # what to call it
     local_only: bool  # a folder, or the hub cannot be reached
 
@@ -35,8 +36,13 @@ def find(model: str | Path) -> Source:
     path = Path(model).expanduser()
     if str(model).strip() and path.is_dir():  # an empty name would be the folder that we are in
         return Source(path, path.resolve().name, True)
+    if path.is_file() and path.suffix == GGUF:
+        return Source(path, path.stem, True)
     if path.is_file():
-        raise CannotLoad(f"{path} is a file; give the folder that holds config.json and model.safetensors")
+        raise CannotLoad(
+            f"expected a folder with config.json and model.safetensors, or a {GGUF} file, got the file {path}. "
+            "Give the folder that holds it."
+        )
     name = str(model)
     if can_only_be_a_folder(model):
         raise CannotLoad(

@@ -66,12 +66,15 @@ class MaskReader:
             return known[1]
         while len(self._read) >= REMEMBERED:
             self._read.pop(next(iter(self._read)))
-        visible = _read(kernel, given, causal, queries, keys, window)
+        visible = read_mask(kernel, given, queries, keys, causal=causal, window=window)
         self._read[key] = (weakref.ref(given), visible)
         return visible
 
 
-def _read(kernel: str, given: Any, causal: bool, queries: int, keys: int, window: int | None) -> Visible:
+def read_mask(
+    kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
+) -> Visible:
+    """What one mask argument that is not None means to a kernel."""
     if not isinstance(given, Tensor):
         return _simplified(_block_mask(given, queries, keys), None)
     if kernel.startswith("flash"):

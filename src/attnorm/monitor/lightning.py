@@ -56,5 +56,5 @@ def _callback_class() -> Any:
         except ImportError:
             continue
     raise ImportError(
-        "AttentionMonitor.lightning() needs Lightning, which is not installed: pip install 'attnorm[lightning]'"
+        "AttentionMonitor.lightning() needs Lightning, which is not installed. Run: pip install lightning"
     )

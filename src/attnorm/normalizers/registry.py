@@ -15,6 +15,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar, overload
 
+import torch
+
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
 from attnorm.normalizers.options import Factory, check_options, refuse_nan
 from attnorm.normalizers.softmax import Softmax
@@ -201,4 +203,27 @@ def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
 
 def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
     """A name becomes its normalizer with default options; an object stays as it is."""
-    return get(normalizer) if isinstance(normalizer, str) else as_normalizer(normalizer)
+    if not isinstance(normalizer, str):
+        return as_normalizer(normalizer)
+    if torch.compiler.is_compiling():
+        _make_for_compiled_code(normalizer)
+        made: Normalizer | Mechanism = getattr(_of_compiled_code, normalizer)
+        return made
+    return get(normalizer)
+
+
+class _Made:
+    """Normalizers by name, as attributes."""
+
+
+_of_compiled_code = _Made()
+
+
+def _make_for_compiled_code(name: str) -> bool:
+    setattr(_of_compiled_code, name, get(name))
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: the search for entry points cannot be
+# traced, so it runs while the code around it is traced.
+_make_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ def check_accelerate() -> None:
         ValueError: This is one of several processes.
     """
     if find_spec("accelerate") is None:
-        raise ImportError("training needs accelerate, which is not installed: pip install 'attnorm[train]'")
+        raise ImportError("training needs accelerate, which is not installed. Run: pip install accelerate")
     for name in PROCESSES:
         if os.environ.get(name, "1") not in ("0", "1"):
             raise ValueError(

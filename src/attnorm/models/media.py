@@ -1,0 +1,122 @@
+"""Images and sound as model inputs, through the processor that comes with the model."""
+
+import importlib.util
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from attnorm.models.inputs import Media, Text
+from attnorm.models.loaded import LoadedModel
+
+PROCESSORS = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}
+EXPECTED = {"image": "pixel_values", "audio": "input_features or input_values"}
+
+
+def with_model_inputs(text: Text, loaded: LoadedModel) -> Text:
+    """An image or sound as the model's inputs; any other text as it is."""
+    if not isinstance(text.content, Media):
+        return text
+    return replace(text, content=_model_inputs(text.content, loaded))
+
+
+def _model_inputs(media: Media, loaded: LoadedModel) -> dict[str, Tensor]:
+    processor = _processor(media, loaded)
+    if media.kind == "image":
+        made = processor(images=_read_image(media.path), return_tensors="pt")
+    else:
+        rate = int(processor.sampling_rate)
+        made = processor(_read_sound(media.path, rate), sampling_rate=rate, return_tensors="pt")
+    wanted = inspect.signature(loaded.model.forward).parameters
+    given = {name: value for name, value in made.items() if name in wanted and isinstance(value, Tensor)}
+    if not given:
+        raise ValueError(
+            f"expected a model that reads {EXPECTED[media.kind]}, got {type(loaded.model).__name__}, which takes none "
+            f"of {', '.join(made)}. Give it a text with --text."
+        )
+    dtype = loaded.model.dtype
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
+
+
+def _processor(media: Media, loaded: LoadedModel) -> Any:
+    import transformers
+
+    if media.kind == "image" and importlib.util.find_spec("PIL") is None:
+        raise ValueError(f"reading {media.path} needs Pillow, which is not installed. Run: pip install pillow")
+    place = loaded.source if loaded.source is not None else loaded.model.config._name_or_path
+    try:
+        found = getattr(transformers, PROCESSORS[media.kind]).from_pretrained(
+            place, trust_remote_code=loaded.trusted, local_files_only=isinstance(place, Path)
+        )
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).split(". ")[0].splitlines()[0]
+        what = {"image": "an image processor", "audio": "a feature extractor for sound"}[media.kind]
+        raise ValueError(
+            f"expected {what} beside the model {loaded.name}, got none that transformers can load ({reason}). "
+            f"Save one in the model's folder: transformers.{PROCESSORS[media.kind]}."
+            "from_pretrained(...).save_pretrained(folder)"
+        ) from error
+    if media.kind == "audio" and not hasattr(found, "sampling_rate"):
+        raise ValueError(f"expected a model that reads sound, got {loaded.name} with {type(found).__name__}.")
+    return found
+
+
+def _read_image(path: Path) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except UnidentifiedImageError:
+        raise ValueError(f"expected an image that Pillow reads (PNG, JPEG, ...), got {path}. Convert it.") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the image {path}: {error.strerror or error}") from None
+
+
+def _read_sound(path: Path, rate: int) -> np.ndarray:
+    """One channel in float32 at the rate of the model."""
+    from scipy.signal import resample_poly
+
+    samples, own_rate = _samples(path)
+    if samples.ndim == 2:
+        samples = samples.mean(1)
+    if not samples.size:
+        raise ValueError(f"expected sound in {path}, got a file without samples.")
+    if own_rate != rate:
+        common = int(np.gcd(own_rate, rate))
+        samples = resample_poly(samples, rate // common, own_rate // common)
+    return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def _samples(path: Path) -> tuple[np.ndarray, int]:
+    """(samples,) or (samples, channels) between -1 and 1, and the sampling rate."""
+    if not path.is_file():
+        raise ValueError(f"cannot read the sound {path}: there is no such file")
+    if path.suffix.lower() != ".wav":
+        return _other_samples(path)
+    from scipy.io import wavfile
+
+    try:
+        rate, samples = wavfile.read(path)
+    except ValueError as error:
+        raise ValueError(f"expected a WAV file, got {path} ({error}). Convert it.") from None
+    if samples.dtype == np.uint8:
+        return (samples.astype(np.float32) - 128) / 128, rate
+    if np.issubdtype(samples.dtype, np.integer):
+        return samples / float(-int(np.iinfo(samples.dtype).min)), rate
+    return samples, rate
+
+
+def _other_samples(path: Path) -> tuple[np.ndarray, int]:
+    try:
+        import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"expected a .wav file, got {path}. Convert it, or run: pip install soundfile") from None
+    try:
+        samples, rate = soundfile.read(path)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"cannot read the sound {path}: {error}. Convert it to WAV.") from None
+    return np.asarray(samples), int(rate)

@@ -1,0 +1,142 @@
+"""Watch the attention functions of torch that any PyTorch code calls, without changing what it computes.
+
+A TorchFunctionMode sees every call into torch's Python interface, however the caller imported the function, and only
+those of its own thread. Two things would change while such a mode is active, and both are undone here:
+
+- nn.MultiheadAttention, nn.TransformerEncoder and nn.TransformerEncoderLayer leave their fast path, because they ask
+  torch.overrides.has_torch_function. They get the answer that they would get without the mode.
+- Compiled code calls no functions that could be seen. It runs uncompiled meanwhile.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.audit import check_output
+from attnorm.models.call_sites import CallSite, CallSites
+from attnorm.models.flex_calls import read_flex_attention
+from attnorm.models.torch_functions import (
+    read_multi_head_attention,
+    read_native_multi_head_attention,
+    read_scaled_dot_product_attention,
+    read_transformer_encoder_layer,
+)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A function of torch: what to call it, and how its arguments are read."""
+
+    name: str
+    read: Callable[..., AttentionCall]
+    inside: str = ""  # where the attention is below the module that calls
+
+
+WATCHED: dict[Any, Watched] = {
+    F.scaled_dot_product_attention: Watched("scaled_dot_product_attention", read_scaled_dot_product_attention),
+    F.multi_head_attention_forward: Watched("MultiheadAttention", read_multi_head_attention),
+    torch._native_multi_head_attention: Watched("MultiheadAttention", read_native_multi_head_attention),
+    torch._transformer_encoder_layer_fwd: Watched("MultiheadAttention", read_transformer_encoder_layer, "self_attn"),
+    flex_attention_operator: Watched("flex_attention", read_flex_attention),
+}
+
+OnCall = Callable[[AttentionCall, CallSite], None]
+
+_only_one = threading.Lock()
+
+
+@contextmanager
+def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[CallSites]:
+    """Inside, each attention call of this thread is handed to `on_call` after torch has computed its result.
+
+    Results are bit for bit the unobserved ones, with or without gradients. model: gives names to modules that are
+    called one by one. Raises RuntimeError where another watch is active in this process.
+    """
+    if not _only_one.acquire(blocking=False):
+        raise RuntimeError(
+            "expected no active attnorm.observe(), got a second one. Leave the first `with` block before entering "
+            "another; two threads take turns."
+        )
+    with ExitStack() as restore:
+        restore.callback(_only_one.release)
+        sites = CallSites(model)
+        restore.enter_context(sites.followed())
+        restore.enter_context(torch.compiler.set_stance("force_eager"))
+        restore.enter_context(warnings.catch_warnings())
+        # The hooks of call_sites fire once more for a compiled model's wrapper, which is as it should be.
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+        restore.enter_context(_fast_paths_kept())
+        restore.enter_context(_Watch(on_call, sites))
+        yield sites
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, on_call: OnCall, sites: CallSites) -> None:
+        super().__init__()
+        self.on_call = on_call
+        self.sites = sites
+        self._checked: set[CallSite] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        watched = WATCHED.get(func) if func.__hash__ is not None else None
+        # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
+        if watched is not None and torch._C._current_graph_task_id() == -1:
+            with torch.no_grad():
+                self._saw(watched, result, args, kwargs)
+        return result
+
+    def _saw(self, watched: Watched, result: Any, args: Any, kwargs: Any) -> None:
+        call = watched.read(*args, **kwargs)
+        if call.query_BHQD.device.type == "meta" or not call.query_BHQD.numel() or not call.key_BGKD.numel():
+            return
+        site = self.sites.site(call.kind, watched.name, watched.inside)
+        call = replace(call, kind=site.kind, layer=site.layer)
+        with torch.autocast(call.query_BHQD.device.type, enabled=False):
+            if site not in self._checked and _comparable(watched, result, args, kwargs):
+                output_BHQE = result.reshape(*call.query_BHQD.shape[:3], -1)
+                check_output(call, output_BHQE.transpose(1, 2), site.path, watched.name)
+                self._checked.add(site)
+            self.on_call(call, site)
+
+
+def _comparable(watched: Watched, result: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result is the attention output itself: not projected further, and without dropout."""
+    dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return watched.read is read_scaled_dot_product_attention and isinstance(result, Tensor) and not dropout
+
+
+@contextmanager
+def _fast_paths_kept() -> Iterator[None]:
+    """torch.nn's modules with a fast path do not notice the mode.
+
+    They look torch.overrides.has_torch_function up at each call and give it tensors only. An operator with functions
+    among its arguments (flex_attention) gives those too, and must notice the mode to be seen. Torch's other functions
+    hold the original.
+    """
+    ordinary = torch.overrides.has_torch_function
+
+    def without_the_watch(arguments: Any) -> bool:
+        modes = torch.overrides._get_current_function_mode_stack()
+        alone = len(modes) == 1 and isinstance(modes[0], _Watch)
+        if alone and all(argument is None or isinstance(argument, Tensor) for argument in arguments):
+            with torch.overrides._pop_mode_temporarily():
+                return ordinary(arguments)
+        return ordinary(arguments)
+
+    torch.overrides.has_torch_function = without_the_watch
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = ordinary

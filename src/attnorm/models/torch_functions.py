@@ -1,0 +1,267 @@
+"""Read the arguments of torch's own attention functions: what scaled_dot_product_attention and its relatives compute.
+
+    scaled_dot_product_attention      boolean mask: True = visible; is_causal aligned top-left; key heads may be shared
+    multi_head_attention_forward      boolean mask: True = hidden; queries, keys and values are projected inside
+    _native_multi_head_attention,     the fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer in eval
+    _transformer_encoder_layer_fwd    mode; masks hide where they are not zero, inputs may be nested tensors
+
+Every reader takes the function's arguments under torch's names and returns an AttentionCall with layer 0.
+flex_attention has a file of its own (flex_calls).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnorm.metrics.call import AttentionCall, Kind
+from attnorm.models.support import UnsupportedModel
+from attnorm.models.visibility import Visible, read_mask
+
+
+def read_scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    """The dimension before the length is the heads'; all earlier ones are the batch."""
+    if any(tensor.is_nested for tensor in (query, key, value)):
+        raise UnsupportedModel(
+            "expected dense tensors in scaled_dot_product_attention, got a nested tensor. Pad the batch and give a "
+            "mask while it is observed."
+        )
+    query, key, value = _autocast(query, key, value)
+    query, key, value, mask = _four_dimensional(query, key, value, attn_mask)
+    queries, keys = query.shape[-2], key.shape[-2]
+    mask = None if mask is None else mask.expand(*mask.shape[:-1], keys)
+    visible = Visible(causal=False) if mask is None else read_mask("sdpa", mask, queries=queries, keys=keys)
+    kind = "decoder" if is_causal else kind_of(visible, queries, keys, itself=queries == keys)
+    if is_causal and mask is None:
+        if queries <= keys:  # top-left: keys after the last query are hidden from all
+            key, value, visible = key[..., :queries, :], value[..., :queries, :], Visible(causal=True)
+        else:
+            ordered = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+            visible = Visible(causal=False, mask=ordered[None, None])
+    return _call(kind, query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale), visible)
+
+
+def read_multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> AttentionCall:
+    """Arguments as torch.nn.functional.multi_head_attention_forward has them: inputs (length, batch, width)."""
+    itself = key is query or value is query
+    if query.dim() == 2:
+        query, key, value = (states.unsqueeze(1) for states in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    if use_separate_proj_weight:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        assert in_proj_weight is not None
+        weights = in_proj_weight.chunk(3)
+    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    q, k, v = (
+        F.linear(states, weight, bias)  # type: ignore[arg-type]
+        for states, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )
+    batch, queries, keys = q.shape[1], q.shape[0], k.shape[0]
+    if bias_k is not None and bias_v is not None:
+        k, v = (torch.cat([states, extra.expand(1, batch, -1)]) for states, extra in ((k, bias_k), (v, bias_v)))
+    query_BHQD, key_BHKD, value_BHKD = (
+        states.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for states in (q, k, v)
+    )
+    if static_k is not None:
+        key_BHKD, keys = static_k.unflatten(0, (batch, num_heads)), static_k.shape[1]
+    if static_v is not None:
+        value_BHKD = static_v.unflatten(0, (batch, num_heads))
+    if add_zero_attn:
+        key_BHKD, value_BHKD = (F.pad(states, (0, 0, 0, 1)) for states in (key_BHKD, value_BHKD))
+    scale = query_BHQD.shape[-1] ** -0.5
+    if is_causal and key_padding_mask is None and not need_weights:
+        # Torch drops the mask here and asks scaled_dot_product_attention for a causal one.
+        return read_scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, is_causal=True, scale=scale)
+    given = Visible(causal=False)
+    if attn_mask is not None:
+        mask = attn_mask.unflatten(0, (batch, num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
+        given = read_mask("sdpa", _hidden_to_visible(mask), queries=queries, keys=keys)
+    kind = kind_of(given, queries, keys, itself=itself)
+    if key_padding_mask is not None:
+        given = _both(given, read_mask("sdpa", _hidden_to_visible(key_padding_mask[:, None, None]), 1, keys))
+    given = _with_extra_keys(given, key_BHKD.shape[-2] - keys, queries, keys)
+    return _call(kind, query_BHQD, key_BHKD, value_BHKD, scale, given)
+
+
+def read_native_multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> AttentionCall:
+    """The fast path of nn.MultiheadAttention: self-attention, inputs (batch, length, width).
+
+    mask_type 0: mask (queries, keys); 1: padding (batch, keys); 2: (batch, heads, queries, keys).
+    """
+    visible = None if mask is None else mask.logical_not()
+    if query.is_nested:
+        lengths = torch.tensor([states.shape[0] for states in query.unbind()], device=query.device)
+        query = torch.nested.to_padded_tensor(query, 0.0)
+        visible, mask_type = torch.arange(query.shape[1], device=query.device) < lengths[:, None], 1
+    length = query.shape[1]
+    if visible is not None:
+        heads = num_head if mask_type == 2 else 1
+        visible = visible[:, None, None] if mask_type == 1 else visible.reshape(-1, heads, length, length)
+    query_BHQD, key_BHKD, value_BHKD = (
+        states.unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for states in F.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
+    )
+    given = Visible(causal=False) if visible is None else read_mask("sdpa", visible, queries=length, keys=length)
+    kind = kind_of(given, length, length, itself=True)
+    return _call(kind, query_BHQD, key_BHKD, value_BHKD, query_BHQD.shape[-1] ** -0.5, given)
+
+
+def read_transformer_encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    *rest: Tensor | int | None,
+) -> AttentionCall:
+    """The fast path of nn.TransformerEncoderLayer; rest: the second norm, the feed-forward part, mask, mask_type."""
+    mask, mask_type = rest[-2:]
+    states = F.layer_norm(src, (embed_dim,), norm_weight_1, norm_bias_1, eps) if norm_first else src
+    return read_native_multi_head_attention(
+        states, states, states, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias,
+        mask if isinstance(mask, Tensor) else None, mask_type=mask_type if isinstance(mask_type, int) else None,
+    )  # fmt: skip
+
+
+def kind_of(visible: Visible, queries: int, keys: int, *, itself: bool) -> Kind:
+    """decoder where no query sees a later key; itself: queries and keys come from one sequence."""
+    mask = visible.mask
+    if mask is not None and mask.shape[-2] > 1 and not visible.causal:
+        later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1 + keys - queries)
+        if not bool((mask & later).any()):
+            return "decoder"
+    return "decoder" if visible.causal else "encoder" if itself else "cross"
+
+
+def _call(kind: Kind, query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visible) -> AttentionCall:
+    return AttentionCall(
+        layer=0,
+        kind=kind,
+        query_BHQD=query.detach(),
+        key_BGKD=key.detach(),
+        value_BGKE=value.detach(),
+        scale=scale,
+        causal=visible.causal,
+        mask=visible.mask,
+        bias=None if visible.bias is None else visible.bias.detach(),
+    )
+
+
+def _four_dimensional(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Batch, heads, length, width: leading dimensions broadcast as torch does, key and value heads made the same."""
+    dimensions = max(4, query.dim(), key.dim(), value.dim())
+    tensors = [tensor.reshape(*([1] * (dimensions - tensor.dim())), *tensor.shape) for tensor in (query, key, value)]
+    batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+    query, key, value = (tensor.expand(*batch, *tensor.shape[-3:]) for tensor in tensors)
+    if mask is not None and dimensions > 4:
+        mask = mask.reshape(*([1] * (dimensions - mask.dim())), *mask.shape)
+        mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
+    if query.shape[-3] == 1:
+        query = query.expand(*batch, max(key.shape[-3], value.shape[-3]), *query.shape[-2:])
+    if key.shape[-3] != value.shape[-3]:
+        heads = query.shape[-3]
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[-3], -3) for tensor in (key, value))
+    if dimensions > 4:
+        query, key, value = (tensor.flatten(0, -4) for tensor in (query, key, value))
+    return query, key, value, mask
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Autocast rounds the inputs of scaled_dot_product_attention below the call that is seen here."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _hidden_to_visible(mask: Tensor) -> Tensor:
+    """nn.MultiheadAttention: True = hidden; numbers are added, as everywhere."""
+    return mask.logical_not() if mask.dtype == torch.bool else mask
+
+
+def _both(first: Visible, second: Visible) -> Visible:
+    """What both allow, with both biases."""
+    if first.mask is None or second.mask is None:
+        mask = second.mask if first.mask is None else first.mask
+    else:
+        mask = first.mask & second.mask
+    if first.bias is None or second.bias is None:
+        bias = second.bias if first.bias is None else first.bias
+    else:
+        bias = first.bias + second.bias
+    return Visible(causal=first.causal, mask=mask, bias=bias)
+
+
+def _with_extra_keys(visible: Visible, extra: int, queries: int, keys: int) -> Visible:
+    """For keys that nn.MultiheadAttention appends (add_bias_kv, add_zero_attn) and every query sees."""
+    if not extra:
+        return visible
+    mask, bias = visible.mask, visible.bias
+    if visible.causal:
+        device = None if mask is None else mask.device
+        ordered = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+        mask = ordered[None, None] if mask is None else mask & ordered
+    return Visible(
+        causal=False,
+        mask=None if mask is None else F.pad(mask, (0, extra), value=True),
+        bias=None if bias is None else F.pad(bias, (0, extra)),
+    )
