@@ -1,16 +1,18 @@
 """What distinguishes one map from another in the one-pass kernels: a few lines of Triton each.
 
-A row of weights is w_j = a(z_j) / D with D the row's sum of b(z_j), or D = 1 where a map has no denominator. A map gives
+A row of weights is w_j = a(z_j) / D, where D is the sum of b(z_j) over the row, or 1 where a map has no denominator. A
+map gives
 
-    weights(z, r, P) -> a, b                     numerator and denominator
-    slopes(z, r, P)  -> a, da/dz, db/dz          what backward needs
+    weights(z, r, P, FAST) -> a, b                     numerator and denominator
+    slopes(z, r, P, FAST)  -> a, da/dz, db/dz          what backward needs
 
-with z in bits (natural logits times log2 e, so that exp is exp2) and slopes with respect to natural logits. Scaled
-maps return everything divided by 2^r, so that nothing overflows or vanishes; r follows the largest logit of the row in
-forward and is log2 of D in backward, so that a is the weight itself there. P is the map's constant, known when the kernel is compiled.
+with z in bits (natural logits times log2 e, so that exp is exp2) and slopes with respect to natural logits. Scaled maps
+return everything divided by 2^r, so that nothing overflows or vanishes: r follows the largest logit of the row in
+forward and is log2 of D in backward, where a is then the weight itself. P is the map's constant, known when the kernel
+is compiled. FAST allows approximate instructions, in half precision.
 
-A rule changes logits in front of the map: rule(z, t, p) -> its value and its derivative by z, with t the distance to the
-key and p a number.
+A rule changes logits in front of the map: rule(z, t, p, FAST) -> its value and its derivative by z, where t is the
+distance to the key and p a number.
 """
 
 from enum import IntEnum
@@ -24,25 +26,34 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_weights(z, r, P: tl.constexpr):
+def log2(x, FAST: tl.constexpr):
+    """log2; FAST: the instruction of the GPU, exact to 2^-22, where tl.log2 is a dozen of them."""
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def softmax_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     p = tl.exp2(z - r)
     return p, p
 
 
 @triton.jit
-def softmax_slopes(z, r, P: tl.constexpr):
+def softmax_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     p = tl.exp2(z - r)
     return p, p, p
 
 
 @triton.jit
-def softpick_weights(z, r, P: tl.constexpr):
+def softpick_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     above = tl.exp2(z - r) - tl.exp2(-r)
     return tl.maximum(above, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.abs(above)
 
 
 @triton.jit
-def softpick_slopes(z, r, P: tl.constexpr):
+def softpick_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     e = tl.exp2(z - r)
     above = e - tl.exp2(-r)
     positive = z > 0
@@ -50,13 +61,13 @@ def softpick_slopes(z, r, P: tl.constexpr):
 
 
 @triton.jit
-def sigmoid_weights(z, r, P: tl.constexpr):
+def sigmoid_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     p = 1.0 / (1.0 + tl.exp2(-z))
     return p, p
 
 
 @triton.jit
-def sigmoid_slopes(z, r, P: tl.constexpr):
+def sigmoid_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     p = 1.0 / (1.0 + tl.exp2(-z))
     return p, p * (1.0 - p), p
 
@@ -70,14 +81,14 @@ def _power(x, P: tl.constexpr):
 
 
 @triton.jit
-def relu_weights(z, r, P: tl.constexpr):
+def relu_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     x = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * LN2
     p = _power(x, P)
     return p, p
 
 
 @triton.jit
-def relu_slopes(z, r, P: tl.constexpr):
+def relu_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     x = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * LN2
     if P == 1:
         slope = tl.where(z > 0, 1.0, 0.0)
@@ -87,60 +98,60 @@ def relu_slopes(z, r, P: tl.constexpr):
 
 
 @triton.jit
-def polynomial_weights(z, r, P: tl.constexpr):
+def polynomial_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     p = _power(z * LN2, P)
     return p, p
 
 
 @triton.jit
-def polynomial_slopes(z, r, P: tl.constexpr):
+def polynomial_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     x = z * LN2
     slope = _power(x, P - 1) * P
     return _power(x, P), slope, slope
 
 
 @triton.jit
-def softplus_weights(z, r, P: tl.constexpr):
+def softplus_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     """softplus(x) 2^-r with x = z log 2: its series where e^x is small, x where it is large."""
     scaled = tl.exp2(z - r)
     e = scaled * tl.exp2(r)
     series = scaled * (1.0 - e * (0.5 - e * 0.33333333))
-    logarithm = tl.where(z > 40.0, z, tl.log2(1.0 + e)) * (tl.exp2(-r) * LN2)
+    logarithm = tl.where(z > 40.0, z, log2(1.0 + e, FAST)) * (tl.exp2(-r) * LN2)
     p = tl.where(e < 1e-2, series, logarithm)
     return p, p
 
 
 @triton.jit
-def softplus_slopes(z, r, P: tl.constexpr):
-    p, _ = softplus_weights(z, r, P)
+def softplus_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    p, _ = softplus_weights(z, r, P, FAST)
     scaled = tl.exp2(z - r)
     slope = tl.where(z > 40.0, tl.exp2(-r), scaled / (1.0 + scaled * tl.exp2(r)))
     return p, slope, slope
 
 
 @triton.jit
-def elu1_weights(z, r, P: tl.constexpr):
+def elu1_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
     """(elu(x) + 1) 2^-r: 1 + x above 0, e^x below."""
     p = tl.where(z > 0, (1.0 + z * LN2) * tl.exp2(-r), tl.exp2(z - r))
     return p, p
 
 
 @triton.jit
-def elu1_slopes(z, r, P: tl.constexpr):
-    p, _ = elu1_weights(z, r, P)
+def elu1_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    p, _ = elu1_weights(z, r, P, FAST)
     slope = tl.where(z > 0, tl.exp2(-r), p)
     return p, slope, slope
 
 
 @triton.jit
-def no_rule(z, t, p):
+def no_rule(z, t, p, FAST: tl.constexpr):
     return z, 1.0
 
 
 @triton.jit
-def distance_rule(z, t, p):
+def distance_rule(z, t, p, FAST: tl.constexpr):
     """a_t z + m_t and a_t, with a_t = sqrt(2 log(1 + t p) + 1), m_t = -2 log(1 + t p), p = 1 / tau."""
-    bits = tl.log2(1.0 + t * p)
+    bits = log2(1.0 + t * p, FAST)
     slope = tl.sqrt(bits * (2.0 * LN2) + 1.0)
     return slope * z - 2.0 * bits, slope
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import one_pass
+from attnorm.kernels import one_pass, one_pass_backward
 from attnorm.kernels.maps import MAPS, RULES, Reference
 
 _LOG2E = 1.4426950408889634
@@ -71,19 +71,19 @@ def backward(
     rows_of = (*call.row_tensors, *(t.contiguous() for t in saved), delta)
     with call.device:
         if map_.normalised:
-            one_pass.row_dots[(triton.cdiv(queries, 64) * q.shape[0] * heads,)](
+            one_pass_backward.row_dots[(triton.cdiv(queries, 64) * q.shape[0] * heads,)](
                 grad, out, delta, *grad.stride()[:3], *out.stride()[:3], heads, queries, v.shape[-1],
                 ROWS=64, WIDTH=_padded(v), num_warps=4,
             )  # fmt: skip
             if grad_reference is not None:  # log D grows with a logit by b', which enters as delta does
                 delta -= grad_reference * _LOG2E
         rows, columns, warps, stages = _backward_tile(q, v)
-        one_pass.backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
+        one_pass_backward.backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
             *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
             *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
             **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        one_pass.backward_keys[(triton.cdiv(keys, columns) * k.shape[0] * k.shape[1],)](
+        one_pass_backward.backward_keys[(triton.cdiv(keys, columns) * k.shape[0] * k.shape[1],)](
             *call.tensors, *rows_of, grad_in, grad_k, grad_v,
             *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
             **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
@@ -163,7 +163,8 @@ class _Call:
         factored, shifted = self.factor is not None, self.shift is not None
         return {
             "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
-            "P": form.power, "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
+            "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
             "RULED": ruled, "CAPPED": cap,
             "FACTORED": factored, "SHIFTED": shifted, "SINK": self.sink_logits is not None,
             "PLAIN": form.scale > 0 and not (ruled or cap or factored or shifted),
@@ -184,8 +185,8 @@ def _padded(t: Tensor) -> int:
     return max(16, int(triton.next_power_of_2(t.shape[-1])))
 
 
-# Rows, columns, warps, stages, measured on an H200 in bfloat16: wider tiles spill registers in backward, which holds two
-# tiles of logits at once; exp needs the registers that a larger tile of keys would take. float32 needs twice the memory.
+# Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. Backward holds two tiles of logits at
+# once and spills registers with larger ones. float32 needs twice the memory.
 def _forward_tile(q: Tensor, v: Tensor, scaled: bool) -> tuple[int, int, int, int]:
     width = max(_padded(q), _padded(v))
     if q.dtype == torch.float32:
