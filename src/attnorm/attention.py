@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Refused = Any  # the shape checks of the tests take no Never
 
-Engine = Literal["auto", "fused", "sparse", "flex", "blocked"]
+Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 
 # The largest matrix of weights that return_weights=True builds.
 MOST_WEIGHT_BYTES = 2**30
@@ -153,12 +153,19 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
 def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
+    on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
+    if engine == "triton" or (on_a_gpu and not fused.is_plain(inputs, normalizer)):
+        from attnorm.engines import one_pass  # loads Triton where there is one
+
+        if one_pass.applies(inputs, normalizer):
+            return one_pass.one_pass(inputs, normalizer)
+        if engine == "triton":
+            raise ValueError(f"{normalizer.name!r} has no one-pass kernel here; use engine='auto' or 'blocked'")
     if engine in ("auto", "fused"):
         if fused.applies(inputs, normalizer):
             return fused.fused(inputs, normalizer)
         if engine == "fused":
             raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
-    on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
     if engine == "sparse" or on_a_gpu:
         from attnorm.engines import sparse  # loads Triton where there is one
 

@@ -42,6 +42,13 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     return normalizer.sink is None and not inputs.needs_grad and not trains
 
 
+def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether SDPA takes q as it is: softmax alone, in any precision, or any rescaled softmax in float32 or more."""
+    if not applies(inputs, normalizer) or normalizer.sink is not None:
+        return False
+    return not normalizer.rules or inputs.q_BHQD.dtype in (torch.float32, torch.float64)
+
+
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, D) of a normalizer for which `applies` is true.
 

@@ -26,6 +26,7 @@ class PositiveFunction:
     derivative: Elementwise
     log: Elementwise | None = None
     shift_invariant: bool = False
+    tile: tuple[str, int, float] | None = None  # its name in kernels/maps.py, its power, and what is added to z
 
 
 def _log_softplus(z: Tensor) -> Tensor:
@@ -39,16 +40,21 @@ def polynomial(power: int = 2, offset: float = 0.0) -> PositiveFunction:
     """(z + offset)^power with an even power, so that F >= 0; not monotone: very negative logits count as well."""
     if power < 2 or power % 2:
         raise ValueError(f"power must be an even number from 2 up (F must not be negative), got {power}")
-    return PositiveFunction(lambda z: (z + offset) ** power, lambda z: power * (z + offset) ** (power - 1))
+    return PositiveFunction(
+        lambda z: (z + offset) ** power,
+        lambda z: power * (z + offset) ** (power - 1),
+        tile=("polynomial", power, offset),
+    )
 
 
 FUNCTIONS: dict[str, PositiveFunction] = {
-    "exp": PositiveFunction(torch.exp, torch.exp, log=lambda z: z, shift_invariant=True),
-    "softplus": PositiveFunction(softplus, torch.sigmoid, log=_log_softplus),
+    "exp": PositiveFunction(torch.exp, torch.exp, log=lambda z: z, shift_invariant=True, tile=("softmax", 1, 0.0)),
+    "softplus": PositiveFunction(softplus, torch.sigmoid, log=_log_softplus, tile=("softplus", 1, 0.0)),
     "elu+1": PositiveFunction(
         lambda z: torch.where(z > 0, z + 1, torch.exp(z.clamp(max=0))),  # elu(z) + 1 would cancel far below 0
         lambda z: torch.exp(z.clamp(max=0)),
         log=lambda z: torch.where(z > 0, torch.log1p(z.clamp(min=0)), z),
+        tile=("elu+1", 1, 0.0),
     ),
     "polynomial": polynomial(),
 }

@@ -1,0 +1,275 @@
+"""Attention on the one-pass Triton kernels: every map whose weight needs one number per row, forward and backward.
+
+A normalizer is lowered to a `Lowered` call: a map and a rule by name (kernels/maps.py), a factor and a shift per row. The
+kernels are operators of torch.library, so compiled code contains them as they are.
+
+Adaptive temperature is two such calls. The entropy of a row is log D - <q, attention(q, K, K)> * scale, both of which
+carry gradients, and its beta is the factor of the second call.
+"""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Never
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attnorm.engines.inputs import Inputs, without_autocast
+from attnorm.normalizers.adaptive_temperature import EntropyRule
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.kernel import Kernel
+from attnorm.normalizers.local import Local
+from attnorm.normalizers.relu import Relu
+from attnorm.normalizers.scale_invariant import DistanceRule
+from attnorm.normalizers.sigmoid import Sigmoid
+from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.softpick import Softpick
+
+if TYPE_CHECKING:
+    from attnorm.kernels.one_pass_attention import Form
+
+LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
+FEWEST_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
+POWERS = (1, 2, 3, 4)  # of relu and of the polynomial kernel, multiplied out
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A normalizer as the kernels know it."""
+
+    map: str
+    power: int = 1
+    floor: float = 0.0
+    rule: str = "none"
+    parameter: float = 0.0
+    window: int | None = None
+
+
+def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether this call can run on the kernels with the same result."""
+    q, v = inputs.q_BHQD, inputs.v_BKLD
+    if inputs.bias is not None or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
+        return False
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
+        return False
+    if not (HAS_TRITON and _runs_on(q.device)) or _transformed():
+        return False
+    return lowered(normalizer, inputs) is not None
+
+
+def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
+    """The kernels' form of a normalizer, None where there is none."""
+    form = _map_form(normalizer, inputs.q_BHQD.dtype)
+    if form is None or (normalizer.sink is not None and form.map != "softmax"):
+        return None
+    *earlier, last = normalizer.rules or [None]
+    if not all(isinstance(rule, ScaleRule) for rule in earlier):
+        return None
+    if isinstance(last, DistanceRule):
+        if inputs.positions is not None:
+            return None
+        form = replace(form, rule="distance", parameter=1 / last.tau)
+    elif isinstance(last, EntropyRule):
+        if form.map != "softmax" or normalizer.sink is not None or inputs.softcap is not None:
+            return None
+    elif last is not None and not isinstance(last, ScaleRule):
+        return None
+    for selection in normalizer.selections:
+        if not (isinstance(selection, Local) and inputs.causal and inputs.positions is None):
+            return None
+        form = replace(form, window=min(selection.window, form.window or selection.window))
+    return form
+
+
+def _map_form(normalizer: Normalizer, dtype: torch.dtype) -> Lowered | None:
+    map_ = normalizer.map
+    if isinstance(map_, Softmax):
+        return Lowered("softmax")
+    if isinstance(map_, Softpick):
+        return Lowered("softpick", floor=map_.eps)
+    if isinstance(map_, Sigmoid):
+        return None if normalizer.selections else Lowered("sigmoid")  # its bias counts the keys that are left
+    if isinstance(map_, Relu):
+        return None if normalizer.selections or map_.power not in POWERS else Lowered("relu", power=int(map_.power))
+    if isinstance(map_, Kernel) and map_.function.tile is not None:
+        name, power, _offset = map_.function.tile
+        if name == "polynomial" and (dtype == torch.float16 or power not in POWERS):
+            return None  # a power of a logit soon exceeds float16
+        return Lowered(name, power=power)
+    return None
+
+
+def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    form = lowered(normalizer, inputs)
+    assert form is not None
+    with without_autocast(inputs.q_BHQD.device):
+        factor, shift = _row_numbers(inputs, normalizer, form)
+        if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
+            beta = normalizer.rules[-1].beta(_entropy(inputs, factor, form.window))
+            factor = beta if factor is None else factor * beta
+        sink = None
+        if normalizer.sink is not None:
+            logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
+            if logit.dim() == 1 and logit.shape[0] != heads:
+                raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
+            sink = logit.float().expand(heads).contiguous()
+        return _call(inputs, inputs.v_BKLD, factor, shift, sink, form)[0]
+
+
+def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tensor:
+    """Entropy in nats of softmax over each row, (B, H, Q); 0 for rows that see nothing."""
+    mean_key, log_denominator = _call(
+        inputs, inputs.k_BKLD, factor, None, None, Lowered("softmax", window=window), precise=True
+    )
+    mean = inputs.scale * (inputs.q_BHQD.float() * mean_key).sum(-1)
+    entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
+    return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
+
+
+def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> tuple[Tensor | None, Tensor | None]:
+    """The factor and the shift of each row, (B, H, Q) in float32, None where it is 1 or 0."""
+    shape = inputs.q_BHQD.shape[:3]
+    scales = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
+    n = inputs.n()
+    factor: Tensor | None = None
+    if scales:
+        factor = torch.ones((*shape, 1), dtype=torch.float32, device=n.device)
+        for rule in scales:
+            factor = rule.scaled(factor, n, inputs.query_positions(), inputs.hidden_states)
+    map_ = normalizer.map
+    shift: Tensor | None = None
+    if isinstance(map_, Relu):  # [z]^p / n = [z n^(-1/p)]^p
+        share = n.clamp(min=1) ** (-1 / form.power)
+        factor = share if factor is None else factor * share
+    elif isinstance(map_, Sigmoid):
+        bias = map_.bias_of(n)
+        shift = bias if isinstance(bias, Tensor) else n.new_full((1, 1), bias)
+    elif isinstance(map_, Kernel) and map_.function.tile is not None and map_.function.tile[2] != 0:
+        shift = n.new_full((1, 1), map_.function.tile[2])
+    return tuple(None if t is None else t.float()[..., 0].expand(shape) for t in (factor, shift))  # type: ignore[return-value]
+
+
+def _call(
+    inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, form: Lowered,
+    *, precise: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and log2 of each row's denominator."""
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    output, reference, _ = _forward(
+        inputs.q_BHQD, inputs.k_BKLD, values, mask, factor, shift, sink, form.map, form.power, form.floor, form.rule,
+        form.parameter, inputs.softcap, inputs.causal, form.window, inputs.scale, precise,
+    )  # fmt: skip
+    return output, reference
+
+
+def _transformed() -> bool:
+    """In torch.func, where an operator would need more rules, or in forward mode, where it would drop the tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _runs_on(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)  # on a CPU, slowly: for tests
+
+
+def _form(
+    map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None, causal: bool,
+    window: int | None, scale: float,
+) -> "Form":  # fmt: skip
+    from attnorm.kernels.one_pass_attention import Form  # loads Triton
+
+    return Form(
+        map=map, power=power, floor=floor, rule=rule, parameter=parameter, softcap=softcap, causal=causal,
+        window=window, scale=scale,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("attnorm::one_pass_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float, precise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import one_pass_attention
+
+    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
+    output, saved = one_pass_attention.forward(q, k, v, mask, factor, shift, sink, form, precise=precise)
+    return output, *saved
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float, precise: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.maps import MAPS, Reference
+
+    output = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32 if precise else q.dtype)
+    scaled = MAPS[map].reference != Reference.NONE
+    used = (scaled, MAPS[map].normalised and not scaled)
+    return output, *(q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used)  # type: ignore[return-value]
+
+
+@torch.library.custom_op("attnorm::one_pass_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import one_pass_attention
+
+    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
+    saved = one_pass_attention.Saved(reference, inverse)
+    return one_pass_attention.backward(grad, grad_reference, q, k, v, mask, factor, shift, sink, output, saved, form)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = [q.new_empty(q.shape[:3] if t is not None else (0,), dtype=torch.float32) for t in (factor, shift)]
+    sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows, sinks  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mask, factor, shift, sink, *options, _precise = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, factor, shift, sink, *output)
+    ctx.options = options
+
+
+def _gradients(
+    ctx: Any, grad: Tensor | None, grad_reference: Tensor | None, grad_inverse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad_inverse is not None:
+        raise RuntimeError("the denominator of this map carries no gradient; use engine='blocked'")
+    q, k, v, mask, factor, shift, sink, output, reference, inverse = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(output)
+    grad_q, grad_k, grad_v, *found = _backward(
+        grad, grad_reference, q, k, v, mask, factor, shift, sink, output, reference, inverse, *ctx.options
+    )
+    rows = [None if given is None else one for given, one in zip((factor, shift, sink), found, strict=True)]
+    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 1))
+
+
+def _second_gradients(*_: Any) -> Never:
+    raise RuntimeError("the one-pass kernels are differentiated once only; use engine='blocked'")
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+_backward.register_autograd(_second_gradients)

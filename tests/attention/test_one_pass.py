@@ -1,0 +1,231 @@
+"""The one-pass kernels against the blocks in float64, on a GPU or in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines import one_pass
+from attnorm.engines.inputs import checked
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
+
+# The kernels compute values that they do not take, as an exponential that overflows beside its series.
+pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+
+SQUARE = (2, 4, 4, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
+GROUPS = (1, 4, 2, 20, 70, 24, 40)
+MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
+PAST_THE_EDGES = (1, 2, 1, 33, 129, 17, 3)  # of tiles
+HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
+
+NAMES: dict[str, dict[str, Any]] = {
+    "softmax": {"temperature": 0.7, "learned": True, "heads": 4},
+    "ssmax": {"heads": 4},
+    "sink": {"heads": 4},
+    "sigmoid": {},
+    "relu": {"power": 2},
+    "softpick": {},
+    "kernel": {"function": "softplus"},
+    "scale_invariant": {},
+    "adaptive_temperature": {},
+}
+MORE: dict[str, Any] = {
+    "softmax1": lambda: attnorm.get("softmax1"),
+    "sigmoid with a fixed bias": lambda: attnorm.get("sigmoid", bias=-2.0),
+    "relu": lambda: attnorm.get("relu"),
+    "elu+1": lambda: attnorm.get("kernel", function="elu+1"),
+    "exp": lambda: attnorm.get("kernel", function="exp"),
+    "polynomial": lambda: attnorm.get("kernel", function="polynomial", offset=0.5),
+    "local": lambda: attnorm.get("local", window=7),
+    "softpick behind ssmax": lambda: attnorm.compose("softpick", scale="ssmax"),
+    "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
+}
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 2.0) -> tuple[Tensor, ...]:
+    batch, heads, key_heads, queries, keys, width, v_width = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, v_width))
+    q, k, v = (torch.randn(size, generator=generator).to(DEVICE) for size in sizes)
+    return tuple(t.to(dtype).requires_grad_() for t in (spread * q, k, v))
+
+
+def mask_of(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    if kind == "none":
+        return None
+    batch, heads, _, queries, keys, _, _ = shape
+    size = {"padding": (batch, 1, 1, keys), "rows": (batch, 1, queries, keys), "heads": (1, heads, queries, keys)}[kind]
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., : keys // 2] &= keys < 128  # whole tiles are hidden
+    return mask.to(DEVICE)
+
+
+def run(tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, **options: Any) -> list[Tensor]:
+    """Output and gradients, those of the normalizer's parameters too."""
+    output = attnorm.attention(*tensors, normalizer, engine=engine, **options)
+    learned = [p for p in normalizer.parameters() if p.requires_grad]
+    probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output.double() * probe).sum(), [*tensors, *learned])]
+
+
+def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.detach().double().requires_grad_() for t in tensors)
+
+
+def assert_follows(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm().clamp(min=1e-6)
+
+
+FLOAT32 = 5e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
+
+CASES = [
+    (SQUARE, "rows", True), (GROUPS, "none", True), (GROUPS, "padding", False),
+    (MORE_QUERIES, "none", True), (PAST_THE_EDGES, "heads", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "mask", "causal"), CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients(name: str, shape: tuple[int, ...], mask: str, causal: bool) -> None:
+    options = {**NAMES[name], **({"heads": shape[1]} if "heads" in NAMES[name] else {})}
+    tensors, normalizer = draw(shape), attnorm.get(name, **options).to(DEVICE)
+    given = {"mask": mask_of(mask, shape), "causal": causal}
+    found = run(tensors, normalizer, "triton", **given)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", **given), FLOAT32)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_compositions(name: str) -> None:
+    tensors, normalizer = draw(GROUPS), MORE[name]().to(DEVICE)
+    found = run(tensors, normalizer, "triton", causal=True)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_keeps_factors_in_float32(name: str, dtype: torch.dtype) -> None:
+    options = {**NAMES[name], **({"heads": 4} if "heads" in NAMES[name] else {})}
+    tensors, normalizer = draw(GROUPS, dtype), attnorm.get(name, **options).to(DEVICE)
+    found = run(tensors, normalizer, "triton", causal=True)
+    assert all(t.dtype == dtype for t in found[:4])
+    step = torch.finfo(dtype).eps
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), 8 * step)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softpick", "kernel", "sigmoid"])
+@pytest.mark.parametrize("shift", [0.0, -300.0, 300.0, 1e4])
+def test_large_and_small_logits_neither_overflow_nor_vanish(name: str, shift: float) -> None:
+    z = shift + torch.linspace(-3, 3, 50)
+    q = torch.ones(1, 1, 16, 1).to(DEVICE)
+    k, v = z[None, None, :, None].to(DEVICE), torch.eye(50)[None, None].to(DEVICE).requires_grad_()
+    weights = attnorm.attention(q, k, v, name, scale=1.0, engine="triton")
+    expected = attnorm.normalize(z.double()[None], name).to(DEVICE)
+    steps = torch.finfo(torch.float32).eps * max(abs(shift), 8)  # of a logit
+    assert ((weights.double() - expected).abs() <= 8 * steps * expected + 1e-30).all()
+    (grad,) = torch.autograd.grad(weights[..., 0].sum(), v)
+    assert grad.isfinite().all()
+
+
+def test_a_soft_cap_of_the_model_is_kept() -> None:
+    tensors = draw(GROUPS, spread=8.0)
+    normalizer = attnorm.get("ssmax", heads=4).to(DEVICE)
+    from dataclasses import replace
+
+    def capped(tensors: tuple[Tensor, ...], engine: Any) -> list[Tensor]:
+        inputs = checked(*tensors, mask=None, causal=True, scale=None, positions=None)
+        output = attnorm.attention.__globals__["attend"](replace(inputs, softcap=2.0), normalizer, engine)
+        return [output, *torch.autograd.grad(output.double().square().sum(), [*tensors, *normalizer.parameters()])]
+
+    assert_follows(capped(tensors, "triton"), capped(exactly(tensors), "blocked"), FLOAT32)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
+    q, k, v = draw(SQUARE)
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=DEVICE)
+    mask[0, :, 5] = False
+    for name in ("softpick", "sink", "sigmoid"):
+        normalizer = attnorm.get(name).to(DEVICE)
+        output, *grads = run((q, k, v), normalizer, "triton", mask=mask)
+        assert (output[0, :, 5] == 0).all()
+        assert all(g.isfinite().all() for g in grads)
+    poisoned = k.detach().clone()
+    poisoned[1, 2, 7] = torch.nan
+    for name in ("softpick", "sink", "sigmoid", "relu"):
+        found = attnorm.attention(q.detach(), poisoned, v.detach(), name, engine="triton", causal=True)
+        assert found[1, 2, 7:].isnan().all(), name
+        assert found[1, 2, :7].isfinite().all(), name
+        assert found[0].isfinite().all(), name
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    tensors, normalizer = draw(GROUPS), attnorm.get("sink", heads=4).to(DEVICE)
+    first, second = (run(tensors, normalizer, "triton", causal=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_compiled_code_contains_the_kernels_as_operators() -> None:
+    q, k, v = draw((1, 1, 1, 20, 20, 16, 16))
+    normalizer = attnorm.get("adaptive_temperature")
+
+    def loss(q: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, causal=True, engine="triton").square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    (found,), (expected,) = (torch.autograd.grad(one(q), q) for one in (compiled, loss))
+    assert_follows([found], [expected.double()], 1e-6)
+    sink, row = torch.zeros(1, device=DEVICE), torch.ones(1, 1, 20, device=DEVICE)
+    options = ("softmax", 1, 0.0, "none", 0.0, None, True, None, 0.25)
+    torch.library.opcheck(
+        torch.ops.attnorm.one_pass_attention.default,
+        (q, k, v, None, row.requires_grad_(), None, sink, *options, False),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
+    q, k, v = draw(SQUARE)
+    for name in ("entmax15", "topk", "stick_breaking"):
+        with pytest.raises(ValueError, match="engine='auto' or 'blocked'"):
+            attnorm.attention(q, k, v, name, engine="triton")
+    inputs = checked(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
+    assert not one_pass.applies(inputs, attnorm.get("sigmoid")), "few queries, as in decoding"
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+    script = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnorm.kernels import one_pass, one_pass_backward
+from attnorm.kernels.maps import MAPS, RULES
+map_ = MAPS["softpick"]
+constants = dict(
+    MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
+    NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SINK=False, PLAIN=False, CAUSAL=True,
+    WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True, V_FULL=False,
+    LIFT=1.0,
+)
+types = dict(mask="*u8")
+types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
+rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
+types |= dict.fromkeys((*rows, "grad_shift"), "*fp32")
+types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
+for capability in (80, 90):
+    for kernel in (one_pass.forward, one_pass_backward.backward_queries, one_pass_backward.backward_keys):
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+        target = GPUTarget("cuda", capability, 32)
+        assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=constants), target=target).asm
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
