@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.attention import attend
 from attnorm.engines import one_pass
 from attnorm.engines.inputs import checked
 
@@ -139,11 +141,10 @@ def test_large_and_small_logits_neither_overflow_nor_vanish(name: str, shift: fl
 def test_a_soft_cap_of_the_model_is_kept() -> None:
     tensors = draw(GROUPS, spread=8.0)
     normalizer = attnorm.get("ssmax", heads=4).to(DEVICE)
-    from dataclasses import replace
 
     def capped(tensors: tuple[Tensor, ...], engine: Any) -> list[Tensor]:
         inputs = checked(*tensors, mask=None, causal=True, scale=None, positions=None)
-        output = attnorm.attention.__globals__["attend"](replace(inputs, softcap=2.0), normalizer, engine)
+        output = attend(replace(inputs, softcap=2.0), normalizer, engine)
         return [output, *torch.autograd.grad(output.double().square().sum(), [*tensors, *normalizer.parameters()])]
 
     assert_follows(capped(tensors, "triton"), capped(exactly(tensors), "blocked"), FLOAT32)

@@ -1,7 +1,7 @@
 """Attention on the one-pass Triton kernels: every map whose weight needs one number per row, forward and backward.
 
-A normalizer is lowered to a `Lowered` call: a map and a rule by name (kernels/maps.py), a factor and a shift per row. The
-kernels are operators of torch.library, so compiled code contains them as they are.
+A normalizer is lowered to a map and a rule by name (kernels/maps.py), and a factor and a shift per row, which stay in
+float32. The kernels are operators of torch.library, so compiled code contains them as they are.
 
 Adaptive temperature is two such calls. The entropy of a row is log D - <q, attention(q, K, K)> * scale, both of which
 carry gradients, and its beta is the factor of the second call.
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from attnorm.engines.inputs import Inputs, without_autocast
+from attnorm.engines.inputs import Inputs, transformed, without_autocast
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.kernel import Kernel
@@ -55,7 +54,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
         return False
-    if not (HAS_TRITON and _runs_on(q.device)) or _transformed():
+    if not (HAS_TRITON and _runs_on(q.device)) or transformed():
         return False
     return lowered(normalizer, inputs) is not None
 
@@ -164,11 +163,6 @@ def _call(
         form.parameter, inputs.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference
-
-
-def _transformed() -> bool:
-    """In torch.func, where an operator would need more rules, or in forward mode, where it would drop the tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -132,7 +132,7 @@ def forward(
     )  # fmt: skip
 
     reference = _reference(peak, REFERENCE, True)
-    if REFERENCE != 0:
+    if REFERENCE == 2:  # no other map has a floor, and 2^-reference may overflow there
         total = total + floor * tl.exp2(-reference)
     if NORMALISED:
         inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), tl.where(total == 0, 0.0, float("nan")))

@@ -1,8 +1,8 @@
 """Gradients of the one-pass kernels.
 
 Tiles are computed again. With w = a / D, dp_j = <dO, v_j> and delta = <dO, O> the gradient of a logit is
-(a'(z_j) dp_j - b'(z_j) delta) / D. One kernel sums it over keys into the gradients of q and of the factor and shift of a
-row, one over queries into those of k and v. No two programs add to the same number, so results are deterministic.
+(a'(z_j) dp_j - b'(z_j) delta) / D. One kernel sums it over keys into the gradients of q and of a row's factor and
+shift, one over queries into those of k and v. No two programs add to the same number: results are deterministic.
 """
 
 import triton
