@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnorm.analysis.manifest import SCHEMA
 from attnorm.analysis.tables import MEDIANS, QUANTILES, SCHEMAS
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.attention import normalize
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.normalizers.ssmax import neutral_s

@@ -8,7 +8,7 @@ import pytest
 
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
 from attnorm.report.analysis_json import finite
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 

@@ -8,13 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from attnorm.analysis.advice import advise
-from attnorm.analysis.ceiling import binding_length
-from attnorm.analysis.head_rows import keys
-from attnorm.analysis.judge import Judgement, judge_head
-from attnorm.analysis.rules import Case, is_selecting, worst_norm
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative
-from attnorm.analysis.what_if import command
+from attnorm.analysis.verdicts.advice import advise
+from attnorm.analysis.verdicts.ceiling import binding_length
+from attnorm.analysis.verdicts.judge import Judgement, judge_head
+from attnorm.analysis.verdicts.rows import keys
+from attnorm.analysis.verdicts.rules import Case, is_selecting, worst_norm
+from attnorm.analysis.verdicts.what_if import command
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 

@@ -13,8 +13,8 @@ from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.merge import NotMeasuredError, merged_table
 from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS
-from attnorm.analysis.thresholds import thresholds_of
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
+from attnorm.analysis.verdicts.thresholds import thresholds_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Analysis:
 
     def summary(self) -> str:
         """The verdict and what it rests on, in a few lines of plain text."""
-        from attnorm.analysis.words import summary
+        from attnorm.analysis.summary import summary
 
         return summary(self)
 
@@ -187,7 +187,7 @@ class Analysis:
         return f"<Analysis of {model}: {self.heads.num_rows} rows (head, text, length, normalizer); see .summary()>"
 
     def _repr_html_(self) -> str:
-        from attnorm.analysis.words import notebook
+        from attnorm.analysis.summary import notebook
 
         return notebook(self)
 

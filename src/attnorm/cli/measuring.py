@@ -12,7 +12,7 @@ from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
-    from attnorm.analysis.thresholds import Thresholds
+    from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.models.inputs import Text
 
 Texts = Annotated[
@@ -105,7 +105,7 @@ def groups_of(value: str) -> tuple[str, ...]:
 
 def thresholds_of(words: list[str] | None) -> "Thresholds":
     """The defaults with what the words change."""
-    from attnorm.analysis.thresholds import Thresholds
+    from attnorm.analysis.verdicts.thresholds import Thresholds
 
     return Thresholds().changed(words or ())
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from attnorm.analysis.ceiling import binding_length
+from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
-from attnorm.analysis.head_rows import number
+from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.arrays import Floats
 from attnorm.theory.dispersion import horizon, least_squares_line
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnorm.analysis.head_rows import keys
+from attnorm.analysis.verdicts.rows import keys
 from attnorm.experiments.experiment import Finding, Verdict
 from attnorm.experiments.spread_table import PRINTED, READINGS, Spreads, common_keys
 from attnorm.theory.dispersion import horizon

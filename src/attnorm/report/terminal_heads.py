@@ -13,10 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.analysis.head_rows import Row, head_rows, keys, number
+from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import representative
-from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
 STYLE: dict[str, str] = {

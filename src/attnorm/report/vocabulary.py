@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnorm.analysis.thresholds import MEANING
+from attnorm.analysis.verdicts.thresholds import MEANING
 from attnorm.metrics.catalogue import Group
 
 

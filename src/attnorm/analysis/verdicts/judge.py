@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
-from attnorm.analysis.head_rows import Row, head_rows, number
-from attnorm.analysis.rules import OPEN, RULES, Case, selects
 from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS
-from attnorm.analysis.thresholds import VERDICTS, Thresholds
+from attnorm.analysis.verdicts.rows import Row, head_rows, number
+from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, selects
+from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
 
 _HEAD = tuple(name for name, _ in HEAD_KEY)
 _OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")

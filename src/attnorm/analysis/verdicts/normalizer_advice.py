@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.head_rows import Row, number
-from attnorm.analysis.rules import judged_keys
-from attnorm.analysis.thresholds import DISPERSED, VERDICTS, Thresholds, thresholds_of
-from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, medians, pairs, with_verdict
+from attnorm.analysis.verdicts.rows import Row, number
+from attnorm.analysis.verdicts.rules import judged_keys
+from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds, thresholds_of
+from attnorm.analysis.verdicts.what_if import Advice, Rows, WhatIf, command, medians, pairs, with_verdict
 from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import get
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnorm.analysis.head_rows import Row
-from attnorm.analysis.thresholds import VERDICTS
+from attnorm.analysis.verdicts.rows import Row
+from attnorm.analysis.verdicts.thresholds import VERDICTS
 
 
 def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:

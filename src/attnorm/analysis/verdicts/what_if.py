@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
-from attnorm.analysis.head_rows import Row, number
 from attnorm.analysis.settings import GROUPS
-from attnorm.analysis.thresholds import Thresholds, thresholds_of
+from attnorm.analysis.verdicts.rows import Row, number
+from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.normalizers.registry import available
 
 Rows = Sequence[Row]

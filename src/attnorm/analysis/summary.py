@@ -3,9 +3,9 @@
 from html import escape
 from typing import Any
 
-from attnorm.analysis.head_rows import Row, head_rows
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import VERDICTS, representative
+from attnorm.analysis.verdicts.rows import Row, head_rows
 
 _WORST = 8
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.advice import advise
-from attnorm.analysis.ceiling import Ceiling, Rate, ceiling, rate
-from attnorm.analysis.head_rows import Row, head_rows
-from attnorm.analysis.judge import judge
-from attnorm.analysis.representative import by_view, representative
-from attnorm.analysis.sentences import (
+from attnorm.analysis.tables import HEAD_KEY
+from attnorm.analysis.verdicts.advice import advise
+from attnorm.analysis.verdicts.ceiling import Ceiling, Rate, ceiling, rate
+from attnorm.analysis.verdicts.judge import judge
+from attnorm.analysis.verdicts.representative import by_view, representative
+from attnorm.analysis.verdicts.rows import Row, head_rows
+from attnorm.analysis.verdicts.sentences import (
     caveats,
     ceiling_sentences,
     headline,
@@ -26,9 +27,8 @@ from attnorm.analysis.sentences import (
     too_short,
     window_sentences,
 )
-from attnorm.analysis.tables import HEAD_KEY
-from attnorm.analysis.thresholds import MEANING, VERDICTS, Thresholds
-from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.thresholds import MEANING, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 
 
 @dataclass(frozen=True, kw_only=True)

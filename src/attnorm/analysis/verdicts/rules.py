@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch.autograd.functional import jacobian
 
-from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.thresholds import SELECTING, Thresholds
+from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.thresholds import SELECTING, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get

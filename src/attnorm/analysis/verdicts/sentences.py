@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
-from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.representative import place, representative
-from attnorm.analysis.rules import is_selecting
-from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
+from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate
+from attnorm.analysis.verdicts.representative import place, representative
+from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rules import is_selecting
+from attnorm.analysis.verdicts.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
