@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnorm.cli.measuring import (
+    Bos,
+    Budget,
     Device,
     Dtype,
     Judging,
@@ -18,6 +20,7 @@ from attnorm.cli.measuring import (
     Threads,
     Tokenizer,
     Trust,
+    Windows,
     check_model,
     failures,
     groups_of,
@@ -27,6 +30,7 @@ from attnorm.cli.measuring import (
     texts_of,
     thresholds_of,
     use_threads,
+    windows_of,
 )
 from attnorm.cli.output import Json, show, show_json, usage_errors
 
@@ -42,6 +46,9 @@ def analyze(
     ] = "bundled",
     text: Texts = None,
     lengths: Lengths = None,
+    windows: Windows = "auto",
+    budget: Budget = 8192,
+    bos: Bos = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAMES", help="model is what it runs; others: what if, on the same logits.")
     ] = "model",
@@ -82,6 +89,9 @@ def analyze(
         options = {
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
+            "windows": windows_of(windows),
+            "budget": budget,
+            "bos": bos,
             "normalizers": _normalizers(normalizers),
             "rows": rows_of(rows),
             "metrics": groups_of(metrics),

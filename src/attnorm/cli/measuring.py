@@ -24,7 +24,19 @@ Texts = Annotated[
     ),
 ]
 Lengths = Annotated[
-    str | None, typer.Option(metavar="N,N,...", help="Tokens from the start of each text; default: all that fit.")
+    str | None,
+    typer.Option(metavar="N,N,...", help="Tokens of each window; default: the whole text, or an eighth of the budget."),
+]
+Windows = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|K", help="Disjoint windows of each text to judge heads over; auto: up to 8, as the budget allows."
+    ),
+]
+Budget = Annotated[int, typer.Option(metavar="N", help="Tokens of each text, over all its windows.")]
+Bos = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", help="Start every window with the BOS token, or without; default: as tokenized."),
 ]
 Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
 Metrics = Annotated[
@@ -39,7 +51,7 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Seed = Annotated[int, typer.Option(help="Of sampled rows and permutations.")]
+Seed = Annotated[int, typer.Option(help="Random seed of sampled rows and permutations; verdicts do not depend on it.")]
 Judging = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,6 +105,15 @@ def rows_of(value: str) -> Any:
         return int(value)
     except ValueError:
         raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
+
+
+def windows_of(value: str) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"--windows takes auto or a number of windows, got {value!r}") from None
 
 
 def groups_of(value: str) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.arrays import Floats
 from attnorm.theory.dispersion import horizon, least_squares_line

@@ -1,4 +1,4 @@
-"""Judging, apart from measuring: every head gets a verdict with its evidence and confidence, the model gets sentences."""
+"""Judging, apart from measuring: every head gets a verdict with evidence and confidence, the model gets sentences."""
 
 from attnorm.analysis.verdicts.judge import judge
 from attnorm.analysis.verdicts.model import ModelVerdict, model_verdict

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
+from attnorm.analysis.plan import BUDGET
 from attnorm.analysis.settings import GROUPS
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
@@ -22,6 +23,8 @@ USUAL: dict[str, Any] = {
     "top_n": [1, 5, 10, 20, 100],
     "vectors": "values",
     "seed": 0,
+    "windows": "auto",
+    "budget": BUDGET,
 }
 
 
