@@ -38,4 +38,5 @@ def tables(
         ),
         "sensitivity": table("sensitivity", [{**one, "temperature": 1.0} for one in each]),
         "coverage": table("coverage", [{**key, "top_n": 5}]),
+        "blocks": table("blocks", [{**one, "block": block} for one in each for block in (0, 1)]),
     }

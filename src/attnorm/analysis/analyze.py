@@ -9,11 +9,11 @@ from attnorm.analysis import store
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.over_windows import together
 from attnorm.analysis.parts import Job, Progress, measured_parts
-from attnorm.analysis.plan import BUDGET, Windows, check_windows, plan
+from attnorm.analysis.plan import check_windows, plan
 from attnorm.analysis.readable import unigram_entropies
 from attnorm.analysis.result import Analysis, refuse_another_run
 from attnorm.analysis.run_manifest import completed, new_manifest
-from attnorm.analysis.settings import Rows, description, named_normalizers, settings_of
+from attnorm.analysis.settings import BUDGET, Rows, Windows, description, named_normalizers, settings_of
 from attnorm.analysis.starts import starting_from
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.models.inputs import texts_from

@@ -107,6 +107,7 @@ def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "texts": _joined([m["texts"] for m in manifests]),
         "parts": _joined([m["parts"] for m in manifests]),
         "settings": settings,
+        "reading": {text: one for m in manifests for text, one in (m.get("reading") or {}).items()},
         "notes": _joined([m["notes"] for m in manifests]),
         "merged": [original for m in manifests for original in m.get("merged", [m])],
     }

@@ -5,21 +5,19 @@ Everything that can be wrong with the input is found here, before anything is me
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from attnorm.analysis.manifest import content_hash
+from attnorm.analysis.settings import BUDGET, Windows
 from attnorm.models.inputs import Text, prepared
 from attnorm.models.load import LoadedModel, longest_context
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
 SHORTEST = 8  # visible keys; with fewer, "which keys does it select" is no question
-BUDGET = 8192  # tokens of each text, over all its windows
 MOST_WINDOWS = 8
 SMALL_REST = 0.1  # of a text may be left out rather than measured in shorter windows
-
-Windows = int | Literal["auto"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from attnorm.normalizers.registry import resolve
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
 Vectors = Literal["values", "inputs"]
 Rows = int | Literal["all", "last"]
+Windows = int | Literal["auto"]
+
+BUDGET = 8192  # tokens of each text, over all its windows
 
 FEWEST_ROWS_OF_A_WINDOW = 8  # with the costly numbers, where several windows share them
 VECTOR_ROWS, FEWEST_VECTOR_ROWS = 16, 4  # of a run on some rows, up to 1,024 keys and of any length

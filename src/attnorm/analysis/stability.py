@@ -24,6 +24,7 @@ class Stability:
     judged: int  # with a verdict in at least one run
     kept: int  # of these, contradicted by no run
     same: int  # of these, with the same verdict in every run
+    again: float  # share of the heads judged in one run that have the same verdict in another, over pairs of runs
     undecided: float  # heads per run, on average
     one_window: int  # heads that would keep their verdict if each run were judged by its first window alone
     changing: dict[str, dict[str, int]]  # "kind layer head" -> verdict -> runs, of heads that do not keep theirs
@@ -66,6 +67,7 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
         judged=len(judged),
         kept=len(kept),
         same=sum(len(set(found[head])) == 1 for head in kept),
+        again=_again(list(found.values()), len(runs)),
         undecided=sum(names.count(UNDECIDED) for names in found.values()) / len(runs),
         one_window=sum(len({one.get(head) for one in first}) == 1 for head in found),
         changing={
@@ -74,6 +76,18 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
             if len(given[kind, layer, head]) > 1
         },
     )
+
+
+def _again(verdicts: list[list[str | None]], runs: int) -> float:
+    """ "undecided" in the other run counts as another verdict."""
+    pairs = [
+        (names[one], names[other])
+        for names in verdicts
+        for one in range(runs)
+        for other in range(runs)
+        if one != other and names[one] not in (UNDECIDED, None)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs) if pairs else float("nan")
 
 
 def _verdicts(run: Analysis) -> dict[Head, str | None]:

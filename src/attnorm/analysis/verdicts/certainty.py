@@ -118,15 +118,17 @@ def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -
     depth = next(iter(blocks.values())).shape[1]
     block_draws = _counts(generator, depth)
     noise = generator.standard_normal(RESAMPLES)
-    error = np.nan_to_num(numbers["gap_slope_error"])
+    has_blocks = np.isfinite(blocks["entropy_ratio"]).any(1) if depth else np.zeros(len(many), dtype=bool)
+    error = np.where(has_blocks, np.nan_to_num(numbers["gap_slope_error"]), 0.0)
     found = {}
     for name, value in numbers.items():
         logarithmic = name in HORIZONS
         over_windows = _shifted(value, windows.units[name][here], draws, logarithmic)
+        over_windows = over_windows if name in SLOPES else _not_negative(over_windows)
         if name in SLOPES:
             within = value[:, None] + error[:, None] * noise
         elif name in blocks:
-            within = _shifted(value, blocks[name], block_draws, logarithmic)
+            within = _not_negative(_shifted(value, blocks[name], block_draws, logarithmic))
         else:
             within = np.repeat(value[:, None], RESAMPLES, axis=1)
         found[name] = np.where(many[:, None], over_windows, within)
@@ -147,6 +149,10 @@ def _shifted(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithm
         moved = value[:, None] + np.where(np.isfinite(drawn), drawn, mean[:, None]) - mean[:, None]
         moved = np.where(np.isfinite(moved), moved, value[:, None])
         return np.exp(moved) if logarithmic else moved
+
+
+def _not_negative(values: np.ndarray) -> np.ndarray:
+    return np.where(values < 0, 0.0, values)  # shares, entropies, norms and horizons; NaN stays
 
 
 def _counts(generator: np.random.Generator, units: int) -> np.ndarray:
@@ -213,12 +219,10 @@ def deciding_number(
     if verdict in DISPERSED and other in DISPERSED:
         return f"horizon{suffix}", float(judged.fixed["n_high"][place])
     ratio = f"entropy_ratio{suffix}"
-    if other is not None and not judged.fixed["what_if"][place]:
-        if (
-            np.nanquantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy
-            and np.isfinite(numbers[f"gap_slope{suffix}"]).any()
-        ):
-            return f"gap_slope{suffix}", thresholds.dispersed_slope
+    slope = f"gap_slope{suffix}"
+    by_slope = other is not None and not judged.fixed["what_if"][place] and np.isfinite(numbers[slope]).any()
+    if by_slope and np.nanquantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy:
+        return slope, thresholds.dispersed_slope
     return ratio, thresholds.dispersed_entropy
 
 

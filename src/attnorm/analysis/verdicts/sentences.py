@@ -205,6 +205,8 @@ def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
 
 
 def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    if not heads:
+        return []
     answers = Counter(row.get("saturation") or "not judged" for row in heads)
     if all(number(row, "saturation_excess") is None for row in heads):
         measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
@@ -214,8 +216,8 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     power = f", median power {median(powers):.0%}" if powers else ""
     return [
         (
-            f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly better "
-            f"than with permuted values (90% interval of the excess below {thresholds.saturation_margin:g}{power}), "
+            f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
+            f"better than with permuted values (90% interval of the excess below {thresholds.saturation_margin:g}{power}), "
             f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
         )
     ]

@@ -78,7 +78,8 @@ def _above_floor(
     )
     keys = middle - hidden
     spread, counted = np.broadcast_arrays(np.log(np.maximum(horizon - 1, 1.0)), np.maximum(keys, 1.0))
-    beside = entropy_floor(torch.from_numpy(np.nan_to_num(spread)), torch.from_numpy(counted.copy())).numpy()
+    spreads, keys_beside = np.nan_to_num(spread), np.nan_to_num(counted, nan=1.0)
+    beside = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(keys_beside)).numpy()
     floor = np.where(hidden, np.where(np.isnan(spread), np.nan, beside), _finite(heads["entropy_floor"]))
     entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
     return (entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12)

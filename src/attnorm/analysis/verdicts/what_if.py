@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
-from attnorm.analysis.plan import BUDGET
-from attnorm.analysis.settings import GROUPS
+from attnorm.analysis.settings import BUDGET, GROUPS
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.normalizers.registry import available
