@@ -27,7 +27,8 @@ positive = st.one_of(st.sampled_from([0.0, 1.0, 1e5, math.inf, math.nan]), st.fl
 slope = st.one_of(st.just(math.nan), st.floats(-1, 2))
 HEAD = st.fixed_dictionaries(
     {
-        "entropy_ratio": share, "entropy_nats": st.floats(0, 7), "entropy_floor": st.one_of(st.just(math.nan), st.floats(0, 6)),
+        "entropy_ratio": share, "entropy_nats": st.floats(0, 7),
+        "entropy_floor": st.one_of(st.just(math.nan), st.floats(0, 6)),
         "max_weight": share, "sink_mass": share, "horizon": positive, "jacobian_norm": share,
         "jacobian_norm_q75": share, "entropy_ratio_without_sink": share, "horizon_without_sink": positive,
         "gap_slope": slope, "gap_slope_without_sink": slope, "gap_slope_error": st.floats(0, 0.3),

@@ -92,7 +92,7 @@ def test_numbers_that_were_not_measured_are_none_and_never_nan() -> None:
     bare = made()
     rows = [{**row, **{name: float("nan") for name in row if "jacobian" in name}} for row in bare.heads.to_pylist()]
     heads = pa.Table.from_pylist(rows, schema=bare.heads.schema)
-    without = Analysis(heads, bare.by_length, bare.top_n, bare.sensitivity, bare.coverage, bare.manifest)
+    without = Analysis(**{**bare.tables, "heads": heads}, manifest=bare.manifest)
     found = compare({"with": made(), "without": without})
     assert found.sides[1].quartiles["jacobian_norm"] is None
     assert "jacobian_norm" not in found.changes[0].numbers

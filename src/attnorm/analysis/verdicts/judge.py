@@ -70,7 +70,7 @@ def judge_all(
         )
         for row in rows
     ]
-    windows = WINDOWS.empty_table() if windows is None else windows
+    windows = WINDOWS.empty_table() if windows is None or not rows else windows
     blocks = BLOCKS.empty_table() if blocks is None else blocks
     sure, by_window = certainties(rows, _arrays(heads, cases), windows, blocks, thresholds)
     judged = [

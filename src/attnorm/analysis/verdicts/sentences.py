@@ -217,7 +217,8 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     return [
         (
             f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
-            f"better than with permuted values (90% interval of the excess below {thresholds.saturation_margin:g}{power}), "
+            "better than with permuted values (90% interval of the excess below "
+            f"{thresholds.saturation_margin:g}{power}), "
             f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
         )
     ]

@@ -23,6 +23,8 @@ def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     heads: the numbers of the median row by their column names, n_high, n_low, broken_rows, worst_norm (NaN: unknown),
     near_worst and what_if (boolean), slope_over_lengths (NaN: none).
     """
+    if not np.size(heads["n_high"]):
+        return np.zeros(np.shape(heads["entropy_ratio"]), dtype=np.int64)
     with np.errstate(all="ignore"):
         return _codes({name: np.asarray(value) for name, value in heads.items()}, thresholds)
 
