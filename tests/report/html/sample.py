@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.tables import SCHEMAS, TABLES
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
@@ -30,6 +30,8 @@ class Sample:
     top_n: pa.Table
     sensitivity: pa.Table
     coverage: pa.Table
+    blocks: pa.Table
+    windows: pa.Table
     manifest: dict[str, Any]
     verdict: ModelVerdict
 
@@ -72,7 +74,7 @@ def hostile() -> Sample:
     place = heads.column_names.index("verdict")
     heads = heads.set_column(place, "verdict", pa.array([HOSTILE, *heads.column("verdict").to_pylist()[1:]]))
     place = heads.column_names.index("flags")
-    heads = heads.set_column(place, "flags", pa.array([[HOSTILE, "saturated"]] * heads.num_rows))
+    heads = heads.set_column(place, "flags", pa.array([[HOSTILE, "sensitive"]] * heads.num_rows))
     manifest = {**made.manifest, "model": {**made.manifest["model"], "name": HOSTILE, "class": HOSTILE}}
     verdict = ModelVerdict(headline=HOSTILE, counts={HOSTILE: 3, "healthy": 2}, sentences=[HOSTILE])
     return Sample(**{**_tables(made), "heads": heads}, manifest=manifest, verdict=verdict)
@@ -116,7 +118,7 @@ def judged(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> Sample:
 
 
 def _tables(one: Sample) -> dict[str, pa.Table]:
-    return {name: getattr(one, name) for name in SCHEMAS}
+    return {name: getattr(one, name) for name in TABLES}
 
 
 def _repeated(
