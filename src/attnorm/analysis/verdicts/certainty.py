@@ -114,10 +114,11 @@ def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -
     numbers = {name: value[here] for name, value in judged.numbers.items()}
     many = windows.count[here] >= ENOUGH_WINDOWS
     width = next(iter(windows.units.values())).shape[1]
-    draws = _counts(generator, width)
     depth = next(iter(blocks.values())).shape[1]
-    block_draws = _counts(generator, depth)
-    noise = generator.standard_normal(RESAMPLES)
+    times = RESAMPLES if depth or many.any() else 1
+    draws = _counts(generator, width, times)
+    block_draws = _counts(generator, depth, times)
+    noise = generator.standard_normal(times)
     has_blocks = np.isfinite(blocks["entropy_ratio"]).any(1) if depth else np.zeros(len(many), dtype=bool)
     error = np.where(has_blocks, np.nan_to_num(numbers["gap_slope_error"]), 0.0)
     found = {}
@@ -130,7 +131,7 @@ def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -
         elif name in blocks:
             within = _not_negative(_shifted(value, blocks[name], block_draws, logarithmic))
         else:
-            within = np.repeat(value[:, None], RESAMPLES, axis=1)
+            within = np.repeat(value[:, None], times, axis=1)
         found[name] = np.where(many[:, None], over_windows, within)
     return found
 
@@ -155,11 +156,11 @@ def _not_negative(values: np.ndarray) -> np.ndarray:
     return np.where(values < 0, 0.0, values)  # shares, entropies, norms and horizons; NaN stays
 
 
-def _counts(generator: np.random.Generator, units: int) -> np.ndarray:
-    """How often each unit is drawn, (RESAMPLES, units)."""
+def _counts(generator: np.random.Generator, units: int, times: int) -> np.ndarray:
+    """How often each unit is drawn, (times, units)."""
     if not units:
-        return np.zeros((RESAMPLES, 0))
-    return generator.multinomial(units, [1 / units] * units, size=RESAMPLES).astype(np.float64)
+        return np.zeros((times, 0))
+    return generator.multinomial(units, [1 / units] * units, size=times).astype(np.float64)
 
 
 def _certainty(
