@@ -44,7 +44,7 @@ def predicts_next_token(loaded: LoadedModel) -> bool:
     model: Any = loaded.model
     if model.config.is_encoder_decoder or not model.can_generate() or model.base_model is model:
         return False
-    return isinstance(model.get_output_embeddings(), nn.Module)
+    return isinstance(model.get_output_embeddings(), nn.Module) and model.base_model_prefix in model._modules
 
 
 def _first_token(loaded: LoadedModel, ids: Tensor | None) -> str | None:
@@ -76,17 +76,25 @@ def _loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[fl
     return (total / tokens, tokens) if tokens and total == total and abs(total) != float("inf") else (None, 0)
 
 
+class _Given(nn.Module):
+    """Stands in for the base model: returns this output whatever it is given; hooks of the base model do not run."""
+
+    def __init__(self, base: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.__dict__["given"] = (base, output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["given"][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["given"][0], name)
+
+
 @contextmanager
 def _base_gives(model: Any, output: Any) -> Iterator[None]:
-    """Inside, the base model returns this output whatever it is given."""
-    base = model.base_model
-    had = "forward" in vars(base)
-    before = base.forward
-    base.forward = lambda *args, **kwargs: output
+    prefix, base = model.base_model_prefix, model.base_model
+    model._modules[prefix] = _Given(base, output)
     try:
         yield
     finally:
-        if had:
-            base.forward = before
-        else:
-            del base.forward
+        model._modules[prefix] = base
