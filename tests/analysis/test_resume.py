@@ -136,7 +136,7 @@ def test_a_folder_of_something_else_is_refused_and_not_touched(tmp_path: Path) -
 
 def test_a_full_disk_stops_the_run_and_keeps_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = gpt2(layers=1), ids(64)
-    real, left = store._write_bytes, 1 + 2 * 6  # the manifest and two parts of six files
+    real, left = store._write_bytes, 1 + 2 * 7  # the manifest and two parts of seven files
 
     def full(path: Path, content: bytes) -> None:
         nonlocal left
