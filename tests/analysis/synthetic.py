@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.manifest import SCHEMA
-from attnorm.analysis.tables import MEDIANS, QUANTILES, SCHEMAS
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.tables import QUANTILES, SCHEMAS, WINDOWS
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.attention import normalize
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.normalizers.ssmax import neutral_s
@@ -110,7 +110,7 @@ ARCHETYPES: dict[str, Archetype] = {
     "parked": Archetype("sink-dominated", _parked),
     "certain": Archetype("frozen", _certain),
     "torn": Archetype("sensitive", _torn),
-    "muddled": Archetype("saturated", _selects_many, separability=0.65),
+    "muddled": Archetype("healthy", _selects_many, separability=0.65),  # and saturated
     "selects beside a sink": Archetype("healthy", _selects_beside_a_sink),
     "smeared beside a sink": Archetype("dispersed-forced", _smeared_beside_a_sink, separability=0.72),
     "broken": Archetype("broken", _broken),
@@ -229,7 +229,8 @@ def _tables(
                 _add_reads(rows["reads"], key, heads, drawn[length])
                 for layer, names in enumerate(cast):
                     _add_coverage(rows["coverage"], {**key, "layer": layer}, len(names), length)
-    return {name: pa.Table.from_pylist(rows[name], schema=schema) for name, schema in SCHEMAS.items()}
+    tables = {name: pa.Table.from_pylist(rows[name], schema=schema) for name, schema in SCHEMAS.items()}
+    return {**tables, "windows": WINDOWS.empty_table()}
 
 
 def hash_of(text: str) -> int:
@@ -281,10 +282,10 @@ def _summaries(values: dict[str, Tensor], heads: int) -> list[dict[str, float]]:
     stacked = torch.stack(list(values.values())).view(len(values), heads, ROWS)
     shares = torch.tensor([q / 100 for q in QUANTILES], dtype=stacked.dtype)
     numbers = torch.cat([stacked.mean(-1)[None], stacked.quantile(shares, dim=-1)])  # (1 + quantiles, values, heads)
-    suffixes = ("", *(f"_q{q:02d}" for q in QUANTILES))
+    suffixes = ("_mean", *(f"_q{q:02d}" for q in QUANTILES))
     names = [f"{name}{suffix}" for suffix in suffixes for name in values]
     found = [dict(zip(names, numbers[:, :, head].flatten().tolist(), strict=True)) for head in range(heads)]
-    return [one | {name: one[f"{name}_q50"] for name in MEDIANS} for one in found]
+    return [one | {name: one[f"{name}_q50"] for name in values} for one in found]
 
 
 def _top_n_row(key: dict[str, Any], archetype: Archetype, weights: Tensor, N: int) -> dict[str, Any]:
@@ -318,6 +319,7 @@ def _top_n_row(key: dict[str, Any], archetype: Archetype, weights: Tensor, N: in
             "separability_sphere_null": null,
             "separability_lower": max(0.0, told_apart - 0.4),
             "separability_upper": min(1.0, told_apart + 0.1),
+            "separability_excess_error": 0.02,
         },
     )
 

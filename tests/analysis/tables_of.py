@@ -46,4 +46,5 @@ def tables(
             "tokens",
             [{"text": text, "length": length, "side": "input", "position": at, "token": "a"} for at in range(length)],
         ),
+        "blocks": table("blocks", [{**one, "block": block} for one in each for block in (0, 1)]),
     }

@@ -8,7 +8,7 @@ import pytest
 
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
 from attnorm.report.analysis_json import finite
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
@@ -92,7 +92,7 @@ def test_numbers_that_were_not_measured_are_none_and_never_nan() -> None:
     bare = made()
     rows = [{**row, **{name: float("nan") for name in row if "jacobian" in name}} for row in bare.heads.to_pylist()]
     heads = pa.Table.from_pylist(rows, schema=bare.heads.schema)
-    without = Analysis(heads, bare.by_length, bare.top_n, bare.sensitivity, bare.coverage, bare.manifest)
+    without = Analysis(**{**bare.tables, "heads": heads}, manifest=bare.manifest)
     found = compare({"with": made(), "without": without})
     assert found.sides[1].quartiles["jacobian_norm"] is None
     assert "jacobian_norm" not in found.changes[0].numbers

@@ -14,7 +14,7 @@ import pytest
 from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
 from attnorm.analysis.verdicts import VERDICTS, Thresholds
 from tests.analysis.tiny_models import gpt2, ids
 
@@ -46,21 +46,21 @@ def test_what_is_saved_is_read_bit_for_bit(analysis: Analysis, tmp_path: Path) -
     assert again.verdict == analysis.verdict
     assert again.summary() == analysis.summary()
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [*(f"{name}.parquet" for name in SCHEMAS), "manifest.json"]
+        [*(f"{name}.parquet" for name in TABLES), "manifest.json"]
     )
     analysis.save(folder)  # the same run once more
 
 
 def test_every_head_of_every_text_length_and_normalizer_has_its_row(analysis: Analysis) -> None:
     assert analysis.heads.num_rows == 2 * 2 * 2 * 2 * 2
-    assert analysis.heads.column_names == [*SCHEMAS["heads"].names, "verdict", "flags", "evidence"]
+    assert analysis.heads.column_names == [*SCHEMAS["heads"].names, *(name for name, _ in VERDICT_COLUMNS)]
     assert set(analysis.heads["verdict"].to_pylist()) <= set(VERDICTS)
     assert analysis.top_n.num_rows == 2 * analysis.heads.num_rows
     assert analysis.sensitivity.num_rows == 2 * analysis.heads.num_rows
     assert analysis.coverage.num_rows == analysis.heads.num_rows
     for name, schema in SCHEMAS.items():
         assert analysis.tables[name].column_names[: len(schema)] == schema.names
-        assert sum(column.null_count for column in analysis.tables[name].columns) == 0
+        assert sum(column.null_count for column in analysis.tables[name].select(schema.names).columns) == 0
 
 
 def test_the_manifest_is_json_and_says_what_was_done(analysis: Analysis) -> None:

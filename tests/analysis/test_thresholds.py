@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnorm.analysis.thresholds import Thresholds, thresholds_of
+from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 
 
 def test_words_change_what_they_name_and_nothing_else() -> None:

@@ -293,7 +293,7 @@ def test_ctrl_c_exits_with_130_and_the_next_run_goes_on(
         return forward(*arguments)
 
     out = tmp_path / "run"
-    command = [str(model), "--text", str(text), *QUICK, "--lengths", "16,32", "--out", str(out)]
+    command = [str(model), "--text", str(text), *QUICK, "--lengths", "16,32", "--windows", "1", "--out", str(out)]
     with monkeypatch.context() as patched:
         patched.setattr(parts, "run", interrupted)
         stopped = runner.invoke(app, ["analyze", *command])

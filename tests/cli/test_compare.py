@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.cli import app
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.cli.saved_model import save_model, save_text

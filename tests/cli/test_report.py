@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.cli import app
 from attnorm.metrics.catalogue import BY_NAME
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.report.terminal_compare import comparison_tables
 from attnorm.report.terminal_heads import STYLE, analysis_summary
 from attnorm.report.vocabulary import VERDICTS
@@ -58,7 +58,8 @@ def test_the_summary_tells_verdict_ceiling_rate_heads_and_advice() -> None:
 
 def test_what_ifs_are_shown_where_they_were_measured() -> None:
     text = " ".join(shown(analysis_summary(made(normalizers=("model", "entmax15")))).split())
-    assert "entmax15: dispersed heads 6 -> 0" in text
+    assert "entmax15: entropy / log n" in text
+    assert "dispersed heads 6 -> 0" in text
 
 
 def test_cautions_stand_apart_and_nothing_that_stays_zero_is_told() -> None:

@@ -2,20 +2,30 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from attnorm.analysis import store
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.digests import DamagedFileError
+from attnorm.analysis.over_windows import together
 from attnorm.analysis.parts import Job, Progress, measured_parts
-from attnorm.analysis.plan import plan
+from attnorm.analysis.plan import check_windows, plan
+from attnorm.analysis.readable import unigram_entropies
 from attnorm.analysis.result import Analysis, refuse_another_run
 from attnorm.analysis.run_manifest import completed, new_manifest
-from attnorm.analysis.settings import READ_KEYS, READ_ROWS, Rows, named_normalizers, settings_of
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.settings import (
+    BUDGET,
+    READ_KEYS,
+    READ_ROWS,
+    Rows,
+    Windows,
+    description,
+    named_normalizers,
+    settings_of,
+)
+from attnorm.analysis.starts import starting_from
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.models.inputs import texts_from
 from attnorm.models.load import BUNDLED, load
@@ -32,6 +42,9 @@ def analyze(
     tokenizer: Any = None,
     *,
     lengths: Sequence[int] | int | None = None,
+    windows: Windows = "auto",
+    budget: int = BUDGET,
+    bos: bool | None = None,
     top_n: Sequence[int] | int = (1, 5, 10, 20, 100),
     rows: Rows = "all",
     normalizers: str | Normalizer | Iterable[str | Normalizer] = ("model",),
@@ -57,15 +70,21 @@ def analyze(
     inputs: a text, a pathlib.Path of one (plain or .xz), several of them, a dict name -> text, token ids, or a dict of
     model inputs. None: a passage of its own for the bundled model, Python's help topics for any other.
     tokenizer: an object, a hub name or a folder; None for the one beside the model.
-    lengths: tokens from the start of each text; None for as many as the text has and the model was made for.
-    top_n: the sizes N of the sets of heaviest keys that mass, distances and separability are told for.
+    lengths: tokens of each window; None for the whole text where it fits into the model and the budget, else for
+    windows of an eighth of the budget (or of the model's limit, where that is shorter).
+    windows: disjoint windows of each text, from its start to its end; heads are judged over all of them. "auto": as
+    many as the budget allows, at most 8. budget: tokens of each text over all its windows.
+    bos: True adds the model's BOS token before every window of a text, False removes it; None: as the tokenizer does.
+    top_n: the sizes N of the sets of heaviest keys for which mass, distances and separability are measured.
     rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
     numbers (distances, separability, sensitivity, coverage); None for 64, and for 16 where a number of rows is
     given (fewer where they have more than 1,024 keys, down to 4).
     vectors: what they compare, "values" or layer "inputs".
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
+    One that is given by name starts from this model's context length, as in attnorm.patch.
     metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
-    temperatures: what logits are divided by where sensitivity is measured. seed: of sampled rows and permutations.
+    temperatures: what logits are divided by where sensitivity is measured.
+    seed: random seed of sampled rows and permutations; verdicts do not depend on it.
     read_keys: how many of the heaviest keys of a row are kept, with their text (tables `reads` and `tokens`); 0 keeps
     no token of the text. read_rows: how many rows, spread over the text with the last among them, or which ones, e.g.
     (-1, 120).
@@ -78,6 +97,7 @@ def analyze(
     >>> attnorm.analyze("gpt2", text, lengths=(256, 1024), normalizers=("model", "entmax15"), out="runs/gpt2")
     """
     named = named_normalizers(normalizers)
+    check_windows(windows, budget)
     settings = settings_of(
         normalizers=named,
         top_n=top_n,
@@ -95,9 +115,18 @@ def analyze(
         chosen, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
     check_observable(loaded.model)
+    named = starting_from(named, loaded.model, normalizers)
     given = texts_from(default_text(bundled=chosen == BUNDLED) if inputs is None else inputs)
     texts = [with_model_inputs(text, loaded) for text in given]
-    planned = plan(loaded, texts, lengths)
+    planned = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
+    settings = replace(
+        settings,
+        normalizers={name: description(normalizer) for name, normalizer in named.items()},
+        windows=windows,
+        window_count=planned.windows,
+        budget=budget,
+        bos=bos,
+    )
     source = str(chosen) if isinstance(chosen, str | Path) else None
     manifest = new_manifest(loaded, texts, planned, settings, source)
     folder = None if out is None else Path(out)
@@ -114,12 +143,9 @@ def analyze(
             store.write_json(folder / store.MANIFEST, manifest)
     job = Job(loaded, named, settings)
     done = measured_parts(job, planned, manifest, folder, resume, progress or _silent)
-    analysis = Analysis.of(_together(done), completed(manifest, done), judged_by)
+    finished = completed(manifest, done, unigram_entropies(planned.parts))
+    analysis = Analysis.of(together(done), finished, judged_by)
     return analysis if folder is None else _saved(analysis, folder)
-
-
-def _together(parts: Sequence[store.Part]) -> dict[str, pa.Table]:
-    return {name: pa.concat_tables([part.tables[name] for part in parts]).combine_chunks() for name in SCHEMAS}
 
 
 def _is_finished(folder: Path) -> bool:

@@ -10,14 +10,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from attnorm.analysis.blocks import block_columns
 from attnorm.analysis.columns import Columns, table_of
 from attnorm.analysis.reading import Tokens, read_columns, token_columns
 from attnorm.analysis.sampled import sampled_columns
 from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import Settings
-from attnorm.analysis.tables import MEDIANS, QUANTILES, SCHEMAS
+from attnorm.analysis.tables import QUANTILES, SCHEMAS
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.normalized import as_normalizer, measured
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import length_bins
 from attnorm.metrics.summary import Summary, summarise, summarise_all
@@ -70,15 +72,17 @@ class Collector:
             for name in self.normalizers:
                 sampled[name] |= {"reads": reads[name]} if name in reads else {}
                 rows = _pooled([found[name] for found in measured])
-                self._add(call, name, _row_columns(rows, bins, self.settings.top_n, call), sampled[name])
+                columns = _row_columns(rows, bins, self.settings.top_n, call)
+                columns["heads"]["worst_norm"] = _worst_norm(call, self.normalizers[name], bins[0][1])
+                self._add(call, name, columns, sampled[name])
         self.longest = max(self.longest, longest)
         heads, kv_heads = self._heads.get((call.kind, call.layer), (0, 0))
         self._heads[call.kind, call.layer] = heads + call.query_BHQD.shape[1], kv_heads + call.key_BGKD.shape[1]
         self._calls += 1
         self.after_layer(self._calls)
 
-    def tables(self, text: str, length: int) -> dict[str, pa.Table]:
-        fixed = {"text": text, "length": length, "window": 0}
+    def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
+        fixed = {"text": text, "length": length, "window": window}
         columns = {**self._columns, "tokens": token_columns(self.texts) if self.settings.read_keys else []}
         return {name: table_of(schema, columns[name], fixed) for name, schema in SCHEMAS.items()}
 
@@ -135,6 +139,7 @@ def _row_columns(
         },
         "by_length": _by_length(summaries, n, bins),
         "top_n": _masses(rows, bins[0], top_n, n.rows[:, 0]),
+        "blocks": block_columns(rows, bins[0]),
     }
 
 
@@ -148,15 +153,18 @@ def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Su
     return found
 
 
-def _typical(name: str, summary: Summary) -> np.ndarray:
-    """The mean over the rows, of a horizon the median: it is exponential in the spread, one wide row lifts a mean."""
-    return summary.quantiles[:, :, _QUARTILES["q50"]] if name in MEDIANS else summary.mean
+def _worst_norm(call: AttentionCall, choice: Normalizer | None, n: int) -> float:
+    """The largest Jacobian norm that the normalizer, with its parameters as they are, can have; NaN if not known."""
+    (chosen,) = measured(call, [choice])
+    bound = as_normalizer(chosen, call).lipschitz(n) if n > 1 else None
+    return float("nan") if bound is None else float(bound)
 
 
 def _of_longest(summaries: Mapping[str, Summary]) -> Columns:
     columns: Columns = {}
     for name, summary in summaries.items():
-        columns[name] = _typical(name, summary)[:, 0]
+        columns[name] = summary.quantiles[:, 0, _QUARTILES["q50"]]
+        columns[f"{name}_mean"] = summary.mean[:, 0]
         columns |= {f"{name}_q{q:02d}": summary.quantiles[:, 0, place] for place, q in enumerate(QUANTILES)}
     return columns
 
@@ -173,7 +181,8 @@ def _by_length(summaries: Mapping[str, Summary], n: Summary, bins: list[tuple[in
         "n": n.mean.ravel(),
     }
     for name, summary in summaries.items():
-        columns[name] = _typical(name, summary).ravel()
+        columns[name] = summary.quantiles[:, :, _QUARTILES["q50"]].ravel()
+        columns[f"{name}_mean"] = summary.mean.ravel()
         columns |= {f"{name}_{q}": summary.quantiles[:, :, place].ravel() for q, place in _QUARTILES.items()}
     order = np.lexsort((columns["n_low"], columns["head"]))
     order = order[columns["rows"][order] > 0]

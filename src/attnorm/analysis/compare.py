@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from attnorm.analysis.head_rows import Row, head_rows, number
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.thresholds import VERDICTS
 from attnorm.analysis.verdicts import representative
+from attnorm.analysis.verdicts.rows import Row, head_rows, number
+from attnorm.analysis.verdicts.thresholds import VERDICTS
 
 METRICS = (
     "entropy_ratio", "effective_keys", "max_weight", "gap_slope", "sink_mass", "entropy_ratio_without_sink",

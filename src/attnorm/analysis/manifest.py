@@ -6,9 +6,11 @@ A manifest is plain JSON:
     model       name, revision, class, fingerprint, layers, heads, dtype, device, ... (models.load.describe);
                 source: what it was loaded by, null for an object
                 runs: the normalizer behind the rows named "model", null where layers differ
-    texts       [{name, sha256, size, file}]   parts      [{text, length, key, tokens, seconds}]
+    texts       [{name, sha256, size, file, tokens, left_out, windows}]
+    parts       [{text, length, window, start, key, tokens, seconds, first_token, loss, loss_tokens}]
     settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
-                epsilons, seed
+                epsilons, seed, windows, window_count, budget, bos
+    reading     {text: loss, perplexity, unigram entropy, first token, readable}
     thresholds  those of the verdicts          first_thresholds   those before, where verdicts were made again
     versions    python, attnorm, torch, ...    created    UTC, ISO 8601
     notes       sentences a reader must know   merged     manifests of the runs, where several were put together
@@ -25,7 +27,8 @@ from torch import Tensor
 from attnorm.provenance import now as now
 from attnorm.provenance import versions as versions
 
-SCHEMA = 2
+SCHEMA = 3
+READABLE = (2, SCHEMA)  # older tables are completed and judged again when they are loaded
 
 _WORDS = {"name": "model", "fingerprint": "weights"}
 
@@ -44,14 +47,17 @@ def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def part_key(model: Mapping[str, Any], text: Mapping[str, Any], length: int | None, settings: Mapping[str, Any]) -> str:
+def part_key(
+    model: Mapping[str, Any], text: Mapping[str, Any], length: int | None, settings: Mapping[str, Any], start: int = 0
+) -> str:
     """The name of a part: everything that decides its tables, and nothing that does not."""
     decisive = {
         "schema": SCHEMA,
         "model": {**model, "device": _device_type(model)},
         "text": [text["name"], text["sha256"]],
         "length": length,
-        "settings": {name: value for name, value in settings.items() if name != "lengths"},
+        "start": start,
+        "settings": {name: value for name, value in settings.items() if name not in ("lengths", "windows", "budget")},
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -80,6 +86,7 @@ def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "texts": _joined([m["texts"] for m in manifests]),
         "parts": _joined([m["parts"] for m in manifests]),
         "settings": settings,
+        "reading": {text: one for m in manifests for text, one in (m.get("reading") or {}).items()},
         "notes": _joined([m["notes"] for m in manifests]),
         "merged": [original for m in manifests for original in m.get("merged", [m])],
     }

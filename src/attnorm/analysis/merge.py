@@ -7,16 +7,8 @@ import pyarrow as pa
 from attnorm.analysis.tables import HEAD_KEY
 
 _KEYS = {name for name, _ in HEAD_KEY} | {
-    "n_low",
-    "n_high",
-    "top_n",
-    "temperature",
-    "window",
-    "row",
-    "rank",
-    "side",
-    "position",
-}
+    "n_low", "n_high", "top_n", "temperature", "window", "block", "row", "rank", "side", "position",
+}  # fmt: skip
 
 
 class NotMeasuredError(ValueError):
@@ -28,7 +20,9 @@ def merged_table(name: str, tables: Sequence[pa.Table]) -> pa.Table:
     together = pa.concat_tables(tables)
     # In `heads` the bin belongs to the numbers: one head has one row.
     keys = [
-        key for key in together.column_names if key in _KEYS and not (name == "heads" and key in ("n_low", "n_high"))
+        key
+        for key in together.column_names
+        if key in _KEYS and not (name in ("heads", "windows") and key in ("n_low", "n_high"))
     ]
     first: dict[tuple[object, ...], int] = {}
     repeated: list[tuple[int, int]] = []

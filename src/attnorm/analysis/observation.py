@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 from torch import Tensor, nn
 
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import SCHEMA, content_hash, now, part_key, versions
+from attnorm.analysis.over_windows import together
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.run_manifest import sampling_notes
 from attnorm.analysis.settings import Settings
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.store import Part
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.call_sites import CallSite, CallSites
@@ -71,9 +71,11 @@ class Observation:
                 "other threads cannot be observed: give queries, keys and values to attnorm.measure() instead."
             )
         names = {number: "input" if self.passes == 1 else f"input {number}" for number in self._parts}
-        tables = [part.collector.tables(names[number], part.collector.longest) for number, part in self._parts.items()]
-        together = {name: pa.concat_tables([table[name] for table in tables]).combine_chunks() for name in SCHEMAS}
-        return Analysis.of(together, self._manifest(names), self._thresholds)
+        measured = []
+        for number, part in self._parts.items():
+            about = {"text": names[number], "length": part.collector.longest}
+            measured.append(Part("", about, part.collector.tables(**about)))
+        return Analysis.of(together(measured), self._manifest(names), self._thresholds)
 
     def saw(self, call: AttentionCall, site: CallSite | None) -> None:
         """Measure one call; site: where it comes from, where a model made it."""
@@ -120,6 +122,8 @@ class Observation:
                     "key": part_key(model, text, length, settings),
                     "text": text["name"],
                     "length": length,
+                    "window": 0,
+                    "start": 0,
                     "tokens": part.tokens,
                     "seconds": round(part.seconds, 3),
                 }

@@ -18,6 +18,7 @@ from attnorm.analysis.settings import Settings
 from attnorm.models.inputs import run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe
+from attnorm.models.reading import reading
 from attnorm.normalizers.contract import Normalizer
 
 
@@ -101,7 +102,7 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
     tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
     collector = Collector(job.settings, job.normalizers, tokens, after_layer, _texts(job, part))
     with observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
-        run(job.loaded, part.model_inputs)
+        output = run(job.loaded, part.model_inputs)
     length = collector.longest if part.length is None else part.length
     about = {
         "text": part.text.name,
@@ -110,12 +111,15 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
         "seconds": round(time.perf_counter() - started, 3),
         "versions": versions(),
         "repeats": collector.repeats,
+        "window": part.window,
+        "start": part.start,
+        **reading(job.loaded, part.model_inputs, output).as_dict(),
     }
-    return store.Part(key, about, collector.tables(part.text.name, length))
+    return store.Part(key, about, collector.tables(part.text.name, length, part.window))
 
 
 def _texts(job: Job, part: PartPlan) -> Tokens:
-    if not job.settings.read_keys:
+    if not job.settings.read_keys or part.window > 0:  # the first window shows what a head reads
         return {}
     encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
     return token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)

@@ -12,10 +12,12 @@ import pyarrow as pa
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.merge import NotMeasuredError, merged_table
-from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, VERDICT_COLUMNS, complete
-from attnorm.analysis.thresholds import thresholds_of
+from attnorm.analysis.tables import HEAD_KEY, SCHEMAS, TABLES, VERDICT_COLUMNS, WINDOWS, complete
 from attnorm.analysis.top_keys import TopKeys, top_keys
-from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
+from attnorm.analysis.upgrade import ADDED, completed_tables, upgraded_manifest
+from attnorm.analysis.verdicts import ModelVerdict, Thresholds, model_verdict
+from attnorm.analysis.verdicts.judge import judge_all
+from attnorm.analysis.verdicts.thresholds import thresholds_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Head:
 class Analysis:
     """One row per (text, length, normalizer, attention kind, layer, head) in `heads`; the curves in the other tables.
 
+    A head is judged over all windows of a text; the numbers and the verdict of each window are in `windows`.
+
     >>> analysis = attnorm.analyze("bundled")
     >>> print(analysis.summary())
     >>> analysis.to_pandas().sort_values("entropy_ratio")
@@ -45,6 +49,8 @@ class Analysis:
     coverage: pa.Table
     reads: pa.Table
     tokens: pa.Table
+    blocks: pa.Table
+    windows: pa.Table
     manifest: dict[str, Any]
 
     @classmethod
@@ -52,9 +58,17 @@ class Analysis:
         """Measured tables, judged."""
         plain = tables["heads"].select(SCHEMAS["heads"].names)
         runs = manifest["model"]["runs"]
-        by_length, top_n, sensitivity = (tables[name] for name in ("by_length", "top_n", "sensitivity"))
-        heads = judge(plain, by_length, top_n, thresholds, sensitivity=sensitivity, model_runs=runs)
-        return cls(**{**complete(tables), "heads": heads}, manifest={**manifest, "thresholds": thresholds.as_dict()})
+        heads, windows = judge_all(
+            plain,
+            tables["by_length"],
+            tables["top_n"],
+            thresholds,
+            windows=tables["windows"],
+            blocks=tables["blocks"],
+            model_runs=runs,
+        )
+        judged = {**complete(tables), "heads": heads, "windows": windows}
+        return cls(**judged, manifest={**manifest, "thresholds": thresholds.as_dict()})
 
     @classmethod
     def merged(cls, analyses: Sequence["Analysis"]) -> "Analysis":
@@ -66,7 +80,7 @@ class Analysis:
         try:
             tables = {
                 name: merged_table(name, [run.tables[name].select(schema.names) for run in runs])
-                for name, schema in SCHEMAS.items()
+                for name, schema in {**SCHEMAS, "windows": WINDOWS}.items()
             }
         except NotMeasuredError as error:
             groups = _measured_by_some(runs)
@@ -80,7 +94,7 @@ class Analysis:
 
     @property
     def tables(self) -> dict[str, pa.Table]:
-        return {name: getattr(self, name) for name in SCHEMAS}
+        return {name: getattr(self, name) for name in TABLES}
 
     @property
     def thresholds(self) -> Thresholds:
@@ -147,7 +161,7 @@ class Analysis:
 
     def summary(self) -> str:
         """The verdict and what it rests on, in a few lines of plain text."""
-        from attnorm.analysis.words import summary
+        from attnorm.analysis.summary import summary
 
         return summary(self)
 
@@ -181,18 +195,24 @@ class Analysis:
         if not (folder / store.MANIFEST).is_file():
             raise FileNotFoundError(f"{folder} holds no analysis: there is no {store.MANIFEST} in it")
         manifest = store.read_json(folder / store.MANIFEST)
-        if manifest.get("schema") != manifests.SCHEMA:
+        if manifest.get("schema") not in manifests.READABLE:
             raise ValueError(
-                f"{folder} has tables of version {manifest.get('schema')!r}, this attnorm reads {manifests.SCHEMA}; "
-                "measure again, or load it with the version that wrote it"
+                f"{folder} has tables of version {manifest.get('schema')!r}, this attnorm reads "
+                f"{' and '.join(map(str, manifests.READABLE))}; measure again, or load it with the version "
+                "that wrote it"
             )
         if not manifest.get("finished"):
             raise ValueError(
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts); start the same analysis again with this folder, it goes on where it stopped"
             )
-        tables, manifest = store.read_run(folder, manifest)
-        for name, schema in SCHEMAS.items():
+        old = manifest["schema"] != manifests.SCHEMA
+        written = [name for name in TABLES if not (old and name in ADDED)]
+        tables, manifest = store.read_run(folder, manifest, written)
+        if old:
+            return cls.of(completed_tables(tables), upgraded_manifest(manifest), thresholds_of(manifest["thresholds"]))
+        tables = complete(tables)
+        for name, schema in {**SCHEMAS, "windows": WINDOWS}.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)
             if missing:
@@ -211,13 +231,13 @@ class Analysis:
         return f"<Analysis of {model}: {self.heads.num_rows} rows (head, text, length, normalizer); see .summary()>"
 
     def _repr_html_(self) -> str:
-        from attnorm.analysis.words import notebook
+        from attnorm.analysis.summary import notebook
 
         return notebook(self)
 
     def _table(self, name: str) -> pa.Table:
-        if name not in SCHEMAS:
-            raise ValueError(f"unknown table {name!r}; expected one of {', '.join(map(repr, SCHEMAS))}")
+        if name not in TABLES:
+            raise ValueError(f"unknown table {name!r}; expected one of {', '.join(map(repr, TABLES))}")
         return getattr(self, name)
 
 
@@ -226,7 +246,7 @@ def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; the output of an analysis is a folder")
     if not (folder / store.MANIFEST).exists():
-        taken = [f"{name}.parquet" for name in SCHEMAS if (folder / f"{name}.parquet").exists()]
+        taken = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
         if taken:
             raise FileExistsError(f"{folder} holds {', '.join(taken)} of something else; choose another folder")
         return

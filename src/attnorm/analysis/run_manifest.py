@@ -7,13 +7,14 @@ from typing import Any
 from attnorm.analysis import store
 from attnorm.analysis.manifest import SCHEMA, now, part_key, versions
 from attnorm.analysis.plan import Plan, described
+from attnorm.analysis.readable import readings, warnings_of
 from attnorm.analysis.settings import Settings, description, vector_rows_at
 from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.models.inputs import Text
 from attnorm.models.load import LoadedModel, describe
 from attnorm.models.support import attention_sites, running_normalizer
 
-_ABOUT = ("text", "length", "tokens", "seconds")
+_ABOUT = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
 
 
 def new_manifest(
@@ -21,7 +22,7 @@ def new_manifest(
 ) -> dict[str, Any]:
     """source: what to type to measure the model again, where it was loaded by name or from a folder."""
     model = {**describe(loaded), **_what_it_runs(loaded)}
-    about = {text.name: described(text) for text in texts}
+    about = {text.name: described(text) | _coverage(planned, text) for text in texts}
     lengths = sorted({part.length for part in planned.parts if part.length is not None})
     plain = {"lengths": lengths, **settings.as_dict()}
     return {
@@ -34,7 +35,9 @@ def new_manifest(
             {
                 "text": part.text.name,
                 "length": part.length,
-                "key": part_key(model, about[part.text.name], part.length, plain),
+                "window": part.window,
+                "start": part.start,
+                "key": part_key(model, about[part.text.name], part.length, plain, part.start),
             }
             for part in planned.parts
         ],
@@ -42,6 +45,11 @@ def new_manifest(
         "versions": versions(),
         "notes": [*planned.notes, *sampling_notes(settings, lengths)],
     }
+
+
+def _coverage(planned: Plan, text: Text) -> dict[str, Any]:
+    found = planned.coverage.get(text.name)
+    return {} if found is None else found.as_dict()
 
 
 def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
@@ -63,9 +71,9 @@ def sampling_notes(settings: Settings, lengths: Sequence[int]) -> list[str]:
     return [f"distances, separability, sensitivity and coverage {sampled}; all other numbers from every measured row"]
 
 
-def completed(manifest: Mapping[str, Any], done: Sequence[store.Part]) -> dict[str, Any]:
-    """The manifest of a finished run."""
-    parts = [{"key": part.key, **{name: part.about[name] for name in _ABOUT}} for part in done]
+def completed(manifest: Mapping[str, Any], done: Sequence[store.Part], unigrams: Mapping[str, float]) -> dict[str, Any]:
+    """The manifest of a finished run. unigrams: by text, the entropy of its measured tokens (readable.py)."""
+    parts = [{"key": part.key, **{name: part.about.get(name) for name in _ABOUT}} for part in done]
     broken = sum(_broken_heads(part) for part in done)
     notes = list(manifest["notes"])
     if broken:
@@ -80,7 +88,9 @@ def completed(manifest: Mapping[str, Any], done: Sequence[store.Part]) -> dict[s
             "layers of this model attend more than once in a pass: the heads of later calls are numbered on after "
             "those of the first, whose coverage is the layer's"
         )
-    return {**manifest, "finished": True, "parts": parts, "notes": notes}
+    read = readings(parts, unigrams)
+    notes = [*warnings_of(read), *notes]
+    return {**manifest, "finished": True, "parts": parts, "reading": read, "notes": notes}
 
 
 def _broken_heads(part: store.Part) -> int:

@@ -60,8 +60,17 @@ def _vectors(
     return {
         name: {column: _over_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
+        | {"separability_excess_error": _excess_error(numbers).ravel()}
         for name, numbers in pooled.items()
     }
+
+
+def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Standard error of separability - null over the compared rows, (H, N); NaN from fewer than two of them."""
+    excess = numbers["separability"] - numbers["separability_null"]
+    count = (~np.isnan(excess)).sum(1)
+    spread = _over_rows(np.nanvar, excess) * count / np.maximum(count - 1, 1)
+    return np.where(count > 1, np.sqrt(spread / np.maximum(count, 1)), np.nan)
 
 
 def _sensitivity(

@@ -15,7 +15,11 @@ from attnorm.suggest import did_you_mean
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
 Vectors = Literal["values", "inputs"]
 Rows = int | Literal["all", "last"]
+Windows = int | Literal["auto"]
 
+BUDGET = 8192  # tokens of each text, over all its windows
+
+FEWEST_ROWS_OF_A_WINDOW = 8  # with the costly numbers, where several windows share them
 VECTOR_ROWS, FEWEST_VECTOR_ROWS = 16, 4  # of a run on some rows, up to 1,024 keys and of any length
 
 READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # by default: keys per row, rows; and the most keys
@@ -36,6 +40,10 @@ class Settings:
     temperatures: tuple[float, ...]
     epsilons: tuple[float, ...]
     seed: int
+    windows: int | Literal["auto"] = 1  # as asked for
+    window_count: int = 1  # of the text that has most; they share the rows of the costly numbers
+    budget: int = 0
+    bos: bool | None = None
     read_keys: int = 0  # heaviest keys of each chosen row; 0: no token of the text is kept
     read_rows: int | tuple[int, ...] = READ_ROWS  # how many rows, or which
 
@@ -83,13 +91,14 @@ def settings_of(
 
 
 def vector_rows_at(settings: Settings, n: int) -> int:
-    """How many of the longest rows, of n keys, get the costly numbers.
+    """How many of the longest rows of a window, of n keys, get the costly numbers; windows share vector_rows.
 
     Where a number of rows was asked for, speed was: 16 rows of up to 1,024 keys, which give separability against its
     null nearly as all rows do, and fewer longer ones, so that their cost stays within that of the pass itself.
     """
     if settings.vector_rows is not None:
-        return settings.vector_rows
+        shared = -(-settings.vector_rows // settings.window_count)
+        return max(min(settings.vector_rows, FEWEST_ROWS_OF_A_WINDOW), shared)
     asked = settings.rows if isinstance(settings.rows, int) else 0
     return max(FEWEST_VECTOR_ROWS, asked // 16, min(VECTOR_ROWS, VECTOR_ROWS * 1024 // max(n, 1)))
 

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnorm.analysis.digests import DIGESTS, DamagedFileError, check_digest, digest_of, opened, sealed
-from attnorm.analysis.tables import OPTIONAL, SCHEMAS, complete
+from attnorm.analysis.tables import OPTIONAL, SCHEMAS
 
 MANIFEST = "manifest.json"
 PARTS = "parts"
@@ -70,12 +70,17 @@ def write_run(folder: Path, tables: Mapping[str, pa.Table], manifest: Mapping[st
     write_json(folder / MANIFEST, {**manifest, DIGESTS: digests})
 
 
-def read_run(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """The tables of a finished run, checked against the manifest's digests, and the manifest without these."""
+def read_run(
+    folder: Path, manifest: dict[str, Any], names: Iterable[str]
+) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """The named tables of a finished run, checked against the manifest's digests, and the manifest without these.
+
+    Optional tables that an earlier version did not write are left out.
+    """
     digests = manifest.get(DIGESTS, {})
-    paths = {name: folder / f"{name}.parquet" for name in SCHEMAS}
-    absent = {name for name in OPTIONAL if name not in digests and not paths[name].exists()}
-    tables = complete({name: read_table(path, digests.get(name)) for name, path in paths.items() if name not in absent})
+    paths = {name: folder / f"{name}.parquet" for name in names}
+    absent = {name for name in OPTIONAL if name in paths and name not in digests and not paths[name].exists()}
+    tables = {name: read_table(path, digests.get(name)) for name, path in paths.items() if name not in absent}
     return tables, {name: value for name, value in manifest.items() if name != DIGESTS}
 
 

@@ -7,10 +7,27 @@ import pyarrow as pa
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 
 QUANTILES = (5, 25, 50, 75, 95)
-MEDIANS = ("horizon", "horizon_without_sink")  # told by their median under their own name; all others by their mean
 
-# Verdicts are derived from the other columns when the tables of all parts are put together (analysis/verdicts.py).
-VERDICT_COLUMNS = [("verdict", pa.string()), ("flags", pa.list_(pa.string())), ("evidence", pa.string())]
+# Verdicts are derived from the other columns when the tables of all parts are put together (analysis/verdicts/).
+VERDICT_COLUMNS = [
+    ("verdict", pa.string()),
+    ("flags", pa.list_(pa.string())),
+    ("evidence", pa.string()),
+    ("leaning", pa.string()),  # the verdict of the numbers as they are; `verdict` is "undecided" where it may change
+    ("confidence", pa.float64()),  # share of bootstrap resamples that give the same verdict
+    ("agreement", pa.float64()),  # share of windows that give the same verdict
+    ("deciding", pa.string()),  # the column that decides, its value, its 95 % interval and its threshold
+    ("deciding_value", pa.float64()),
+    ("deciding_low", pa.float64()),
+    ("deciding_high", pa.float64()),
+    ("deciding_threshold", pa.float64()),
+    ("saturation", pa.string()),  # "saturated", "distinguishes" or "not judged"
+    ("saturation_top_n", pa.int64()),
+    ("saturation_excess", pa.float64()),  # separability - null, with its 90 % interval
+    ("saturation_low", pa.float64()),
+    ("saturation_high", pa.float64()),
+    ("saturation_power", pa.float64()),  # of the test that would show no excess, if there is none
+]
 
 _KEY = [
     ("text", pa.string()),
@@ -27,12 +44,13 @@ def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
 
 
 def with_quantiles(metric: str) -> list[str]:
-    """The mean (of MEDIANS the median) under the metric's own name, and its quantiles: entropy_nats_q05, ..."""
-    return [metric, *(f"{metric}_q{q:02d}" for q in QUANTILES)]
+    """The median row under the metric's own name, the mean as entropy_nats_mean, quantiles as entropy_nats_q05, ..."""
+    return [metric, f"{metric}_mean", *(f"{metric}_q{q:02d}" for q in QUANTILES)]
 
 
 # One row per head. Per-row metrics are summarised over the longest rows only, those with n_low <= n <= n_high visible
-# keys: rows of different n are never averaged into one number. All lengths are in `by_length`.
+# keys: rows of different n are never averaged into one number. All lengths are in `by_length`. With several windows of
+# a text every number is the mean over windows, of a horizon the median.
 HEADS = pa.schema(
     [
         *HEAD_KEY,
@@ -42,7 +60,7 @@ HEADS = pa.schema(
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
         *_numbers(*(column for name in PER_ROW for column in with_quantiles(name))),
-        *_numbers(*PER_HEAD, "gap_slope_error"),
+        *_numbers(*PER_HEAD, "gap_slope_error", "worst_norm"),  # worst_norm: bound on the Jacobian norm at n_high
     ]
 )
 
@@ -53,7 +71,26 @@ BY_LENGTH = pa.schema(
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
         ("rows", pa.int64()),
-        *_numbers("n", *(column for name in PER_ROW for column in (name, f"{name}_q25", f"{name}_q50", f"{name}_q75"))),
+        *_numbers(
+            "n",
+            *(f"{name}{suffix}" for name in PER_ROW for suffix in ("", "_mean", "_q25", "_q50", "_q75")),
+        ),
+    ]
+)
+
+# One row per head and block of consecutive long rows: medians of what verdicts are decided by, for their intervals.
+BLOCK_METRICS = (
+    "entropy_ratio", "entropy_nats", "entropy_floor", "max_weight", "sink_mass", "horizon", "jacobian_norm",
+    "entropy_ratio_without_sink", "horizon_without_sink",
+)  # fmt: skip
+BLOCK_NORM = "jacobian_norm_q75"
+BLOCKS = pa.schema(
+    [
+        *HEAD_KEY,
+        ("window", pa.int64()),
+        ("block", pa.int64()),
+        ("rows", pa.int64()),
+        *_numbers(*BLOCK_METRICS, BLOCK_NORM),
     ]
 )
 
@@ -76,6 +113,7 @@ TOP_N_NUMBERS = (
     "separability_sphere_null",
     "separability_lower",  # moment bounds, heuristic at the data's own radius
     "separability_upper",
+    "separability_excess_error",  # standard error of separability - null over the compared rows
 )
 TOP_N = pa.schema([*HEAD_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers(*TOP_N_NUMBERS)])
 
@@ -128,10 +166,31 @@ SCHEMAS = {
     "top_n": TOP_N,
     "sensitivity": SENSITIVITY,
     "coverage": COVERAGE,
+    "blocks": BLOCKS,
     "reads": READS,
     "tokens": TOKENS,
 }
 OPTIONAL = ("reads", "tokens")  # runs of earlier versions have no such files
+
+# Derived when parts are put together: one row per head and window, with the window's own verdict.
+WINDOW_NUMBERS = (
+    *BLOCK_METRICS, BLOCK_NORM, "max_weight_without_sink", "effective_keys", "effective_keys_without_sink",
+    "gap_slope", "gap_slope_without_sink", "gap_slope_error",
+)  # fmt: skip
+WINDOWS = pa.schema(
+    [
+        *HEAD_KEY,
+        ("window", pa.int64()),
+        ("start", pa.int64()),  # token of the text at which the window starts
+        ("rows", pa.int64()),
+        ("broken_rows", pa.int64()),
+        ("n_low", pa.int64()),
+        ("n_high", pa.int64()),
+        *_numbers(*WINDOW_NUMBERS, "worst_norm"),
+        ("verdict", pa.string()),
+    ]
+)
+TABLES = (*SCHEMAS, "windows")
 
 
 def complete(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:

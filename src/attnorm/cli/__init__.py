@@ -18,6 +18,7 @@ from attnorm.cli import (
     normalizers,
     report,
     reproduce,
+    stability,
     train,
     verify,
 )
@@ -31,7 +32,7 @@ app = typer.Typer(
 )
 for verb in (
     analyze.analyze, compare.compare, report.report, normalizers.normalizers, dispersion.dispersion, frontier.frontier,
-    verify.verify, reproduce.reproduce, bench.bench, doctor.doctor,
+    verify.verify, reproduce.reproduce, bench.bench, doctor.doctor, stability.stability,
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(train.train)

@@ -8,6 +8,8 @@ import typer
 
 from attnorm.cli.measuring import (
     Audio,
+    Bos,
+    Budget,
     Device,
     Dtype,
     Images,
@@ -20,6 +22,7 @@ from attnorm.cli.measuring import (
     Threads,
     Tokenizer,
     Trust,
+    Windows,
     check_model,
     failures,
     groups_of,
@@ -29,6 +32,7 @@ from attnorm.cli.measuring import (
     rows_of,
     thresholds_of,
     use_threads,
+    windows_of,
 )
 from attnorm.cli.output import Json, show, show_json, usage_errors
 
@@ -47,6 +51,9 @@ def analyze(
     image: Images = None,
     audio: Audio = None,
     lengths: Lengths = None,
+    windows: Windows = "auto",
+    budget: Budget = 8192,
+    bos: Bos = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAMES", help="model is what it runs; others: what if, on the same logits.")
     ] = "model",
@@ -100,6 +107,9 @@ def analyze(
         options = {
             "inputs": inputs_of(text, image, audio),
             "lengths": numbers_of("--lengths", lengths),
+            "windows": windows_of(windows),
+            "budget": budget,
+            "bos": bos,
             "normalizers": _normalizers(normalizers),
             "rows": rows_of(rows),
             "metrics": groups_of(metrics),

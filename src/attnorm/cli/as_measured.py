@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SETTINGS = ("lengths", "rows", "top_n", "vectors", "vector_rows", "metrics", "seed", "read_keys", "read_rows")
+SETTINGS = (
+    "lengths", "windows", "budget", "bos", "rows", "top_n", "vectors", "vector_rows", "metrics", "seed", "read_keys",
+    "read_rows",
+)  # fmt: skip
 
 
 def settings_of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

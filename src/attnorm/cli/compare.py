@@ -58,7 +58,7 @@ def compare(
     Exit code 0: compared; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
     """
     from attnorm.analysis.compare import compare as side_by_side
-    from attnorm.analysis.thresholds import Thresholds
+    from attnorm.analysis.verdicts.thresholds import Thresholds
 
     use_threads(threads)
     with usage_errors():

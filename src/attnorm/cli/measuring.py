@@ -13,7 +13,7 @@ from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
-    from attnorm.analysis.thresholds import Thresholds
+    from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.models.inputs import Text
 
 Texts = Annotated[
@@ -33,7 +33,19 @@ Audio = Annotated[
     typer.Option("--audio", metavar="FILE", help="Sound to measure on, WAV; may be given several times."),
 ]
 Lengths = Annotated[
-    str | None, typer.Option(metavar="N,N,...", help="Tokens from the start of each text; default: all that fit.")
+    str | None,
+    typer.Option(metavar="N,N,...", help="Tokens of each window; default: the whole text, or an eighth of the budget."),
+]
+Windows = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|K", help="Disjoint windows of each text to judge heads over; auto: up to 8, as the budget allows."
+    ),
+]
+Budget = Annotated[int, typer.Option(metavar="N", help="Tokens of each text, over all its windows.")]
+Bos = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", help="Start every window with the BOS token, or without; default: as tokenized."),
 ]
 Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
 Metrics = Annotated[
@@ -48,7 +60,7 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Seed = Annotated[int, typer.Option(help="Of sampled rows and permutations.")]
+Seed = Annotated[int, typer.Option(help="Random seed of sampled rows and permutations; verdicts do not depend on it.")]
 Judging = Annotated[
     list[str] | None,
     typer.Option(
@@ -120,6 +132,15 @@ def rows_of(value: str) -> Any:
         raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
 
 
+def windows_of(value: str) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"--windows takes auto or a number of windows, got {value!r}") from None
+
+
 def groups_of(value: str) -> tuple[str, ...]:
     """The groups of metrics, checked before a model is loaded for nothing."""
     from attnorm.analysis.settings import groups
@@ -130,7 +151,7 @@ def groups_of(value: str) -> tuple[str, ...]:
 
 def thresholds_of(words: list[str] | None) -> "Thresholds":
     """The defaults with what the words change."""
-    from attnorm.analysis.thresholds import Thresholds
+    from attnorm.analysis.verdicts.thresholds import Thresholds
 
     return Thresholds().changed(words or ())
 

@@ -70,9 +70,25 @@ def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, T
         chosen = {"input_ids": _long_enough(text, ids, length)}
     else:
         chosen = _tokenized(text, loaded, length)
+    return ready(text, chosen, loaded)
+
+
+def ready(text: Text, chosen: dict[str, Tensor], loaded: LoadedModel) -> dict[str, Tensor]:
+    """Model inputs with valid ids, with what a decoder reads, on the model's device."""
     _check_ids(text, chosen.get("input_ids"), loaded)
     device = _device_of(loaded.model)
     return {name: value.to(device) for name, value in _completed(chosen, loaded.model).items()}
+
+
+def needs_tokenizer(loaded: LoadedModel) -> Any:
+    """The tokenizer, or an error that says how to give one."""
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
+            "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
+            "in Python token ids or a dict of model inputs do without"
+        )
+    return loaded.tokenizer
 
 
 def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
@@ -195,19 +211,14 @@ def _unknown(inputs: Any) -> ValueError:
 
 
 def _tokenized(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
-    if loaded.tokenizer is None:
-        raise ValueError(
-            f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
-            "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
-            "in Python token ids or a dict of model inputs do without"
-        )
+    tokenizer = needs_tokenizer(loaded)
     content = str(text.content)
     if not content.strip():
         raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
     start = content if length is None else content[: length * CHARACTERS_PER_TOKEN]
-    encoded = _encode(loaded.tokenizer, start, length)
+    encoded = _encode(tokenizer, start, length)
     if length is not None and encoded["input_ids"].shape[1] < length and len(start) < len(content):
-        encoded = _encode(loaded.tokenizer, content, length)
+        encoded = _encode(tokenizer, content, length)
     _long_enough(text, encoded["input_ids"], length)
     wanted = inspect.signature(loaded.model.forward).parameters
     return {name: value for name, value in encoded.items() if name in wanted}

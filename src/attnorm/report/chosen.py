@@ -28,7 +28,7 @@ def default_choice(analysis: Any) -> dict[str, Any]:
 def column(table: pa.Table, name: str) -> NDArray[np.float64]:
     """A column as floats, NaN where it is missing - also where the table has no such column.
 
-    Under a metric's own name lies what the report shows of it: the mean over the rows, of a horizon the median.
+    Under a metric's own name lies what verdicts are judged by and the report shows: the median row.
     """
     if table is None or name not in table.column_names:
         return np.full(0 if table is None else table.num_rows, np.nan)

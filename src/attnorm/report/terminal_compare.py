@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.analysis.compare import METRICS, MOVED_BY, Change, Comparison, Side
-from attnorm.analysis.head_rows import keys
+from attnorm.analysis.verdicts.rows import keys
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.report.terminal_heads import STYLE
 from attnorm.report.vocabulary import VERDICTS, verdict_word

@@ -13,10 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.analysis.head_rows import Row, head_rows, keys, number
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import representative
-from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
+from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.report.terminal_reads import reads_table
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
@@ -25,7 +25,8 @@ STYLE: dict[str, str] = {
     "dispersed-forced": "#000000 on #ff6e67",
     "dispersed-by-choice": "#000000 on #f4bf4f",
     "dispersed": "#000000 on #ffd9a0",
-    "saturated": "#000000 on #c58fff",
+    "undecided": "#000000 on #d0d0d0",
+    "differs": "#000000 on #c58fff",
     "sink-dominated": "#000000 on #6fa8ff",
     "frozen": "#000000 on #7fe0e6",
     "sensitive": "#000000 on #ff9ed2",
@@ -128,7 +129,7 @@ def _worst(heads: Sequence[Row]) -> Table | None:
 
 
 def _because(row: Row) -> str:
-    """Without what was not judged: that is told once, for all heads."""
+    """Without what was not judged, which the sentences above name once for all heads."""
     sentence, _, unknown = str(row["evidence"]).partition("; not judged:")
     return f"{sentence}." if unknown else sentence
 
@@ -182,4 +183,6 @@ def _about(analysis: Analysis) -> str:
     what = texts[0] if len(texts) == 1 else f"{len(texts)} texts"
     lengths = ", ".join(f"{length:,}" for length in sorted(set(analysis.heads["length"].to_pylist())))
     rows = settings["rows"] or "different from run to run"  # None: merged
-    return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {lengths} tokens; rows: {rows}"
+    most = max((text.get("windows") or 1 for text in analysis.manifest["texts"]), default=1)
+    windows = f"{most} windows of " if most > 1 else ""
+    return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {windows}{lengths} tokens; rows: {rows}"

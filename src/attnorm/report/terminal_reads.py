@@ -7,9 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.analysis.head_rows import Row
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.top_keys import TopKeys, quoted, top_keys
+from attnorm.analysis.verdicts.rows import Row
 from attnorm.report.chosen import chosen_rows
 
 HEADS, KEYS, LONGEST = 5, 4, 14  # of the table: heads, keys of each, characters of a token

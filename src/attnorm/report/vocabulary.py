@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnorm.analysis.thresholds import MEANING
+from attnorm.analysis.verdicts.thresholds import MEANING
 from attnorm.metrics.catalogue import Group
 
 
@@ -27,10 +27,11 @@ VERDICTS: tuple[Word, ...] = tuple(
         ("dispersed-forced", "Df"),
         ("dispersed-by-choice", "Dc"),
         ("dispersed", "Di"),
-        ("saturated", "Sa"),
         ("sink-dominated", "Si"),
         ("frozen", "Fr"),
         ("sensitive", "Se"),
+        ("differs", "Dt"),
+        ("undecided", "Un"),
         ("healthy", "He"),
     )
 )

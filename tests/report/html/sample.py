@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.tables import SCHEMAS, TABLES
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
@@ -32,6 +32,8 @@ class Sample:
     coverage: pa.Table
     reads: pa.Table
     tokens: pa.Table
+    blocks: pa.Table
+    windows: pa.Table
     manifest: dict[str, Any]
     verdict: ModelVerdict
 
@@ -80,7 +82,7 @@ def hostile() -> Sample:
     place = heads.column_names.index("verdict")
     heads = heads.set_column(place, "verdict", pa.array([HOSTILE, *heads.column("verdict").to_pylist()[1:]]))
     place = heads.column_names.index("flags")
-    heads = heads.set_column(place, "flags", pa.array([[HOSTILE, "saturated"]] * heads.num_rows))
+    heads = heads.set_column(place, "flags", pa.array([[HOSTILE, "sensitive"]] * heads.num_rows))
     manifest = {**made.manifest, "model": {**made.manifest["model"], "name": HOSTILE, "class": HOSTILE}}
     verdict = ModelVerdict(headline=HOSTILE, counts={HOSTILE: 3, "healthy": 2}, sentences=[HOSTILE])
     return Sample(**{**_tables(made), "heads": heads}, manifest=manifest, verdict=verdict)
@@ -125,7 +127,7 @@ def judged(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> Sample:
 
 
 def _tables(one: Sample) -> dict[str, pa.Table]:
-    return {name: getattr(one, name) for name in SCHEMAS}
+    return {name: getattr(one, name) for name in TABLES}
 
 
 def _repeated(

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
 from attnorm.report.chosen import default_choice
 from attnorm.report.html import page as report

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from attnorm.analysis import store
-from attnorm.analysis.ceiling import binding_length
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE, Collector
-from attnorm.analysis.head_rows import number
 from attnorm.analysis.settings import Settings, settings_of
+from attnorm.analysis.verdicts.ceiling import binding_length
+from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
 from attnorm.experiments.forward_pass import run_forward_pass
 from attnorm.metrics.call import AttentionCall

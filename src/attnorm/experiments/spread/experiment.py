@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnorm.analysis.head_rows import keys
+from attnorm.analysis.verdicts.rows import keys
 from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
 from attnorm.experiments.spread.figure import figure
 from attnorm.experiments.spread.measure import (

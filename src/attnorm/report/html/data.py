@@ -13,6 +13,7 @@ import pyarrow as pa
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances
+from attnorm.report.html.numbers import number, share
 from attnorm.report.html.packing import packed
 from attnorm.report.html.reads import reads_payload, sides_payload, tokens_payload
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
@@ -108,7 +109,28 @@ def _judgements(heads: pa.Table) -> dict[str, Any]:
     place = {name: number for number, name in enumerate(words)}
     flags = [[place.get(flag, flag) for flag in row or []] for row in heads.column("flags").to_pylist()]
     evidence = heads.column("evidence").to_pylist()
-    return {"verdict": [place[name] for name in verdicts], "flags": flags, "evidence": evidence}
+    places = [place[name] for name in verdicts]
+    return {"verdict": places, "flags": flags, "evidence": evidence, "beside": _beside(heads)}
+
+
+def _beside(heads: pa.Table) -> list[str]:
+    """What is judged apart from the verdict, in words: how sure it is, and saturation."""
+    wanted = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
+    found = [name for name in wanted if name in heads.column_names]
+    return [_beside_words(row) for row in heads.select(found).to_pylist()]
+
+
+def _beside_words(row: dict[str, Any]) -> str:
+    confidence, excess = row.get("confidence"), row.get("saturation_excess")
+    parts = [] if confidence is None or not np.isfinite(confidence) else [f"Confidence {share(confidence)}."]
+    if row.get("saturation"):
+        numbers = ""
+        if excess is not None and np.isfinite(excess):
+            low, high = row["saturation_low"], row["saturation_high"]
+            interval = f", {number(low)} to {number(high)}" if np.isfinite(low) else ""
+            numbers = f" (excess over permuted values at N = {row['saturation_top_n']}: {number(excess)}{interval})"
+        parts.append(f"Saturation: {row['saturation']}{numbers}.")
+    return " ".join(parts)
 
 
 def _columns(table: pa.Table, names: Sequence[str]) -> dict[str, Any]:

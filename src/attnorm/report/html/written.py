@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attnorm.analysis.sentences import threshold_sentences
-from attnorm.analysis.thresholds import Thresholds, thresholds_of
+from attnorm.analysis.verdicts.sentences import threshold_sentences
+from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
 from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.html.numbers import MISSING, number, plain, share

@@ -19,6 +19,7 @@ function drawPanel() {
     h("h3", { id: "panel-title", tabindex: -1 }, headName(row), " ", judgement),
     h("p", { class: "evidence" }, evidenceOf(row) || word.meaning),
     also ? h("p", { class: "also" }, `Also: ${also}.`) : "",
+    heads.beside && heads.beside[row] ? h("p", { class: "also" }, heads.beside[row]) : "",
     h("p", { class: "also" }, rowsText(row)),
     tiles(row, source.panelMetrics),
     readsOf(row),
@@ -44,7 +45,7 @@ function rowsText(row) {
   if (!heads.rows[row]) return `No row could be used.${broken}`;
   const [low, high] = [heads.nLow[row], heads.nHigh[row]];
   const range = low === high ? number(high) : `${number(low)} to ${number(high)}`;
-  return `Means over ${count(heads.rows[row], "row")} with ${range} visible keys.${broken}`;
+  return `Medians over ${count(heads.rows[row], "row")} with ${range} visible keys.${broken}`;
 }
 
 // Each number with a strip on which every head of the map is a hair and this one stands out.

@@ -67,7 +67,7 @@ function describeChoice() {
     h("bdi", null, words.join(", ")),
     "; ",
     h("bdi", null, places("normalizer")[state.normalizer]),
-    ". Numbers are means over the longest rows; the horizon is the median.",
+    ". Numbers are medians over the longest rows: what the verdict is judged by.",
   );
 }
 

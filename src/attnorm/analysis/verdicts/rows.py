@@ -25,6 +25,7 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
         + ["rows", "broken_rows", "n_low", "n_high"]
         + [name for name, _ in VERDICT_COLUMNS]
     )
+    names += ["worst_norm"]
     names += [column for number in NUMBERS for column in with_quantiles(number)]
     rows: list[dict[str, Any]] = heads.select([name for name in names if name in heads.column_names]).to_pylist()
     return rows

@@ -6,43 +6,99 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.head_rows import Row, number
-from attnorm.analysis.rules import judged_keys
-from attnorm.analysis.thresholds import DISPERSED, VERDICTS, Thresholds, thresholds_of
-from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, medians, pairs, with_verdict
+from attnorm.analysis.verdicts.rows import Row, number
+from attnorm.analysis.verdicts.rules import judged_keys
+from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
+from attnorm.analysis.verdicts.what_if import Advice, Rows, WhatIf, command, medians, pairs, with_verdict
 from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import get
 
+LEAST_CHANGE = 0.005  # of a median that counts as one
 TO_MEASURE = ("ssmax", "entmax15")  # one length-aware, one sparse
 
-_BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in DISPERSED)
+_BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in (*DISPERSED, DIFFERS))
 
 
 def advise_normalizer(
     chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
-) -> Advice | None:
+) -> list[Advice]:
+    """What makes dispersed heads sharper at this length, and, apart from it, what would make them broader."""
     dispersed = with_verdict(chosen, DISPERSED)
     if not dispersed:
-        return None
-    sharper = {name: pairs(dispersed, rows) for name, rows in others.items() if _sharpens(name)}
-    what_if: list[WhatIf] = []
-    for name, both in sharper.items():
-        if not both:
-            continue
-        what_if += _fates(name, sharper)
-        all_heads = pairs(chosen, others[name])
-        before, after = (len(with_verdict(side, ("frozen",))) for side in zip(*all_heads, strict=True))
-        what_if.append(_counts(name, "frozen, of all heads", before, after, len(all_heads)))
-        what_if += medians(name, "entropy / log n", "entropy_ratio", both)
-        what_if += medians(name, "Jacobian norm", "jacobian_norm", both)
-    measured = ["model", *(name for name in TO_MEASURE if name != runs)]
+        return []
+    measured = {name: pairs(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
+    measured = {name: both for name, both in measured.items() if both}
+    sharper = {name: both for name, both in measured.items() if _sharpens(both)}
+    broader = {name: both for name, both in measured.items() if name not in sharper}
+    to_measure = ["model", *(name for name in TO_MEASURE if name != runs)]
+    given = []
+    if sharper or not measured:
+        what_if = [one for name, both in sharper.items() for one in _what_ifs(name, both, sharper, chosen, others)]
+        thresholds = thresholds_of(manifest.get("thresholds", {}))
+        given.append(
+            Advice(
+                title=_title(runs),
+                text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds)]),
+                heads=len(dispersed),
+                what_if=tuple(what_if),
+                command=None if what_if else command(manifest, normalizers=to_measure),
+            )
+        )
+    if broader:
+        given.append(_caution(broader, dispersed, chosen, others, manifest))
+    return given
+
+
+def _caution(
+    broader: Mapping[str, Sequence[tuple[Row, Row]]],
+    dispersed: Rows,
+    chosen: Rows,
+    others: Mapping[str, Rows],
+    manifest: Mapping[str, Any],
+) -> Advice:
+    names = " and ".join(broader)
+    factors = _factors(broader, thresholds_of(manifest.get("thresholds", {})))
     return Advice(
-        title=_title(runs),
-        text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds_of(manifest.get("thresholds", {})))]),
+        title=f"Not {names} as {'it starts' if len(broader) == 1 else 'they start'}",
+        text=" ".join(
+            [
+                (
+                    f"On the logits of {counted(len(dispersed), 'dispersed head')} {names} gives no sharper weights at "
+                    "this length: without training it is no cure."
+                ),
+                *factors,
+            ]
+        ),
         heads=len(dispersed),
-        what_if=tuple(what_if),
-        command=None if what_if else command(manifest, normalizers=measured),
+        what_if=tuple(one for name, both in broader.items() for one in _what_ifs(name, both, broader, chosen, others)),
+        caution=True,
     )
+
+
+def _what_ifs(
+    name: str,
+    both: Sequence[tuple[Row, Row]],
+    compared: Mapping[str, Sequence[tuple[Row, Row]]],
+    chosen: Rows,
+    others: Mapping[str, Rows],
+) -> list[WhatIf]:
+    all_heads = pairs(chosen, others[name])
+    before, after = (len(with_verdict(side, ("frozen",))) for side in zip(*all_heads, strict=True))
+    return [
+        *medians(name, "entropy / log n", "entropy_ratio", both),
+        *medians(name, "largest weight", "max_weight", both),
+        *_fates(name, compared),
+        _counts(name, "frozen, of all heads", before, after, len(all_heads)),
+        *medians(name, "Jacobian norm", "jacobian_norm", both),
+    ]
+
+
+def _sharpens(both: Sequence[tuple[Row, Row]]) -> bool:
+    """By what is seen at this length: the median entropy of the heads falls, and their largest weight does not."""
+    entropy = medians("", "", "entropy_ratio", both)
+    weight = medians("", "", "max_weight", both)
+    falls = bool(entropy) and entropy[0].after < entropy[0].before - LEAST_CHANGE
+    return falls and not (weight and weight[0].after < weight[0].before - LEAST_CHANGE)
 
 
 def _title(runs: str | None) -> str:
@@ -76,7 +132,7 @@ def _factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thres
 
 
 def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
-    """Where one rescaled softmax stands against another: by what it multiplies the logits, and what it would take."""
+    """By what a rescaled softmax multiplies the logits, and by what it would have to."""
     known = [
         (math.log(a - 1), math.log(b - 1), before["n_high"])
         for before, after in both
@@ -114,7 +170,7 @@ def _counts(change: str, quantity: str, before: int, after: int, heads: int) -> 
     return WhatIf(change=change, quantity=quantity, before=before, after=after, heads=heads)
 
 
-def _sharpens(name: str) -> bool:
+def _may_sharpen(name: str) -> bool:
     """Length-aware or with exact zeros, as the normalizer declares; one that is not registered is taken to be."""
     properties = properties_of(name)
     return properties is None or bool(properties.length) or properties.exact_zeros

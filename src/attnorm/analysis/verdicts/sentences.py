@@ -3,13 +3,22 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from statistics import median
 from typing import Any
 
-from attnorm.analysis.ceiling import FARTHEST, Ceiling, Rate
-from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.representative import place, representative
-from attnorm.analysis.rules import is_selecting
-from attnorm.analysis.thresholds import DISPERSED, SELECTING, VERDICTS, Thresholds, thresholds_of
+from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate
+from attnorm.analysis.verdicts.representative import place, representative
+from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rules import is_selecting
+from attnorm.analysis.verdicts.thresholds import (
+    DIFFERS,
+    DISPERSED,
+    SELECTING,
+    UNDECIDED,
+    VERDICTS,
+    Thresholds,
+    thresholds_of,
+)
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
@@ -21,8 +30,10 @@ def headline(
     limit: Ceiling | None,
     runs: str | None,
     thresholds: Thresholds,
+    *,
+    texts: int = 0,
 ) -> str:
-    """About the heads that see every key; a broken one of any kind comes first."""
+    """About the heads that see every key; a broken one of any kind comes first. texts: how many, where several."""
     if not seeing_all:
         return "No head was measured."
     counts = Counter(row["verdict"] for row in seeing_all)
@@ -33,12 +44,13 @@ def headline(
     view = " without a window" if windowed else ""
     parts = [
         f"{select} of {total} heads{view} still select among {longest:,} keys"
+        + (f" on most of {texts} texts" if texts > 2 else " on both texts" if texts else "")
         + (f" ({', '.join(inside)})" if inside else "")
     ]
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
-    others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", "saturated", None)
+    others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", UNDECIDED, DIFFERS, None)
     rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
     rest += [_counted(counts, name) for name in others if counts[name]]
     if rest:
@@ -92,7 +104,8 @@ def _keys_seen(row: Row) -> int:
 
 
 def _counted(counts: Mapping[str | None, int], name: str | None) -> str:
-    return f"{counts[name]} {name or 'not judged'}"
+    words = {None: "not judged", DIFFERS: "with verdicts that differ between texts"}
+    return f"{counts[name]} {words.get(name, name)}"
 
 
 def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
@@ -148,17 +161,67 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
     return [sentence]
 
 
-def _compared_rows(heads: Sequence[Row], top_n: Iterable[Row], thresholds: Thresholds) -> int | None:
-    """How few rows the separability of any head comes from, at the N that saturation is judged by, where too few."""
-    wanted = {(row["text"], row["length"], row["normalizer"], *place(row)) for row in heads}
-    counts = [
-        row["rows"]
-        for row in top_n
-        if (row["text"], row["length"], row["normalizer"], *place(row)) in wanted
-        and 1 < row["top_n"] <= thresholds.saturation_top_n
-        and number(row, "separability") is not None
+def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
+    """Loss per token and first token of each text."""
+    sentences = []
+    several = len(manifest.get("reading") or {}) > 1
+    for text, one in (manifest.get("reading") or {}).items():
+        parts = []
+        if one.get("loss") is not None:
+            parts.append(f"{one['loss']:.2f} nats per token (perplexity {keys(one['perplexity'])})")
+        if one.get("first_token") is not None:
+            parts.append(f"the first token is {one['first_token']!r}")
+        if parts:
+            sentences.append(f"Loss of the model{f' on {text!r}' if several else ''}: {'; '.join(parts)}.")
+    return sentences if any("nats" in sentence for sentence in sentences) else []
+
+
+def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
+    """Each text's own headline; the headline above counts what holds over them."""
+    shown = [
+        f"On {text!r}: {words[0].lower() if words[0].isupper() else words[0]}{words[1:]}"
+        for text, words in texts.items()
     ]
-    return min(counts) if counts and min(counts) < FEW_ROWS else None
+    more = [f"{len(shown) - limit} more texts are in the tables."] if len(shown) > limit else []
+    return [*shown[:limit], *more]
+
+
+def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    """What the verdicts rest on: windows, and how many heads are too close to a threshold."""
+    known = [row for row in heads if number(row, "confidence") is not None and row["verdict"] not in ("broken", None)]
+    if not known:
+        return []
+    windows = max((text.get("windows") or 1 for text in manifest.get("texts", [])), default=1)
+    rest = f"{windows} windows of the text" if windows > 1 else "one window of the text"
+    unsure = sum(row["verdict"] == UNDECIDED for row in known)
+    whole = [row for row in known if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
+    agree = f"; all windows agree on {len(whole)}" if windows > 1 else ""
+    return [
+        (
+            f"Confidence: judged over {rest}, {len(known) - unsure} of {len(known)} heads have a verdict that holds in "
+            f"{thresholds.confidence:.0%} of resamples or more, {unsure} are undecided{agree}."
+        )
+    ]
+
+
+def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    if not heads:
+        return []
+    answers = Counter(row.get("saturation") or "not judged" for row in heads)
+    if all(number(row, "saturation_excess") is None for row in heads):
+        measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
+        why = "no head uses enough keys" if measured else "measure it with --metrics vectors"
+        return [f"Saturation: not judged ({why})."]
+    powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
+    power = f", median power {median(powers):.0%}" if powers else ""
+    return [
+        (
+            f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
+            "better than with permuted values (90% interval of the excess below "
+            f"{thresholds.saturation_margin:g}{power}), "
+            f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
+        )
+    ]
 
 
 def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> list[str]:
@@ -182,27 +245,22 @@ def too_short(heads: Sequence[Row]) -> list[str]:
     return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
 
 
-def caveats(
-    heads: Sequence[Row], changing: int, manifest: Mapping[str, Any], top_n: Iterable[Row], thresholds: Thresholds
-) -> list[str]:
+def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
     sentences = []
     all_rows = manifest.get("settings", {}).get("rows") == "all"
     if changing:
         who = "1 head gets" if changing == 1 else f"{changing} heads get"
-        sentences.append(f"{who} another verdict on another text; each is counted by its commonest.")
+        sentences.append(f"{who} different verdicts from different texts; a verdict counts if most texts give it.")
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
     if rows and min(rows) < FEW_ROWS:
         few = (
             f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
         )
         sentences.append(f"Verdicts rest on {few} per head; {'a longer text' if all_rows else '--rows all'} is surer.")
-    elif compared := _compared_rows(heads, top_n, thresholds):
-        better = "to compare more of them (vector_rows)" if all_rows else "--rows all"
-        sentences.append(f"Saturation rests on {compared} rows per head; {better} is surer.")
     missing = Counter(
         reason
         for row in heads
-        for reason in ("saturated (no separability)", "sensitive (no Jacobian norm)", "frozen (no Jacobian norm)")
+        for reason in ("sensitive (no Jacobian norm)", "frozen (no Jacobian norm)")
         if reason in (row["evidence"] or "")
     )
     for reason, count in missing.items():

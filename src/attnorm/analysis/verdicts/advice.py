@@ -5,14 +5,14 @@ command that measures them. A what-if is about the logits as they are: a model t
 learns other logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.normalizer_advice import advise_normalizer, counted, properties_of
-from attnorm.analysis.thresholds import DISPERSED
-from attnorm.analysis.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
+from attnorm.analysis.verdicts.normalizer_advice import advise_normalizer, counted, properties_of
+from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.thresholds import DISPERSED
+from attnorm.analysis.verdicts.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
 
 MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
 
@@ -27,7 +27,7 @@ def advise(
     others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
     given = (
         _broken(chosen),
-        advise_normalizer(chosen, others, manifest, runs),
+        *advise_normalizer(chosen, others, manifest, runs),
         _top_k(chosen, tables["top_n"], manifest),
         _more_heads(chosen, tables["coverage"], manifest),
         _temperature(chosen, tables["sensitivity"], manifest),
@@ -50,7 +50,7 @@ def _broken(chosen: Rows) -> Advice | None:
 
 
 def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = with_verdict(chosen, (*DISPERSED, "saturated"))
+    concerned = _blurred(chosen, DISPERSED)
     if not concerned:
         return None
     title = "Keep top-k sub-linear in the length"
@@ -69,7 +69,7 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
             heads=len(concerned),
             command=command(manifest, top_n=[5, 20, 100]),
         )
-    what_if += medians(change, "keys told apart", "separability", both)
+    what_if += medians(change, "keys distinguishable", "separability", both)
     before, after = what_if[0].before, what_if[0].after
     text = (
         f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
@@ -80,7 +80,7 @@ def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | N
 
 
 def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = with_verdict(chosen, ("saturated", "dispersed-forced"))
+    concerned = _blurred(chosen, ("dispersed-forced",))
     if not concerned:
         return None
     title = "Broader heads are no way out: more heads reach further"
@@ -128,7 +128,7 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
 
 
 def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = with_verdict(chosen, (*DISPERSED, "sensitive", "saturated"))
+    concerned = _blurred(chosen, (*DISPERSED, "sensitive"))
     if not concerned:
         return None
     title = "A lower temperature is no way out"
@@ -194,10 +194,17 @@ def _frozen(chosen: Rows) -> Advice | None:
     )
 
 
+def _blurred(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
+    """Heads with one of the verdicts, and those that are shown to be saturated."""
+    return [row for row in rows if row["verdict"] in verdicts or row.get("saturation") == "saturated"]
+
+
 def _nothing(chosen: Rows) -> Advice:
     horizons = [value for row in chosen if (value := number(row, "horizon")) is not None]
     room = f" Half of the heads have a horizon of {keys(median(horizons))} keys or more." if horizons else ""
-    return Advice(title="Nothing needs changing", text=f"No head is dispersed or saturated here.{room}", heads=0)
+    return Advice(
+        title="Nothing needs changing", text=f"No head is shown to be dispersed or saturated here.{room}", heads=0
+    )
 
 
 def _other_normalizers(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:

@@ -3,9 +3,9 @@
 from html import escape
 from typing import Any
 
-from attnorm.analysis.head_rows import Row, head_rows
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import VERDICTS, representative
+from attnorm.analysis.verdicts.rows import Row, head_rows
 
 _WORST = 8
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")
@@ -39,7 +39,9 @@ def _about(analysis: Analysis) -> list[str]:
     revision = f" at {model['revision'][:12]}" if model.get("revision") else ""
     lengths = sorted(set(analysis.heads["length"].to_pylist()))
     texts = [text["name"] for text in analysis.manifest["texts"]]
-    measured = f"{_listed(texts)}; {_listed(lengths)} tokens; {_listed(settings['normalizers'])}"
+    most = max((text.get("windows") or 1 for text in analysis.manifest["texts"]), default=1)
+    windows = f"{most} windows of " if most > 1 else ""
+    measured = f"{_listed(texts)}; {windows}{_listed(lengths)} tokens; {_listed(settings['normalizers'])}"
     rows = settings["rows"] or "different from run to run"  # None: merged
     return [
         f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",

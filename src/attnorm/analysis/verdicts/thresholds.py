@@ -7,7 +7,7 @@ from typing import Any
 from attnorm.analysis.tables import QUANTILES
 from attnorm.suggest import did_you_mean
 
-# The first that holds is the head's verdict; the others that hold are its flags. A head frozen onto its first key is
+# The first that holds is the head's verdict; all that hold are its flags. A head frozen onto its first key is
 # parked there, which is the more useful word; a head that disperses has no selection left to be judged further.
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
@@ -17,13 +17,22 @@ MEANING: dict[str, str] = {
     "at this length",
     "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
     "dispersed": "smeared over the context; how sharp its logits would allow this normalizer to be is not known",
-    "saturated": "concentrates its weight, but on keys told apart no better than with permuted values",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
     "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
+    "undecided": "too close to a threshold: other windows of the text may give another verdict",
+    "differs": "the texts give it different verdicts",
 }
 VERDICTS: tuple[str, ...] = tuple(MEANING)
+UNDECIDED, DIFFERS = "undecided", "differs"
 DISPERSED = ("dispersed-forced", "dispersed-by-choice", "dispersed")
-SELECTING = ("healthy", "sensitive", "frozen")  # saturated heads concentrate their weight too, but on a blur
+SELECTING = ("healthy", "sensitive", "frozen")
+
+# Judged apart from the verdict, since it needs the optional group "vectors" and evidence of its own.
+SATURATION: dict[str, str] = {
+    "saturated": "its keys are shown to be distinguishable hardly better than with permuted values",
+    "distinguishes": "its keys are shown to be distinguishable, most of them or more than with permuted values",
+    "not judged": "not measured, or too few rows to show either",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +59,13 @@ class Thresholds:
     saturation_top_n    separability is compared with its null at the largest measured N up to this one and up to the
                         keys that the head uses (its effective keys): the papers see it level off between 16 and 20,
                         and keys without weight are no selection.
-    separable           separability from which a head is not saturated whatever its null: with every key told apart
-                        nothing could be better.
+    saturation_margin   excess of separability over its null below which a head counts as no better than the null. Its
+                        90 % interval (two one-sided tests of 5 %) must lie below, else saturation is not judged.
+    separable           separability from which a head is not saturated whatever its null: the papers call a head
+                        saturated below 0.8.
+    confidence          share of bootstrap resamples (of windows, or of blocks of rows where there are fewer than four
+                        windows) that must give the same verdict; below it the verdict is "undecided".
+    agreement           share of windows that must give the same verdict; below it the verdict is "undecided".
     """
 
     dispersed_entropy: float = 0.7
@@ -64,7 +78,10 @@ class Thresholds:
     sensitive_norm: float = 0.9
     sensitive_quantile: int = 75
     saturation_top_n: int = 20
-    separable: float = 1.0
+    saturation_margin: float = 0.1
+    separable: float = 0.8
+    confidence: float = 0.9
+    agreement: float = 0.5
 
     def __post_init__(self) -> None:
         for field in fields(self):

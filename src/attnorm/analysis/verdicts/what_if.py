@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
-from attnorm.analysis.head_rows import Row, number
-from attnorm.analysis.settings import GROUPS
-from attnorm.analysis.thresholds import Thresholds, thresholds_of
+from attnorm.analysis.settings import BUDGET, GROUPS
+from attnorm.analysis.verdicts.rows import Row, number
+from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.normalizers.registry import available
 
 Rows = Sequence[Row]
@@ -22,6 +22,8 @@ USUAL: dict[str, Any] = {
     "top_n": [1, 5, 10, 20, 100],
     "vectors": "values",
     "seed": 0,
+    "windows": "auto",
+    "budget": BUDGET,
 }
 
 

@@ -4,15 +4,15 @@ A rule that lacks a number yields OPEN and what it could not decide: nothing is 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch.autograd.functional import jacobian
 
-from attnorm.analysis.head_rows import Row, keys, number
-from attnorm.analysis.thresholds import SELECTING, Thresholds
+from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.thresholds import SELECTING, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
@@ -21,7 +21,6 @@ from attnorm.theory.dispersion import entropy_floor
 OPEN = "open"
 BEYOND_NUMBERS = 1e300  # keys
 NOISE = 64  # keys of a row in which nothing stands out
-SURE = 0.1  # of separability: where permuted values alone vary more, a head told apart little better may go unnoticed
 
 Findings = Iterator[tuple[str, str]]  # a verdict or OPEN, and the words for it
 
@@ -31,11 +30,10 @@ class Case:
     """One head, and what is needed to judge it."""
 
     row: Row  # of the heads table
-    top_n: Sequence[Row]  # its rows of the top-N table
     thresholds: Thresholds
     runs: str | None  # the normalizer's name; None: not known
     slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
-    bound: float | None = None  # on the Jacobian norm, of the normalizer as it was measured
+    what_if: bool = False  # another normalizer on the model's logits: judged by its sharpness alone
 
     @property
     def n(self) -> int:
@@ -45,7 +43,9 @@ class Case:
     @property
     def worst_norm(self) -> float | None:
         """By its name alone a normalizer has the parameters that it starts with, not those that it learned."""
-        return worst_norm(self.runs, self.n) if self.bound is None else self.bound
+        measured = self.row.get("worst_norm")
+        known = measured is not None and math.isfinite(measured)
+        return float(measured) if known else worst_norm(self.runs, self.n)  # type: ignore[arg-type]
 
     def number(self, name: str) -> float | None:
         return number(self.row, name)
@@ -89,8 +89,9 @@ def sensitive(case: Case) -> Findings:
 
 
 def dispersed(case: Case) -> Findings:
+    """A what-if is judged by its entropy alone: ssmax adds to the slope of the gap whatever the logits are."""
     thresholds, suffix = case.thresholds, judged_keys(case.row, case.thresholds)
-    ratio, slope = case.number(f"entropy_ratio{suffix}"), _slope(case, suffix)
+    ratio, slope = case.number(f"entropy_ratio{suffix}"), None if case.what_if else _slope(case, suffix)
     error = None if suffix else case.number("gap_slope_error")
     if ratio is None or ratio < thresholds.dispersed_entropy:
         return
@@ -102,7 +103,7 @@ def dispersed(case: Case) -> Findings:
         share = f"{max(above_floor, 0):.0%}"
         yield "healthy", f"{words}, but only {share} of the way from its floor to log n: as sharp as its logits allow"
         return
-    if slope is None:
+    if slope is None and not case.what_if:
         yield OPEN, "the rate (one length only, so that entropy alone decides)"
     horizon = judged_horizon(case.row, thresholds)
     if horizon is None:
@@ -119,29 +120,7 @@ def dispersed(case: Case) -> Findings:
         yield "dispersed-by-choice", f"{words}, although its horizon is {keys(horizon)} keys"
 
 
-def saturated(case: Case) -> Findings:
-    thresholds = case.thresholds
-    by_n = {row["top_n"]: row for row in case.top_n if number(row, "separability") is not None}
-    used = case.number(f"effective_keys{judged_keys(case.row, thresholds)}")
-    if used is None or not by_n:
-        yield OPEN, "saturated (no separability)"
-        return
-    # A single key is always told apart, and keys without weight are not selected.
-    judged = [N for N in by_n if 1 < N <= min(used, thresholds.saturation_top_n)]
-    if not judged:
-        return
-    found = by_n[max(judged)]
-    measured, typical = number(found, "separability"), number(found, "separability_null")
-    chance = number(found, "separability_null_high")
-    if measured is None or typical is None or chance is None:
-        yield OPEN, "saturated (no null)"
-    elif measured <= chance and measured < thresholds.separable:
-        words = f"{measured:.0%} of its top {found['top_n']} keys are told apart"
-        null = f"{typical:.0%}, up to {chance:.0%}{'' if chance - typical <= SURE else ' by chance, on few rows'}"
-        yield "saturated", f"{words}, no more than with permuted values ({null})"
-
-
-RULES = (sink_dominated, frozen, sensitive, dispersed, saturated)
+RULES = (sink_dominated, frozen, sensitive, dispersed)
 
 
 def selects(case: Case) -> str:
@@ -153,7 +132,7 @@ def selects(case: Case) -> str:
 
 def broad(row: Row, thresholds: Thresholds) -> bool:
     """Smeared by its entropy and not sharp by its floor: if it is not dispersed, then only because it keeps up."""
-    case = Case(row=row, top_n=(), thresholds=thresholds, runs=None)
+    case = Case(row=row, thresholds=thresholds, runs=None)
     suffix = judged_keys(row, thresholds)
     ratio = case.number(f"entropy_ratio{suffix}")
     if ratio is None or ratio < thresholds.dispersed_entropy:
@@ -230,7 +209,8 @@ def _sink(case: Case) -> str:
 
 def _selectivity(case: Case) -> str:
     suffix = judged_keys(case.row, case.thresholds)
-    ratio, slope, mass = case.number(f"entropy_ratio{suffix}"), _slope(case, suffix), case.number("sink_mass")
+    ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
+    slope = None if case.what_if else _slope(case, suffix)
     among = f"the {case.n - 1:,} keys beside the sink (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
     rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"

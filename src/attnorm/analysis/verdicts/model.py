@@ -1,6 +1,7 @@
-"""The verdict on a model, in words: which heads still select, is the ceiling binding, what to try.
+"""The verdict on a model, in words: which heads select, is the ceiling binding, what to try.
 
-Heads are judged in judge.py by the numbers in thresholds.py; here their verdicts are counted, sentences.py tells them.
+Heads are judged in judge.py by the numbers in thresholds.py; here their verdicts are counted, sentences.py has the
+words. The headline and the counts rest on what is always measured; saturation is a sentence of its own.
 """
 
 import math
@@ -11,24 +12,27 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.advice import advise
-from attnorm.analysis.ceiling import Ceiling, Rate, ceiling, rate
-from attnorm.analysis.head_rows import Row, head_rows
-from attnorm.analysis.judge import judge
-from attnorm.analysis.representative import by_view, representative
-from attnorm.analysis.sentences import (
+from attnorm.analysis.tables import HEAD_KEY
+from attnorm.analysis.verdicts.advice import advise
+from attnorm.analysis.verdicts.ceiling import Ceiling, Rate, ceiling, rate
+from attnorm.analysis.verdicts.representative import by_view, representative
+from attnorm.analysis.verdicts.rows import Row, head_rows
+from attnorm.analysis.verdicts.sentences import (
     caveats,
     ceiling_sentences,
+    confidence_sentences,
     headline,
     length_sentences,
     rate_sentences,
+    reading_sentences,
+    saturation_sentences,
+    text_sentences,
     threshold_sentences,
     too_short,
     window_sentences,
 )
-from attnorm.analysis.tables import HEAD_KEY
-from attnorm.analysis.thresholds import MEANING, VERDICTS, Thresholds
-from attnorm.analysis.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.thresholds import SATURATION, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.what_if import Advice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,8 @@ class ModelVerdict:
 
     headline: str
     counts: dict[str, int]  # heads per verdict, all verdicts named; one head counts once, whatever the number of texts
+    saturation: dict[str, int] = field(default_factory=dict)  # heads per answer
+    texts: dict[str, str] = field(default_factory=dict)  # the headline of each text, where there are several
     sentences: list[str] = field(default_factory=list)
     advice: list[Advice] = field(default_factory=list)
     ceiling: Ceiling | None = None  # the numbers behind "is the ceiling binding?", of heads that see every key
@@ -71,22 +77,44 @@ def model_verdict(
     runs, slopes = _runs(heads, manifest), rate(heads)
     limit = ceiling(seeing_all, curves if runs == "softmax" else (), thresholds)
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
+    texts = _by_text(all_heads, runs, thresholds)
+    blurred = Counter(row.get("saturation") or "not judged" for row in heads)
     return ModelVerdict(
-        headline=headline(seeing_all, windowed, limit, runs, thresholds),
+        headline=headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts)),
         counts={name: counts.get(name, 0) for name in VERDICTS},
+        saturation={name: blurred.get(name, 0) for name in SATURATION},
+        texts=texts,
         sentences=[
             *too_short(heads),
+            *reading_sentences(manifest),
+            *text_sentences(texts),
+            *confidence_sentences(heads, manifest, thresholds),
             *ceiling_sentences(limit, manifest, runs),
             *window_sentences(windowed),
             *rate_sentences(slopes),
+            *saturation_sentences(heads, manifest, thresholds),
             *length_sentences(all_heads, seeing_all, thresholds),
-            *caveats(heads, changing, manifest, rows["top_n"], thresholds),
+            *caveats(heads, changing, manifest),
             *threshold_sentences(thresholds, manifest),
         ],
         advice=advise(heads, {"heads": all_heads, **rows}, manifest, runs),
         ceiling=limit,
         rate=slopes,
     )
+
+
+def _by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds) -> dict[str, str]:
+    """The headline of each text, where there are several."""
+    texts = list(dict.fromkeys(row["text"] for row in heads))
+    if len(texts) < 2:
+        return {}
+    found = {}
+    for text in texts:
+        own = [row for row in heads if row["text"] == text]
+        chosen, _ = representative(own)
+        seeing_all, windowed = by_view(chosen, own)
+        found[text] = headline(seeing_all, windowed, None, runs, thresholds)
+    return found
 
 
 _SPREADS = ("logit_spread", "logit_spread_q50", "logit_spread_without_sink", "logit_spread_without_sink_q50")
@@ -98,16 +126,3 @@ def _runs(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
     name: str | None = next((row["normalizer"] for row in heads), "model")
     runs: str | None = manifest.get("model", {}).get("runs", "softmax")
     return runs if name == "model" else name
-
-
-__all__ = [
-    "MEANING",
-    "VERDICTS",
-    "Advice",
-    "ModelVerdict",
-    "Thresholds",
-    "WhatIf",
-    "judge",
-    "model_verdict",
-    "representative",
-]

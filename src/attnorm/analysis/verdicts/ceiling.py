@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from attnorm.analysis.head_rows import Row, number
-from attnorm.analysis.rules import judged_horizon, judged_keys
-from attnorm.analysis.thresholds import Thresholds
+from attnorm.analysis.verdicts.rows import Row, number
+from attnorm.analysis.verdicts.rules import judged_horizon, judged_keys
+from attnorm.analysis.verdicts.thresholds import Thresholds
 
 FARTHEST = 1e10  # lengths beyond are not told as numbers
 

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnorm.analysis.head_rows import Row
-from attnorm.analysis.thresholds import VERDICTS
+from attnorm.analysis.verdicts.rows import Row
+from attnorm.analysis.verdicts.thresholds import DIFFERS, UNDECIDED
 
 
 def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:
-    """One row per head, each text at its longest length, and how many heads the texts disagree on.
+    """One row per head, each text at its longest length, and how many heads get different verdicts from the texts.
 
-    With several texts a head has the verdict that most of them give it, the worse one if two are as frequent, and the
-    numbers of the longest of those texts.
+    With several texts a head has a verdict only if more than half of them give it that one, else it is "differs"; or
+    "undecided" where no two texts contradict each other. Its numbers are those of the longest text that stands for it.
     normalizer None: the model as it runs, or the first measured where it was not.
     """
     if not heads:
@@ -28,11 +28,25 @@ def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple
             by_head.setdefault(place(row), []).append(row)
     chosen, changing = [], 0
     for rows in by_head.values():
-        verdicts = Counter(row["verdict"] for row in rows)
-        changing += len(verdicts) > 1
-        most = max(verdicts, key=lambda name: (verdicts[name], -_rank(name)))
-        chosen.append(max((row for row in rows if row["verdict"] == most), key=lambda row: row["n_high"] or 0))
+        verdict = over_texts([row["verdict"] for row in rows])
+        given = {row["verdict"] for row in rows} - {UNDECIDED}
+        changing += len(given) > 1
+        agreeing = [row for row in rows if row["verdict"] == verdict] or rows
+        row = max(agreeing, key=lambda one: one["n_high"] or 0)
+        chosen.append(row if row["verdict"] == verdict else {**row, "verdict": verdict, "evidence": _between(rows)})
     return chosen, changing
+
+
+def over_texts(verdicts: Sequence[str | None]) -> str | None:
+    """What holds over texts: the verdict of more than half of them, else "undecided" or "differs"."""
+    most, count = Counter(verdicts).most_common(1)[0]
+    if 2 * count > len(verdicts):
+        return most
+    return DIFFERS if len(set(verdicts) - {UNDECIDED}) > 1 else UNDECIDED
+
+
+def _between(rows: Sequence[Row]) -> str:
+    return "; ".join(f"{row['verdict'] or 'not judged'} on {row['text']!r}" for row in rows) + "."
 
 
 def by_view(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
@@ -57,7 +71,3 @@ def place(row: Row) -> tuple[str, int, int]:
 
 def _pass(row: Row) -> tuple[Any, ...]:
     return row["text"], row["length"], row["kind"]
-
-
-def _rank(verdict: str | None) -> int:
-    return len(VERDICTS) if verdict is None else VERDICTS.index(verdict)

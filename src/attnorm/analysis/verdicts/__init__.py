@@ -1,0 +1,19 @@
+"""Judging, apart from measuring: every head gets a verdict with evidence and confidence, the model gets sentences."""
+
+from attnorm.analysis.verdicts.judge import judge
+from attnorm.analysis.verdicts.model import ModelVerdict, model_verdict
+from attnorm.analysis.verdicts.representative import representative
+from attnorm.analysis.verdicts.thresholds import MEANING, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.what_if import Advice, WhatIf
+
+__all__ = [
+    "MEANING",
+    "VERDICTS",
+    "Advice",
+    "ModelVerdict",
+    "Thresholds",
+    "WhatIf",
+    "judge",
+    "model_verdict",
+    "representative",
+]

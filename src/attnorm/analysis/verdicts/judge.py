@@ -1,0 +1,203 @@
+"""The verdict on each head: by the rules, with the numbers that led to it in a sentence, and with its confidence."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
+from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
+from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
+from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, selects
+from attnorm.analysis.verdicts.saturation import Saturation, saturation
+from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
+
+_HEAD = tuple(name for name, _ in HEAD_KEY)
+_OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: str | None  # None: nothing to judge by
+    flags: tuple[str, ...]  # every verdict that holds, in order
+    evidence: str
+
+
+def judge(
+    heads: pa.Table,
+    by_length: pa.Table,
+    top_n: pa.Table,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
+    *,
+    windows: pa.Table | None = None,
+    blocks: pa.Table | None = None,
+    model_runs: str | None = "softmax",
+) -> pa.Table:
+    """`heads` with VERDICT_COLUMNS. See judge_all, which judges the windows as well."""
+    return judge_all(heads, by_length, top_n, thresholds, windows=windows, blocks=blocks, model_runs=model_runs)[0]
+
+
+def judge_all(
+    heads: pa.Table,
+    by_length: pa.Table,
+    top_n: pa.Table,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
+    *,
+    windows: pa.Table | None = None,
+    blocks: pa.Table | None = None,
+    model_runs: str | None = "softmax",
+) -> tuple[pa.Table, pa.Table]:
+    """`heads` with VERDICT_COLUMNS, `windows` with the verdict of each window.
+
+    windows, blocks: what confidence is taken from; without them it is NaN and no head is undecided.
+    model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax. None where it
+    is not known. Whether a ceiling bounds a row is decided by the row itself: it has a horizon or has none.
+    """
+    slopes, sets = _slopes_over_lengths(by_length), _rows_by_head(top_n)
+    rows = head_rows(heads)
+    models = {_key(row, _OVER_LENGTHS[:1]) for row in rows if row["normalizer"] == "model"}
+    cases = [
+        Case(
+            row=row,
+            thresholds=thresholds,
+            runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
+            slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
+            what_if=row["normalizer"] != "model" and _key(row, _OVER_LENGTHS[:1]) in models,
+        )
+        for row in rows
+    ]
+    windows = WINDOWS.empty_table() if windows is None or not rows else windows
+    blocks = BLOCKS.empty_table() if blocks is None else blocks
+    sure, by_window = certainties(rows, _arrays(heads, cases), windows, blocks, thresholds)
+    judged = [
+        _columns(case, one, saturation(case.row, sets.get(_key(case.row, _HEAD), ()), thresholds))
+        for case, one in zip(cases, sure, strict=True)
+    ]
+    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in heads.column_names])
+    for name, kind in VERDICT_COLUMNS:
+        plain = plain.append_column(name, pa.array([one[name] for one in judged], type=kind))
+    place = windows.schema.get_field_index("verdict")
+    return plain, windows.set_column(place, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
+
+
+def judge_head(case: Case) -> Judgement:
+    """By the numbers as they are, however sure they may be."""
+    broken = case.row.get("broken_rows") or 0
+    if broken:
+        rows = f"{broken:,} measured row{'s' * (broken != 1)}"
+        return Judgement("broken", ("broken",), f"{rows} had logits or weights that are not finite; none is averaged.")
+    if case.number("entropy_ratio") is None:
+        return Judgement(None, (), "Not judged: no row with at least two visible keys.")
+    findings = [finding for rule in RULES for finding in rule(case)]
+    found = {name: words for name, words in findings if name != OPEN}
+    flags = tuple(name for name in VERDICTS if name in found and name != "healthy")
+    verdict = flags[0] if flags else "healthy"
+    unknown = "; ".join(words for name, words in findings if name == OPEN)
+    evidence = found.get(verdict) or selects(case)
+    return Judgement(verdict, flags, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}.")
+
+
+def _columns(case: Case, sure: Certainty, blurred: Saturation) -> dict[str, Any]:
+    """What VERDICT_COLUMNS hold for one head."""
+    leaning, thresholds = judge_head(case), case.thresholds
+    settled = leaning.verdict in (None, "broken")
+    unsure = sure.confidence < thresholds.confidence or sure.agreement < thresholds.agreement  # False for NaN
+    verdict = UNDECIDED if unsure and not settled else leaning.verdict
+    words = "" if settled else _certainty_words(leaning.verdict, sure, undecided=verdict == UNDECIDED)
+    first = f"Undecided, leaning to {leaning.verdict}: " if verdict == UNDECIDED else ""
+    evidence = f"{first}{leaning.evidence[:1].lower() if first else leaning.evidence[:1]}{leaning.evidence[1:]}{words}"
+    return {
+        "verdict": verdict,
+        "flags": list(leaning.flags),
+        "evidence": evidence,
+        "leaning": leaning.verdict,
+        "confidence": 1.0 if leaning.verdict == "broken" else sure.confidence,
+        "agreement": sure.agreement,
+        "deciding": None if settled else sure.deciding,
+        "deciding_value": sure.value,
+        "deciding_low": sure.low,
+        "deciding_high": sure.high,
+        "deciding_threshold": sure.threshold,
+        **{name: value for name, value in vars(blurred).items() if name != "words"},
+    }
+
+
+def _certainty_words(verdict: str | None, sure: Certainty, *, undecided: bool) -> str:
+    if math.isnan(sure.confidence):
+        return ""
+    windows = f"{sure.agreeing} of {sure.windows} windows agree" if sure.windows > 1 else ""
+    interval = ""
+    if math.isfinite(sure.low):
+        shown = keys if sure.deciding.startswith("horizon") else _short
+        bounds = f"{shown(sure.low)} to {shown(sure.high)}"
+        limit = f", threshold {shown(sure.threshold)}" if math.isfinite(sure.threshold) else ""
+        interval = f"95% interval of {sure.deciding} {bounds}{limit}"
+    other = f"{sure.confidence:.0%} of resamples say {verdict}, others {sure.other}" if undecided and sure.other else ""
+    parts = [part for part in (windows, other, interval) if part]
+    return f" {parts[0][0].upper()}{parts[0][1:]}{''.join(f'; {part}' for part in parts[1:])}." if parts else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}"
+
+
+def _arrays(heads: pa.Table, cases: Sequence[Case]) -> Judged:
+    def column(name: str) -> np.ndarray:
+        """The median row's value where it is finite, of a horizon also where it is infinite."""
+        found = np.full(len(cases), np.nan)
+        for candidate in (name, f"{name}_q50"):
+            if candidate in heads.column_names:
+                values = heads[candidate].to_numpy(zero_copy_only=False).astype(np.float64)
+                known = ~np.isnan(values) if name.startswith("horizon") else np.isfinite(values)
+                found = np.where(known, values, found)
+        return found
+
+    quantiles = {f"jacobian_norm_q{case.thresholds.sensitive_quantile:02d}" for case in cases}
+    numbers = {name: column(name) for name in dict.fromkeys([*WINDOW_NUMBERS, *sorted(quantiles)])}
+    fixed: dict[str, list[Any]] = {
+        "n_high": [case.row["n_high"] or 0 for case in cases],
+        "n_low": [case.row.get("n_low") or 0 for case in cases],
+        "broken_rows": [case.row.get("broken_rows") or 0 for case in cases],
+        "worst_norm": [_or_nan(case.worst_norm) for case in cases],
+        "near_worst": [always_near_worst(case.runs, case.thresholds.sensitive_norm) for case in cases],
+        "what_if": [case.what_if for case in cases],
+        "slope_over_lengths": [_or_nan(case.slope_over_lengths) for case in cases],
+    }
+    return Judged(numbers, {name: np.array(values) for name, values in fixed.items()})
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names)
+
+
+def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
+    wanted = [*_HEAD, "top_n", "rows", "separability", "separability_null", "separability_excess_error"]
+    rows: dict[tuple[Any, ...], list[Row]] = {}
+    for row in top_n.select([name for name in wanted if name in top_n.column_names]).to_pylist():
+        rows.setdefault(_key(row, _HEAD), []).append(row)
+    return rows
+
+
+def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
+    """The slope of the gap over the longest rows of several runs: the only one that a bidirectional model has."""
+    longest: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for row in by_length.select([*_HEAD, "n", "effective_gap", "effective_gap_q50"]).to_pylist():
+        n, gap = number(row, "n"), number(row, "effective_gap")
+        if n is None or gap is None or n < SHORTEST_IN_SLOPE:
+            continue
+        points = longest.setdefault(_key(row, _OVER_LENGTHS), {})
+        points[row["length"]] = max(points.get(row["length"], (0.0, 0.0)), (math.log(n), gap))
+    slopes = {}
+    for key, points in longest.items():
+        x, y = np.array(list(points.values())).T
+        if np.ptp(x) > math.log(1.4):  # less than half an octave says nothing about growth
+            slopes[key] = float(np.polyfit(x, y, 1)[0])
+    return slopes

@@ -1,0 +1,100 @@
+"""Can the model read the text? Next-token loss from the same forward pass, and the first token of the input.
+
+The pass that is measured stops before the language-model head. The head runs here on the hidden states in chunks, by
+the model's own forward with its base model replaced by the states, so that scaling and capping of logits are its own.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from attnorm.models.loaded import LoadedModel
+
+LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one part: mean next-token loss in nats over `loss_tokens` tokens; None where the model gives none."""
+
+    first_token: str | None
+    loss: float | None
+    loss_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def reading(loaded: LoadedModel, model_inputs: Mapping[str, Tensor], output: Any) -> Reading:
+    """`output`: what the measured pass returned."""
+    ids = model_inputs.get("input_ids")
+    hidden = getattr(output, "last_hidden_state", None)
+    loss, count = None, 0
+    if predicts_next_token(loaded) and ids is not None and ids.dim() == 2 and isinstance(hidden, Tensor):
+        loss, count = _loss(loaded.model, ids, model_inputs.get("attention_mask"), output)
+    return Reading(_first_token(loaded, ids), loss, count)
+
+
+def predicts_next_token(loaded: LoadedModel) -> bool:
+    model: Any = loaded.model
+    if model.config.is_encoder_decoder or not model.can_generate() or model.base_model is model:
+        return False
+    return isinstance(model.get_output_embeddings(), nn.Module) and model.base_model_prefix in model._modules
+
+
+def _first_token(loaded: LoadedModel, ids: Tensor | None) -> str | None:
+    if ids is None or not ids.numel() or loaded.tokenizer is None:
+        return None
+    first = ids.flatten()[0]
+    return str(loaded.tokenizer.decode([int(first)]))  # type: ignore[no-untyped-call,unused-ignore]
+
+
+@torch.no_grad()
+def _loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[float | None, int]:
+    hidden: Tensor = output.last_hidden_state
+    if hidden.shape[:2] != ids.shape:
+        return None, 0
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()
+    counts = (real[:, 1:] & real[:, :-1]).to(hidden.device)
+    targets = ids[:, 1:].to(hidden.device)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    step = max(1, LOGITS_AT_ONCE // max(1, vocabulary * len(ids)))
+    total, tokens = 0.0, 0
+    for start in range(0, targets.shape[1], step):
+        here = slice(start, min(start + step, targets.shape[1]))
+        with _base_gives(model, type(output)(last_hidden_state=hidden[:, here])):
+            logits = model(input_ids=ids[:, here], use_cache=False).logits
+        losses = cross_entropy(logits.float().flatten(0, 1), targets[:, here].flatten(), reduction="none")
+        kept = counts[:, here].flatten()
+        total += float(losses[kept].double().sum())
+        tokens += int(kept.sum())
+    return (total / tokens, tokens) if tokens and total == total and abs(total) != float("inf") else (None, 0)
+
+
+class _Given(nn.Module):
+    """Stands in for the base model: returns this output whatever it is given; hooks of the base model do not run."""
+
+    def __init__(self, base: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.__dict__["given"] = (base, output)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["given"][1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["given"][0], name)
+
+
+@contextmanager
+def _base_gives(model: Any, output: Any) -> Iterator[None]:
+    prefix, base = model.base_model_prefix, model.base_model
+    model._modules[prefix] = _Given(base, output)
+    try:
+        yield
+    finally:
+        model._modules[prefix] = base

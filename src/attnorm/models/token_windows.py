@@ -1,0 +1,164 @@
+"""A text as tokens, and windows of it as model inputs: each window carries the special tokens that the tokenizer adds.
+
+`bos` decides about the token that starts a text: None leaves it to the tokenizer, True adds one that is missing, False
+removes it. Token ids are measured as they are given.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnorm.models.inputs import Text, needs_tokenizer, ready
+from attnorm.models.loaded import LoadedModel
+
+# Tokenizing a book takes many seconds, so of a longer text only pieces are tokenized, spread from its start to its end.
+WHOLE_CHARACTERS = 400_000
+PIECES = 8
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens of a text without special ones, and the special ones around them."""
+
+    ids: Tensor  # (B, T)
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    names: tuple[str, ...] = ("input_ids",)  # the inputs that the tokenizer makes
+    piece_ends: tuple[int, ...] = ()  # where `ids` are pieces of the text: the end of each; empty for the whole text
+    share: float = 1.0  # of the text that `ids` hold
+
+    @property
+    def special(self) -> int:
+        return len(self.before) + len(self.after)
+
+    @property
+    def whole(self) -> bool:
+        return not self.piece_ends
+
+    @property
+    def count(self) -> int:
+        """Tokens of the whole text as one input; an estimate where only pieces were tokenized."""
+        return round(int(self.ids.shape[1]) / self.share) + self.special
+
+    def starts(self, windows: int, length: int) -> list[int] | None:
+        """Where disjoint windows of that length start in `ids`: the first at the start, the last up to the end.
+
+        None where they do not fit.
+        """
+        body, held = length - self.special, int(self.ids.shape[1])
+        ends = self.piece_ends or (held,)
+        begins = (0, *ends[:-1])
+        if len(ends) == 1:
+            if windows * body > held:
+                return None
+            return [round(place * (held - body) / max(windows - 1, 1)) for place in range(windows)]
+        if windows > len(ends) or any(end - begin < body for begin, end in zip(begins, ends, strict=True)):
+            return None
+        chosen = [round(place * (len(ends) - 1) / max(windows - 1, 1)) for place in range(windows)]
+        starts = [begins[piece] for piece in chosen]
+        return [*starts[:-1], ends[-1] - body] if windows > 1 else starts
+
+
+def tokens_of(text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole: bool = False) -> Tokens:
+    """whole: tokenize all of a long text, not pieces of it."""
+    if isinstance(text.content, Tensor):
+        if bos is not None:
+            raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
+        return Tokens(text.content.reshape(1, -1) if text.content.dim() < 2 else text.content)
+    if not isinstance(text.content, str):
+        raise TypeError(f"expected a text or token ids, got {type(text.content).__name__} for {text.name!r}")
+    tokenizer, content = needs_tokenizer(loaded), text.content
+    if not content.strip():
+        raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
+    pieces = [content] if whole or len(content) <= WHOLE_CHARACTERS else _pieces(content)
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    ids: list[int] = []
+    ends: list[int] = []
+    for piece in pieces:
+        encoded = dict(tokenizer(piece, return_special_tokens_mask=True, verbose=False))
+        found, special = list(encoded["input_ids"]), list(encoded.pop("special_tokens_mask"))
+        first = next((place for place, is_special in enumerate(special) if not is_special), len(found))
+        last = next((len(found) - place for place, one in enumerate(reversed(special)) if not one), first)
+        before, after, names = tuple(found[:first]), tuple(found[last:]), tuple(encoded)
+        ids += found[first:last]
+        ends.append(len(ids))
+    return Tokens(
+        torch.tensor(ids, dtype=torch.long)[None],
+        _with_bos(before, loaded, bos),
+        after,
+        names,
+        tuple(ends) if len(pieces) > 1 else (),
+        sum(map(len, pieces)) / len(content),
+    )
+
+
+def _pieces(content: str) -> list[str]:
+    """Equal parts of the text, spread from its start to its end, each starting at a word."""
+    size = WHOLE_CHARACTERS // PIECES
+    pieces = []
+    for place in range(PIECES):
+        start = round(place * (len(content) - size) / (PIECES - 1))
+        piece = content[start : start + size]
+        space = next((at for at, character in enumerate(piece[:200]) if character.isspace()), -1) if start else -1
+        pieces.append(piece[space + 1 :])
+    return pieces
+
+
+def window_inputs(text: Text, tokens: Tokens, loaded: LoadedModel, start: int, length: int) -> dict[str, Tensor]:
+    """The model's inputs for `length` tokens, special ones counted, from token `start` of the text on."""
+    body = tokens.ids[:, start : start + length - tokens.special]
+    batch = body.shape[0]
+    around = [torch.tensor(ids, dtype=torch.long).expand(batch, -1) for ids in (tokens.before, tokens.after)]
+    chosen = {"input_ids": torch.cat([around[0], body, around[1]], dim=1)}
+    wanted = inspect.signature(loaded.model.forward).parameters
+    filled = {"attention_mask": 1, "token_type_ids": 0}
+    for name, value in filled.items():
+        if name in tokens.names and name in wanted:
+            chosen[name] = torch.full_like(chosen["input_ids"], value)
+    return ready(text, chosen, loaded)
+
+
+def bos_id(loaded: LoadedModel) -> int | None:
+    """The token that starts a text by the tokenizer's or the model's configuration."""
+    config = loaded.model.config
+    for found in (getattr(loaded.tokenizer, "bos_token_id", None), getattr(config, "bos_token_id", None)):
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def bos_problem(tokens: Tokens, loaded: LoadedModel) -> str | None:
+    """A note where a causal model's BOS is not the first token, although it is a token of its own.
+
+    A BOS that is also the EOS (GPT-2, SmolLM2) separates documents, and models read texts without it.
+    """
+    bos, tokenizer = bos_id(loaded), loaded.tokenizer
+    eos = {getattr(tokenizer, "eos_token_id", None), getattr(loaded.model.config, "eos_token_id", None)}
+    if bos is None or bos in eos or tokenizer is None or loaded.model.config.is_encoder_decoder:
+        return None
+    if getattr(tokenizer, "cls_token_id", None) is not None or not loaded.model.can_generate():
+        return None
+    first = tokens.before[0] if tokens.before else int(tokens.ids[0, 0]) if tokens.ids.numel() else None
+    if first == bos:
+        return None
+    name = tokenizer.convert_ids_to_tokens(bos)
+    return (
+        f"the model has the BOS token {name!r}, but the input does not start with it; models trained with BOS read and "
+        "attend differently without it. Measure with it: --bos (bos=True in Python)"
+    )
+
+
+def _with_bos(before: tuple[int, ...], loaded: LoadedModel, bos: bool | None) -> tuple[int, ...]:
+    if bos is None:
+        return before
+    token = bos_id(loaded)
+    if token is None:
+        raise ValueError(
+            f"bos={bos}: expected a tokenizer or config with a BOS token, but {loaded.name} has none. Leave bos out."
+        )
+    rest = tuple(one for one in before if one != token)
+    return (token, *rest) if bos else rest

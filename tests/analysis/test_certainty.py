@@ -1,0 +1,250 @@
+"""How sure a verdict is, and what must not change it: optional groups, seeds, one window more or less."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnorm.analysis.analyze import analyze
+from attnorm.analysis.stability import passages, stability
+from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
+from attnorm.analysis.verdicts import Thresholds, judge
+from attnorm.analysis.verdicts.judge import judge_all, judge_head
+from attnorm.analysis.verdicts.rules import Case
+from attnorm.analysis.verdicts.saturation import saturation
+from attnorm.analysis.verdicts.thresholds import VERDICTS
+from attnorm.analysis.verdicts.vectorized import NOTHING, verdict_codes
+from tests.analysis.synthetic import synthetic_tables
+from tests.analysis.tiny_models import gpt2, ids
+
+share = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.7, 0.99, 1.0, math.nan]), st.floats(0, 1))
+positive = st.one_of(st.sampled_from([0.0, 1.0, 1e5, math.inf, math.nan]), st.floats(0, 2000))
+slope = st.one_of(st.just(math.nan), st.floats(-1, 2))
+HEAD = st.fixed_dictionaries(
+    {
+        "entropy_ratio": share, "entropy_nats": st.floats(0, 7),
+        "entropy_floor": st.one_of(st.just(math.nan), st.floats(0, 6)),
+        "max_weight": share, "sink_mass": share, "horizon": positive, "jacobian_norm": share,
+        "jacobian_norm_q75": share, "entropy_ratio_without_sink": share, "horizon_without_sink": positive,
+        "gap_slope": slope, "gap_slope_without_sink": slope, "gap_slope_error": st.floats(0, 0.3),
+        "n_high": st.integers(2, 2048), "n_low": st.integers(2, 2048), "broken_rows": st.sampled_from([0, 0, 0, 1]),
+    }
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(row=HEAD, what_if=st.booleans(), over_lengths=slope)
+def test_arrays_of_heads_get_the_verdicts_that_the_rules_give_one_by_one(
+    row: dict[str, Any], what_if: bool, over_lengths: float
+) -> None:
+    row = row | {"normalizer": "model", "n_low": min(row["n_low"], row["n_high"])}
+    alone = None if math.isnan(over_lengths) else over_lengths
+    case = Case(row=row, thresholds=Thresholds(), runs="softmax", slope_over_lengths=alone, what_if=what_if)
+    arrays = {name: np.array([value]) for name, value in row.items() if name != "normalizer"}
+    arrays |= {"worst_norm": np.array([0.5]), "near_worst": np.array([False]), "what_if": np.array([what_if])}
+    code = int(verdict_codes({**arrays, "slope_over_lengths": np.array([over_lengths])}, Thresholds())[0])
+    assert (None if code == NOTHING else VERDICTS[code]) == judge_head(case).verdict
+
+
+def windows_of(tables: dict[str, pa.Table], values: list[float]) -> pa.Table:
+    """As many windows as values, each with that entropy ratio; all else as in the heads table."""
+    rows = []
+    for head in tables["heads"].to_pylist():
+        for window, ratio in enumerate(values):
+            own = {name: head[name] for name in (*WINDOW_NUMBERS, "worst_norm")} | {"entropy_ratio": ratio}
+            kept = {
+                name: head[name] for name in WINDOWS.names if name in head and name not in own and name != "verdict"
+            }
+            rows.append({**kept, **own, "window": window, "start": 100 * window, "verdict": None})
+    return pa.Table.from_pylist(rows, schema=WINDOWS)
+
+
+def judged_over(values: list[float]) -> tuple[dict[str, Any], list[str]]:
+    tables = synthetic_tables(cast=[["flat"]], lengths=(512,), normalizers=("model",))
+    mean = float(np.mean(values))
+    heads = [
+        row
+        | {
+            "entropy_ratio": mean,
+            "entropy_ratio_q50": mean,
+            "gap_slope": 0.1,
+            "entropy_floor": 0.0,
+            "entropy_floor_q50": 0.0,
+        }
+        for row in tables["heads"].to_pylist()
+    ]
+    heads_table = pa.Table.from_pylist(heads, schema=tables["heads"].schema)
+    windows = windows_of({"heads": heads_table}, values)
+    found, by_window = judge_all(heads_table, tables["by_length"], tables["top_n"], windows=windows)
+    return found.to_pylist()[0], by_window["verdict"].to_pylist()
+
+
+def test_windows_that_agree_make_a_verdict_sure() -> None:
+    row, by_window = judged_over([0.80, 0.82, 0.81, 0.83, 0.80, 0.82])
+    assert row["verdict"] == row["leaning"] == "dispersed-forced"
+    assert (row["confidence"], row["agreement"]) == (1.0, 1.0)
+    assert by_window == ["dispersed-forced"] * 6
+    assert row["deciding"] == "entropy_ratio"
+    assert 0.80 <= row["deciding_low"] < row["deciding_value"] < row["deciding_high"] <= 0.83
+    assert "6 of 6 windows agree" in row["evidence"]
+
+
+def test_a_head_too_close_to_a_threshold_is_undecided_and_says_between_what() -> None:
+    row, by_window = judged_over([0.60, 0.80, 0.62, 0.81, 0.64, 0.79])
+    assert row["verdict"] == "undecided"
+    assert row["leaning"] == "dispersed-forced"
+    assert 0.4 < row["confidence"] < 0.9
+    assert row["agreement"] == 0.5
+    assert Counter(by_window) == {"healthy": 3, "dispersed-forced": 3}
+    assert row["deciding_low"] < row["deciding_threshold"] == 0.7 < row["deciding_high"]
+    assert "leaning to dispersed-forced" in row["evidence"]
+    assert "others healthy" in row["evidence"]
+
+
+def test_without_windows_and_blocks_confidence_is_not_claimed() -> None:
+    tables = synthetic_tables(lengths=(512,), normalizers=("model",))
+    heads = judge(tables["heads"], tables["by_length"], tables["top_n"])
+    assert all(math.isnan(one) for one in heads["confidence"].to_pylist() if one != 1.0)
+    assert "undecided" not in heads["verdict"].to_pylist()
+
+
+def test_one_window_takes_its_confidence_from_blocks_of_rows() -> None:
+    found = analyze(gpt2(), ids(128), metrics="core")
+    assert found.manifest["texts"][0]["windows"] == 1
+    assert found.blocks.num_rows == 8 * found.heads.num_rows
+    assert all(0 < one <= 1 for one in found.heads["confidence"].to_pylist())
+    assert found.windows["window"].to_pylist() == [0] * found.heads.num_rows
+
+
+def test_headline_and_verdicts_do_not_depend_on_optional_groups_or_the_seed() -> None:
+    model, text = gpt2(), ids(512)
+    core = analyze(model, text, lengths=64, metrics="core")
+    every = analyze(model, text, lengths=64, metrics="all", seed=3, vector_rows=4)
+    assert core.verdict.headline == every.verdict.headline
+    for name in ("verdict", "leaning", "confidence", "agreement", "flags", "evidence"):
+        assert core.heads[name].equals(every.heads[name]), name
+    assert set(core.heads["saturation"].to_pylist()) == {"not judged"}
+    assert core.windows.num_rows == 8 * core.heads.num_rows
+    assert set(core.windows["start"].to_pylist()) == set(range(0, 512, 64))
+
+
+def test_numbers_over_windows_are_means_of_those_of_each_window() -> None:
+    model, text = gpt2(), ids(512)
+    whole = analyze(model, text, lengths=64, windows=4, metrics="core")
+    windows = whole.windows.to_pylist()
+    for row in whole.heads.to_pylist():
+        own = [one for one in windows if (one["layer"], one["head"]) == (row["layer"], row["head"])]
+        assert row["entropy_ratio"] == pytest.approx(np.mean([one["entropy_ratio"] for one in own]), rel=1e-12)
+        assert row["horizon"] == pytest.approx(np.median([one["horizon"] for one in own]), rel=1e-12)
+        assert row["rows"] == sum(one["rows"] for one in own)
+    start = windows[-1]["start"]
+    alone = analyze(model, text[:, start : start + 64] if text.dim() > 1 else text[start : start + 64], metrics="core")
+    last = [one for one in windows if one["start"] == start]
+    assert [one["entropy_ratio"] for one in last] == alone.heads["entropy_ratio"].to_pylist()
+
+
+def test_the_number_under_a_metrics_name_is_the_one_that_is_judged() -> None:
+    found = analyze(gpt2(), ids(128), metrics="core")
+    for row in found.heads.to_pylist():
+        assert row["entropy_ratio"] == row["entropy_ratio_q50"] == row["deciding_value"]
+        assert row["entropy_ratio_mean"] != row["entropy_ratio"]
+        assert f"Entropy is {row['entropy_ratio']:.2f}".lower() in row["evidence"].lower()
+
+
+SETS = {"top_n": 20, "rows": 64, "separability": 0.5, "separability_null": 0.48, "separability_excess_error": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, "saturated"),
+        ({"separability_excess_error": 0.2}, "not judged"),  # no evidence either way is no evidence for saturation
+        ({"separability_excess_error": math.nan}, "not judged"),
+        ({"separability": 0.65}, "distinguishes"),
+        ({"separability": 0.83, "separability_null": 0.83}, "distinguishes"),  # most of its keys are distinguishable
+        ({"separability": math.nan}, "not judged"),
+        ({"top_n": 1}, "not judged"),
+        ({"top_n": 100}, "not judged"),
+    ],
+)
+def test_saturation_needs_evidence_for_it(numbers: dict[str, Any], expected: str) -> None:
+    row = {"sink_mass": 0.0, "effective_keys": 25.0, "entropy_ratio_without_sink": 0.3}
+    assert saturation(row, [SETS | numbers], Thresholds()).saturation == expected
+
+
+def test_the_power_of_the_saturation_test_is_that_of_its_error() -> None:
+    row = {"sink_mass": 0.0, "effective_keys": 25.0}
+    sharp, blunt = (
+        saturation(row, [SETS | {"separability_excess_error": error}], Thresholds()).saturation_power
+        for error in (0.02, 0.1)
+    )
+    assert sharp > 0.99
+    assert blunt < 0.3
+    drawn = np.random.default_rng(0).normal(0, 0.05, 4000)
+    shown = np.mean(
+        [
+            saturation(
+                row, [SETS | {"separability": 0.48 + one, "separability_excess_error": 0.05}], Thresholds()
+            ).saturation
+            == "saturated"
+            for one in drawn
+        ]
+    )
+    stated = saturation(row, [SETS | {"separability_excess_error": 0.05}], Thresholds()).saturation_power
+    assert shown == pytest.approx(stated, abs=0.03)
+
+
+def test_a_what_if_is_judged_by_its_sharpness_and_not_by_the_slope_that_its_factor_adds() -> None:
+    row = {
+        "normalizer": "ssmax", "n_high": 1024, "broken_rows": 0, "entropy_ratio": 0.81, "entropy_nats": 5.6,
+        "entropy_floor": 0.1, "max_weight": 0.08, "sink_mass": 0.0, "gap_slope": 1.2, "gap_slope_error": 0.01,
+        "horizon": 1e6, "jacobian_norm": 0.1, "jacobian_norm_q75": 0.1,
+    }  # fmt: skip
+    case = {"row": row, "thresholds": Thresholds(), "runs": "ssmax"}
+    assert judge_head(Case(**case)).verdict == "healthy", "a model that runs it keeps up with the length"
+    assert judge_head(Case(**case, what_if=True)).verdict == "dispersed-by-choice"
+
+
+def test_ssmax_starts_from_the_models_context_length() -> None:
+    short, long = (
+        analyze(gpt2(positions=n), ids(96), normalizers=("model", "ssmax"), metrics="core") for n in (128, 2048)
+    )
+    details = [one.manifest["settings"]["normalizer_details"]["ssmax"] for one in (short, long)]
+    assert details[0] != details[1]
+
+    def entropy(run: Any) -> list[list[float]]:
+        rows = run.heads.to_pylist()
+        return [[row["entropy_ratio"] for row in rows if row["normalizer"] == name] for name in ("model", "ssmax")]
+
+    plain, near = entropy(short)
+    _, far = entropy(long)
+    gaps = [np.abs(np.subtract(one, plain)).mean() for one in (near, far)]
+    assert gaps[0] < gaps[1] or np.allclose(plain, 1, atol=0.02), "at its own length it is near softmax"
+
+
+def test_stability_counts_heads_that_no_run_contradicts() -> None:
+    model = gpt2()
+    runs = {str(seed): analyze(model, ids(512, seed=seed), lengths=64, metrics="core") for seed in (0, 1)}
+    found = stability(runs)
+    assert found.heads == found.judged + sum(
+        all(run.heads["verdict"][at].as_py() == "undecided" for run in runs.values()) for at in range(found.heads)
+    )
+    assert 0 <= found.same <= found.kept <= found.judged
+    alone = dict.fromkeys(("a", "b"), runs["0"])
+    assert stability(alone).rate == 1.0
+    assert stability(alone).again == 1.0
+    with pytest.raises(ValueError, match="at least two runs"):
+        stability({"a": runs["0"]})
+
+
+def test_passages_hold_the_whole_text() -> None:
+    text = " ".join(f"word{number}" for number in range(1000))
+    found = passages(text, 3)
+    assert "".join(found.values()) == text
+    assert list(found) == ["passage 1 of 3", "passage 2 of 3", "passage 3 of 3"]
+    assert all(part.startswith("word") for part in found.values())

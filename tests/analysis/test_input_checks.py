@@ -1,0 +1,73 @@
+"""Is the input right? Loss beside every run, a warning for texts that a model cannot read, and folders of version 2."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from attnorm.analysis.analyze import analyze
+from attnorm.analysis.readable import readings, warnings_of
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.tables import SCHEMAS
+from attnorm.models.inputs import texts_from
+from attnorm.models.load import load
+from attnorm.models.token_windows import tokens_of, window_inputs
+from tests.analysis.tiny_models import gpt2, ids
+
+
+def test_the_loss_is_that_of_the_model_itself() -> None:
+    model, tokens = gpt2(), ids(100)
+    found = analyze(model, tokens, metrics="core")
+    batch = torch.as_tensor(tokens).reshape(1, -1)
+    with torch.no_grad():
+        expected = float(model(input_ids=batch, labels=batch).loss)
+    assert found.manifest["parts"][0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found.manifest["reading"]["text"]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
+    assert "forward" not in vars(model.transformer), "the model is left as it was"
+
+
+def test_a_loss_near_that_of_token_frequencies_is_a_warning() -> None:
+    parts = [{"text": text, "loss": loss, "loss_tokens": 10} for text, loss in (("read", 3.0), ("unread", 5.5))]
+    found = readings(parts, {"read": 6.0, "unread": 6.0})
+    assert [one["readable"] for one in found.values()] == [True, False]
+    (warning,) = warnings_of(found)
+    assert "'unread'" in warning
+    assert "5.50" in warning
+
+
+def test_bos_is_added_and_removed_on_request() -> None:
+    bundled = load("bundled")
+    (text,) = texts_from("Well, Prince, so Genoa and Lucca are now just family estates of the Buonapartes.")
+    plain, with_bos = tokens_of(text, bundled), tokens_of(text, bundled, True)
+    assert plain.before == ()
+    assert with_bos.before == (bundled.tokenizer.bos_token_id,)
+    made = window_inputs(text, with_bos, bundled, 3, 8)["input_ids"]
+    assert made.shape == (1, 8)
+    assert made[0, 1:].tolist() == plain.ids[0, 3:10].tolist()
+    assert tokens_of(text, bundled, False).before == ()
+
+
+def test_a_folder_of_version_2_is_read_and_judged_again(tmp_path: Path) -> None:
+    now = analyze(gpt2(), ids(100), metrics="core", out=tmp_path)
+    for name in ("heads", "by_length"):
+        table = pq.read_table(tmp_path / f"{name}.parquet")
+        for column in [one for one in table.column_names if one.endswith("_mean")]:
+            metric = column.removesuffix("_mean")
+            table = table.set_column(table.column_names.index(metric), metric, table[column]).drop_columns([column])
+        pq.write_table(
+            table.drop_columns([one for one in ("worst_norm",) if one in table.column_names]),
+            tmp_path / f"{name}.parquet",
+        )
+    (tmp_path / "blocks.parquet").unlink()
+    (tmp_path / "windows.parquet").unlink()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema": 2}))
+    old = Analysis.load(tmp_path)
+    assert old.heads["entropy_ratio"].equals(now.heads["entropy_ratio"])
+    assert old.heads["entropy_ratio_mean"].equals(now.heads["entropy_ratio_mean"])
+    assert old.heads["verdict"].to_pylist() == now.heads["leaning"].to_pylist()
+    assert set(SCHEMAS) <= set(old.tables)
+    assert any("older attnorm" in note for note in old.manifest["notes"])
