@@ -73,8 +73,8 @@ class Observation:
         names = {number: "input" if self.passes == 1 else f"input {number}" for number in self._parts}
         measured = []
         for number, part in self._parts.items():
-            about = {"text": names[number], "length": part.collector.longest}
-            measured.append(Part("", about, part.collector.tables(**about)))
+            name, length = names[number], part.collector.longest
+            measured.append(Part("", {"text": name, "length": length}, part.collector.tables(name, length)))
         return Analysis.of(together(measured), self._manifest(names), self._thresholds)
 
     def saw(self, call: AttentionCall, site: CallSite | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnorm.analysis.manifest import content_hash
 from attnorm.analysis.settings import BUDGET, Windows
-from attnorm.models.inputs import Text, prepared
+from attnorm.models.inputs import Media, Text, prepared
 from attnorm.models.load import LoadedModel, longest_context
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
@@ -121,6 +121,7 @@ def described(text: Text) -> dict[str, Any]:
     elif isinstance(content, Tensor):
         size = f"{content.numel()} token ids"
     else:
+        assert not isinstance(content, Media), "media become model inputs before"
         size = ", ".join(f"{name} {tuple(value.shape)}" for name, value in content.items())
     return {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
 

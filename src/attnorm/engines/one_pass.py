@@ -64,8 +64,8 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     form = _map_form(normalizer, inputs.q_BHQD.dtype)
     if form is None or (normalizer.sink is not None and form.map != "softmax"):
         return None
-    *earlier, last = normalizer.rules or [None]
-    if not all(isinstance(rule, ScaleRule) for rule in earlier):
+    last = normalizer.rules[-1] if normalizer.rules else None
+    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules[:-1]):
         return None
     if isinstance(last, DistanceRule):
         if inputs.positions is not None:

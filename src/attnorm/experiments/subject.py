@@ -104,9 +104,13 @@ class Subject:
 
     def _model_and_texts(self) -> dict[str, Any]:
         from attnorm.analysis.manifest import content_hash
+        from attnorm.models.inputs import Media
 
         model = self.described()
-        texts = [[text.name, content_hash(text.content)] for text in self.passages()]
+        texts = []
+        for text in self.passages():
+            assert not isinstance(text.content, Media), "experiments read text"
+            texts.append([text.name, content_hash(text.content)])
         return {"model": model["name"], "fingerprint": model["fingerprint"], "texts": texts}
 
 

@@ -135,7 +135,7 @@ def _fast_paths_kept() -> Iterator[None]:
                 return ordinary(arguments)
         return ordinary(arguments)
 
-    torch.overrides.has_torch_function = without_the_watch
+    torch.overrides.has_torch_function = without_the_watch  # type: ignore[assignment]
     try:
         yield
     finally:

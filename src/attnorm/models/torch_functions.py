@@ -81,6 +81,7 @@ def read_multi_head_attention(
     if query.dim() == 2:
         query, key, value = (states.unsqueeze(1) for states in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    weights: tuple[Tensor | None, ...]
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
     else:

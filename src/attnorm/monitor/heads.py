@@ -92,7 +92,7 @@ def check_per_head(per_head: Any) -> bool | tuple[tuple[str | None, int, int], .
             f"expected per_head as True, False or a list of (layer, head), got {per_head!r}. Give e.g. [(3, 5)], or "
             "[('encoder', 3, 5)] in a model of two stacks."
         )
-    return tuple(full)  # type: ignore[arg-type]  # checked just now
+    return tuple(full)
 
 
 def _is_head(kind: Any, layer: Any, head: Any) -> bool:

@@ -149,13 +149,12 @@ class AttentionMonitor(TrainerCallback):
         """The series of every head as a pandas DataFrame: one row per step and head, a column per metric."""
         table = self.history.table()
         try:
-            import pandas as pd  # noqa: F401 - pyarrow needs it
+            return table.to_pandas()
         except ImportError as error:
             raise ImportError(
                 "expected pandas, which is not installed. Install it (pip install pandas), or take "
                 "monitor.history.table(), a pyarrow Table."
             ) from error
-        return table.to_pandas()
 
     def close(self) -> None:
         """Gives the model back where a step was not finished."""

@@ -213,12 +213,12 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
         why = "no head uses enough keys" if measured else "measure it with --metrics vectors"
         return [f"Saturation: not judged ({why})."]
     powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
-    power = f", median power {median(powers):.0%}" if powers else ""
+    typical = f", median power {median(powers):.0%}" if powers else ""
     return [
         (
             f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
             "better than with permuted values (90% interval of the excess below "
-            f"{thresholds.saturation_margin:g}{power}), "
+            f"{thresholds.saturation_margin:g}{typical}), "
             f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
         )
     ]

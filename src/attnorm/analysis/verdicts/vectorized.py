@@ -64,7 +64,7 @@ def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds) -> np.ndarray:
     slope = np.where(hidden, _finite(heads["gap_slope_without_sink"]), slope_all)
     slope = np.where(heads["what_if"].astype(bool), np.nan, slope)
     error = np.where(hidden, 0.0, np.nan_to_num(_finite(heads["gap_slope_error"])))
-    return (slope > t.dispersed_slope) | (slope + 2 * error >= 1)
+    return np.asarray((slope > t.dispersed_slope) | (slope + 2 * error >= 1))
 
 
 def _above_floor(
@@ -84,7 +84,7 @@ def _above_floor(
     beside = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(keys_beside)).numpy()
     floor = np.where(hidden, np.where(np.isnan(spread), np.nan, beside), _finite(heads["entropy_floor"]))
     entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
-    return (entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12)
+    return np.asarray((entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12))
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
