@@ -68,8 +68,8 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     # -inf where no key lies beyond the selected ones
     nearest = torch.where(nearest.isfinite(), nearest * units.unsqueeze(1), nearest)
     nearest = torch.maximum(nearest, among_chosen).unsqueeze(-1)
-    shares: Tensor = ((q >= nearest) & inside).sum(-1, dtype=x.dtype) / sizes
-    return shares
+    distinguishable: Tensor = ((q >= nearest) & inside).sum(-1, dtype=x.dtype) / sizes
+    return distinguishable
 
 
 def _dealt(weights: Tensor, targets: Tensor) -> Tensor:
