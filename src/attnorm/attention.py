@@ -153,34 +153,62 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
 def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
-    on_a_gpu = engine == "auto" and inputs.q_BHQD.is_cuda
-    if engine == "triton" or (on_a_gpu and not fused.is_plain(inputs, normalizer)):
+    if engine == "auto":
+        engine = choose_engine(inputs, normalizer)
+    elif not _applies(engine, inputs, normalizer):
+        raise ValueError(f"{normalizer.name!r} {_MISSING[engine]} here; use engine='auto' or 'blocked'")
+    if engine == "fused":
+        return fused.fused(inputs, normalizer)
+    if engine == "triton":
+        from attnorm.engines import one_pass
+
+        return one_pass.one_pass(inputs, normalizer)
+    if engine == "sparse":
+        from attnorm.engines import sparse
+
+        return sparse.sparse(inputs, normalizer)
+    if engine == "flex":
+        from attnorm.engines import flex
+
+        return flex.flex(inputs, normalizer)
+    return blocked(inputs, normalizer)
+
+
+_MISSING = {
+    "fused": "is not a rescaled softmax",
+    "triton": "has no one-pass kernel",
+    "sparse": "has no kernel of our own",
+    "flex": "has no FlexAttention form",
+}
+
+
+def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
+    """The cheapest engine with the exact result: SDPA, and on a GPU our kernels, then FlexAttention, then blocks."""
+    if not inputs.q_BHQD.is_cuda:
+        return "fused" if fused.applies(inputs, normalizer) else "blocked"
+    # SDPA would round q once more where a factor is folded into it, and a sink costs it one more key.
+    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex")
+    if fused.is_plain(inputs, normalizer):
+        return "fused"
+    return next((engine for engine in order if _applies(engine, inputs, normalizer)), "blocked")
+
+
+def _applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> bool:
+    if engine == "fused":
+        return fused.applies(inputs, normalizer)
+    if engine == "triton":
         from attnorm.engines import one_pass  # loads Triton where there is one
 
-        if one_pass.applies(inputs, normalizer):
-            return one_pass.one_pass(inputs, normalizer)
-        if engine == "triton":
-            raise ValueError(f"{normalizer.name!r} has no one-pass kernel here; use engine='auto' or 'blocked'")
-    if engine in ("auto", "fused"):
-        if fused.applies(inputs, normalizer):
-            return fused.fused(inputs, normalizer)
-        if engine == "fused":
-            raise ValueError(f"{normalizer.name!r} is not a rescaled softmax here; use engine='auto' or 'blocked'")
-    if engine == "sparse" or on_a_gpu:
-        from attnorm.engines import sparse  # loads Triton where there is one
+        return one_pass.applies(inputs, normalizer)
+    if engine == "sparse":
+        from attnorm.engines import sparse
 
-        if sparse.applies(inputs, normalizer):
-            return sparse.sparse(inputs, normalizer)
-        if engine == "sparse":
-            raise ValueError(f"{normalizer.name!r} has no kernel of our own here; use engine='auto' or 'blocked'")
-    if engine == "flex" or on_a_gpu:
+        return sparse.applies(inputs, normalizer)
+    if engine == "flex":
         from attnorm.engines import flex  # loads torch's compiler
 
-        if flex.applies(inputs, normalizer):
-            return flex.flex(inputs, normalizer)
-        if engine == "flex":
-            raise ValueError(f"{normalizer.name!r} has no FlexAttention form here; use engine='auto' or 'blocked'")
-    return blocked(inputs, normalizer)
+        return flex.applies(inputs, normalizer)
+    return True
 
 
 def normalize(

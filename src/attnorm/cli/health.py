@@ -14,20 +14,30 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnorm.attention import attention
+from attnorm.attention import attention, choose_engine
 from attnorm.bench.attention import dense
 from attnorm.bench.machine import this_machine
 from attnorm.bench.results import Machine
+from attnorm.engines.inputs import checked
 from attnorm.normalizers.check import check_normalizer
-from attnorm.normalizers.registry import get
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import available, get
 
 OPTIONAL_PACKAGES = {
-    "triton": "torch.compile, FlexAttention and the kernels of entmax on CUDA",
+    "triton": "torch.compile, FlexAttention and our kernels on CUDA",
     "accelerate": "`attnorm train`, and the Hugging Face Trainer",
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",
     "lightning": "AttentionMonitor.lightning",
     "entmax": "the rival in `attnorm bench normalizers`",
+}
+ENGINES = {
+    "fused": "torch SDPA",
+    "triton": "one-pass kernels",
+    "sparse": "entmax kernels",
+    "flex": "FlexAttention",
+    "blocked": "blocks of queries",
+    "its own": "a mechanism",
 }
 CLOSE = 1e-5  # float32 attention of unit normal inputs
 
@@ -57,6 +67,7 @@ class Health:
     devices: tuple[str, ...]
     optional: tuple[Optional, ...]
     checks: tuple[Check, ...]
+    engines: dict[str, str]  # normalizer -> the engine that attention() takes on this machine
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with whether all checks passed."""
@@ -83,7 +94,20 @@ def examine() -> Health:
             Optional(name="C++ compiler", version=_compiler(), enables="torch.compile on the CPU"),
         ),
         checks=tuple(_tried(promise, attempt) for promise, attempt in PROMISES.items()),
+        engines=engines(),
     )
+
+
+def engines() -> dict[str, str]:
+    """The engine of attention() for each normalizer: causal, 64 queries, on a GPU in bfloat16 where there is one."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    q, k, v = (torch.zeros(1, 1, 64, 64, device=device, dtype=dtype) for _ in range(3))
+    inputs = checked(q, k, v, mask=None, causal=True, scale=None, positions=None)
+    found = {}
+    for name in available():
+        normalizer = get(name)
+        found[name] = choose_engine(inputs, normalizer) if isinstance(normalizer, Normalizer) else "its own"
+    return found
 
 
 def _version(package: str) -> str | None:
@@ -206,4 +230,10 @@ def health_tables(health: Health) -> RenderableType:
     for check in health.checks:
         verdict = Text("holds", style="green") if check.passed else Text("BROKEN", style="bold red")
         checks.add_row(check.promise, verdict, check.detail)
-    return Group(here, optional, checks)
+    engines = Table(title="Engines of attention()", title_justify="left")
+    for heading in ("engine", "normalizers"):
+        engines.add_column(heading)
+    for engine, what in ENGINES.items():
+        if names := [name for name, taken in health.engines.items() if taken == engine]:
+            engines.add_row(f"{engine}: {what}", ", ".join(names))
+    return Group(here, optional, engines, checks)
