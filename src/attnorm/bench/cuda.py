@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention, choose_engine
 from attnorm.bench.results import Ratio
-from attnorm.bench.timing import Call, time_alternating
+from attnorm.bench.timing import Call, Timed, time_alternating
 from attnorm.engines.inputs import checked
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
@@ -74,6 +74,7 @@ def _compare(
             ("forward", "forward + backward"), (_forward, _forward_and_backward), promised, strict=True
         ):
             timed = time_alternating(run(ours, *tensors), run(theirs, *tensors), rounds=1 if quick else 3)
+            timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
             what = f"{name} ({engine}), {way}"
             yield Ratio(topic=topic, what=what, against=against, target=None if rank else target, **asdict(timed))
 

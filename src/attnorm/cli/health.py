@@ -103,7 +103,7 @@ def engines() -> dict[str, str]:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     q, k, v = (torch.zeros(1, 1, 64, 64, device=device, dtype=dtype) for _ in range(3))
     inputs = checked(q, k, v, mask=None, causal=True, scale=None, positions=None)
-    found = {}
+    found: dict[str, str] = {}
     for name in available():
         normalizer = get(name)
         found[name] = choose_engine(inputs, normalizer) if isinstance(normalizer, Normalizer) else "its own"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, transformed, without_autocast
+from attnorm.engines.inputs import Inputs, transformed
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.kernel import Kernel
@@ -105,18 +105,17 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
     form = lowered(normalizer, inputs)
     assert form is not None
-    with without_autocast(inputs.q_BHQD.device):
-        factor, shift = _row_numbers(inputs, normalizer, form)
-        if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
-            beta = normalizer.rules[-1].beta(_entropy(inputs, factor, form.window))
-            factor = beta if factor is None else factor * beta
-        sink = None
-        if normalizer.sink is not None:
-            logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
-            if logit.dim() == 1 and logit.shape[0] != heads:
-                raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
-            sink = logit.float().expand(heads).contiguous()
-        return _call(inputs, inputs.v_BKLD, factor, shift, sink, form)[0]
+    factor, shift = _row_numbers(inputs, normalizer, form)
+    if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
+        beta = normalizer.rules[-1].beta(_entropy(inputs, factor, form.window))
+        factor = beta if factor is None else factor * beta
+    sink = None
+    if normalizer.sink is not None:
+        logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
+        if logit.dim() == 1 and logit.shape[0] != heads:
+            raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
+        sink = logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+    return _call(inputs, inputs.v_BKLD, factor, shift, sink, form)[0]
 
 
 def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tensor:
@@ -131,25 +130,27 @@ def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tenso
 
 def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> tuple[Tensor | None, Tensor | None]:
     """The factor and the shift of each row, (B, H, Q) in float32, None where it is 1 or 0."""
-    shape = inputs.q_BHQD.shape[:3]
+    map_, shape, device = normalizer.map, inputs.q_BHQD.shape[:3], inputs.q_BHQD.device
     scales = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
-    n = inputs.n()
     factor: Tensor | None = None
-    if scales:
-        factor = torch.ones((*shape, 1), dtype=torch.float32, device=n.device)
-        for rule in scales:
-            factor = rule.scaled(factor, n, inputs.query_positions(), inputs.hidden_states)
-    map_ = normalizer.map
     shift: Tensor | None = None
+    if scales:
+        factor = torch.ones((*shape, 1), dtype=torch.float32, device=device)
+        for rule in scales:
+            factor = rule.scaled(factor, inputs.n(), inputs.query_positions(), inputs.hidden_states)
     if isinstance(map_, Relu):  # [z]^p / n = [z n^(-1/p)]^p
-        share = n.clamp(min=1) ** (-1 / form.power)
+        share = inputs.n().clamp(min=1) ** (-1 / form.power)
         factor = share if factor is None else factor * share
     elif isinstance(map_, Sigmoid):
-        bias = map_.bias_of(n)
-        shift = bias if isinstance(bias, Tensor) else n.new_full((1, 1), bias)
+        bias = map_.bias_of(inputs.n()) if map_.bias is None else map_.bias
+        shift = bias if isinstance(bias, Tensor) else torch.full((1, 1), bias, device=device)
     elif isinstance(map_, Kernel) and map_.function.tile is not None and map_.function.tile[2] != 0:
-        shift = n.new_full((1, 1), map_.function.tile[2])
-    return tuple(None if t is None else t.float()[..., 0].expand(shape) for t in (factor, shift))  # type: ignore[return-value]
+        shift = torch.full((1, 1), map_.function.tile[2], device=device)
+    return _per_row(factor, shape), _per_row(shift, shape)
+
+
+def _per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return None if numbers is None else numbers.float()[..., 0].expand(shape)
 
 
 def _call(
