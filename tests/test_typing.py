@@ -74,4 +74,4 @@ def test_what_needs_q_k_v_is_refused_where_a_row_of_logits_is_given(tmp_path: Pa
     pytest.importorskip("mypy")
     told = mypy(tmp_path, wrong=WRONG)
     lines = [number for number, line in enumerate(WRONG.splitlines(), start=1) if line.startswith("attnorm.")]
-    assert [int(line) for line in re.findall(r"wrong\.py:(\d+): error", told)] == lines, told
+    assert sorted({int(line) for line in re.findall(r"wrong\.py:(\d+): error", told)}) == lines, told

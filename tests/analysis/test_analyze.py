@@ -319,7 +319,7 @@ def test_layer_inputs_can_take_the_place_of_values() -> None:
 
 def test_progress_tells_layers_tokens_and_parts() -> None:
     seen: list[Progress] = []
-    analyze(gpt2(layers=2), ids(64), lengths=(16, 32), progress=seen.append, **CORE)
+    analyze(gpt2(layers=2), ids(64), lengths=(16, 32), windows=1, progress=seen.append, **CORE)
     assert [(p.parts_done, p.layers_done) for p in seen] == [
         (0, 0),
         (0, 1),
@@ -356,7 +356,8 @@ def test_without_arguments_the_bundled_model_reads_its_own_passage() -> None:
     analysis = analyze(rows="last", metrics="core")
     assert analysis.manifest["model"]["name"] == analysis.manifest["model"]["source"] == "bundled"
     assert [text["name"] for text in analysis.manifest["texts"]] == ["the bundled model's own passage"]
-    assert analysis.heads["n_high"].unique().to_pylist() == [1024]
+    (longest,) = analysis.heads["n_high"].unique().to_pylist()
+    assert longest == analysis.manifest["parts"][0]["length"] <= 1024
     assert analysis.heads["rows"].unique().to_pylist() == [1]
     assert np.isfinite(analysis.heads["entropy_nats"].to_numpy()).all()
 

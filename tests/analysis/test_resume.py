@@ -167,7 +167,7 @@ def progress(state):
         print("third part", flush=True)
         time.sleep(60)
 
-analyze(gpt2(layers=2), ids(64), out=sys.argv[1], lengths=(16, 24, 32), metrics="core", top_n=(1, 5), progress=progress)
+analyze(gpt2(layers=2), ids(64), out=sys.argv[1], lengths=(16, 24, 32), windows=1, metrics="core", top_n=(1, 5), progress=progress)
 """
 
 

@@ -98,7 +98,7 @@ def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
 ) -> None:
     for interruption, words in (
         (TrainingInterrupted(7), "interrupted after step 7; the same command continues from there"),
-        (KeyboardInterrupt(), "interrupted; checkpoints written before are whole"),  # as while it learns a tokenizer
+        (KeyboardInterrupt(), "checkpoints are complete"),  # as while it learns a tokenizer
     ):
         monkeypatch.setattr(trainer, "train_lm", Mock(side_effect=interruption))
         result = runner.invoke(app, call)

@@ -66,5 +66,5 @@ def test_an_exception_gives_the_model_back() -> None:
 def test_without_lightning_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'attnorm\[lightning\]'"):
+    with pytest.raises(ImportError, match=r"pip install lightning"):
         AttentionMonitor().lightning()

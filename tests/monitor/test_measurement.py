@@ -57,7 +57,9 @@ def analyzed(model: PreTrainedModel, **inputs: Tensor) -> dict[str, float]:
             for number in {*layer[kind == one]}:
                 label = f"attn/{one}/layer_{number:02}" if len({*kinds}) > 1 else f"attn/layer_{number:02}"
                 for name in names:
-                    values = np.array(table.column(REPORTED[name].source))[(kind == one) & (layer == number)]
+                    source = REPORTED[name].source
+                    column = f"{source}_mean" if f"{source}_mean" in table.column_names else source
+                    values = np.array(table.column(column))[(kind == one) & (layer == number)]
                     expected[f"{label}/{name}_mean"] = values.mean()
                     worst = REPORTED[name].worst
                     expected[f"{label}/{name}_{worst}"] = values.min() if worst == "min" else values.max()

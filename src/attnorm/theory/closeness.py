@@ -6,6 +6,8 @@ magnitude. Only the order counts, so each factor a_i is taken relative to a refe
 overflows, and no weight other than 0 becomes 0.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def relative_weights(weights: Tensor, reference: Tensor, log_weights: Tensor | N
         ratio = (weights / largest).abs().clamp(floor, 1 / floor).copysign(weights)
         return torch.where(weights == 0, 0.0, ratio)
     largest = log_weights.masked_fill(~reference, -torch.inf).amax(-1, keepdim=True)
-    most = -torch.log(torch.tensor(floor, dtype=torch.float64)).item()
+    most = -math.log(floor)
     ratio = torch.exp((log_weights - largest).clamp(-most, most))
     return torch.where(log_weights == -torch.inf, 0.0, ratio)
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import norm, t
+from scipy.special import ndtr, stdtrit
 
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_keys
@@ -56,9 +56,9 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
         if measured >= thresholds.separable:
             return Saturation("distinguishes", shares, N, excess)
         return Saturation("not judged", f"{shares}; too few rows for an interval", N, excess)
-    width = float(t.ppf(LEVEL, max(rows - 1, 1))) * error
+    width = float(stdtrit(max(rows - 1, 1), LEVEL)) * error
     low, high = excess - width, excess + width
-    power = float(norm.cdf((thresholds.saturation_margin - width) / error)) if error > 0 else 1.0
+    power = float(ndtr((thresholds.saturation_margin - width) / error)) if error > 0 else 1.0
     interval = f"{shares}: an excess of {excess:.2f} ({low:.2f} to {high:.2f})"
     numbers = (N, excess, low, high, power)
     if measured >= thresholds.separable:
