@@ -12,6 +12,7 @@ from attnorm.cli.output import printable, usage_errors
 from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
+    from attnorm.analysis.parts import Progress
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.models.inputs import Text
@@ -221,6 +222,11 @@ def _what_is_kept(watch: Watch, out: Path | None) -> str:
     if state is None:
         return "Interrupted before the first part; nothing was measured yet."
     return (
-        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}; "
+        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}{_layers_kept(state)}; "
         "run the same command again and it goes on from there."
     )
+
+
+def _layers_kept(state: "Progress") -> str:
+    done = 0 if state.parts_done == state.parts_total else state.layers_done
+    return f", and {done} of {state.layers_total} layers of part {state.parts_done + 1}" if done else ""
