@@ -48,9 +48,16 @@ Bos = Annotated[
     bool | None,
     typer.Option("--bos/--no-bos", help="Start every window with the BOS token, or without; default: as tokenized."),
 ]
-Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
+Rows = Annotated[
+    str, typer.Option(metavar="auto|all|last|K", help="Query rows of each window to measure; auto: up to 512.")
+]
 Metrics = Annotated[
-    str, typer.Option(metavar="GROUPS", help="all, or of core, gradient, vectors, sensitivity, coverage.")
+    str,
+    typer.Option(
+        metavar="GROUPS",
+        help="core: all that verdicts need, in at most 2x the time of the plain pass on a CPU. Costly, on request: "
+        "vectors (separability, saturation), sensitivity, coverage, or all of them.",
+    ),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -125,12 +132,12 @@ def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
 
 
 def rows_of(value: str) -> Any:
-    if value in ("all", "last"):
+    if value in ("auto", "all", "last"):
         return value
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
+        raise ValueError(f"--rows takes auto, all, last or a number of rows, got {value!r}") from None
 
 
 def windows_of(value: str) -> Any:
