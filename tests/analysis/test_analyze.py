@@ -120,7 +120,7 @@ def test_too_few_lengths_give_no_slope() -> None:
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     model, tokens = gpt2(layers=1), ids(40)
-    options: dict[str, Any] = {"top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
+    options: dict[str, Any] = {"metrics": "all", "top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
     first, again, other = (analyze(model, tokens, seed=seed, **options) for seed in (0, 0, 1))
     assert same(first, again)
     assert not same(first, other)
@@ -129,7 +129,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
 
 def test_a_part_does_not_depend_on_the_others() -> None:
     model, texts = gpt2(layers=1), {"a": ids(64), "b": ids(64, seed=1)}
-    options: dict[str, Any] = {"top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
+    options: dict[str, Any] = {"metrics": "all", "top_n": (5,), "vector_rows": 4, "temperatures": (1.0,)}
     alone = analyze(model, {"b": texts["b"]}, lengths=(32,), **options)
     together = analyze(model, texts, lengths=(16, 32), **options)
     for name, table in alone.tables.items():
@@ -366,7 +366,7 @@ def test_the_heads_of_a_layer_that_attends_twice_are_numbered_on() -> None:
     model = diffllama()
     calls = calls_of(model, ids(48))
     assert [call.layer for call in calls] == [0, 0, 1, 1], "two calls of each layer"
-    analysis = analyze(model, ids(48), top_n=(1, 5), vector_rows=4)
+    analysis = analyze(model, ids(48), top_n=(1, 5), vector_rows=4, metrics="all")
     heads = analysis.heads.to_pylist()
     assert [(row["layer"], row["head"]) for row in heads] == [(layer, head) for layer in (0, 1) for head in range(8)]
     assert [row["kv_head"] for row in heads[:8]] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -24,8 +24,9 @@ HOSTILE = "<img src=x onerror=alert(1)>\"'&<script>alert(2)</script>"
 @pytest.fixture(scope="module")
 def analysis() -> Analysis:
     options: dict[str, Any] = {"vector_rows": 2, "top_n": (1, 5), "temperatures": (0.5, 1.0)}
+    texts = {"a": ids(64), "b": ids(64, seed=1)}
     return analyze(
-        gpt2(), {"a": ids(64), "b": ids(64, seed=1)}, lengths=(24, 48), normalizers=("model", "ssmax"), **options
+        gpt2(), texts, lengths=(24, 48), normalizers=("model", "ssmax"), **{"metrics": "all", "rows": "all", **options}
     )
 
 

@@ -167,12 +167,15 @@ def progress(state):
         print("third part", flush=True)
         time.sleep(60)
 
-analyze(gpt2(layers=2), ids(64), out=sys.argv[1], lengths=(16, 24, 32), windows=1, metrics="core", top_n=(1, 5), progress=progress)
+analyze(
+    gpt2(layers=2), ids(64), out=sys.argv[1], lengths=(16, 24, 32), windows=1, metrics="core", top_n=(1, 5),
+    progress=progress,
+)
 """
 
 
 def test_kill_9_loses_only_the_part_in_flight(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     child = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     )
@@ -203,7 +206,7 @@ for number in range(100000):
 
 def test_kill_9_at_any_moment_leaves_only_whole_parts(tmp_path: Path) -> None:
     """Writes nothing but parts, so that the kill falls into a write."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     child = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     )

@@ -1,6 +1,7 @@
 """Parameters are checked before anything runs, and identify a run: equal ones alike, different ones apart."""
 
 import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 import attnorm
 from attnorm.analysis import manifest
+from attnorm.analysis.analyze import analyze
 from attnorm.analysis.settings import (
     EPSILONS,
     GROUPS,
@@ -18,6 +20,7 @@ from attnorm.analysis.settings import (
     vector_rows_at,
 )
 from attnorm.analysis.tables import SENSITIVITY
+from attnorm.metrics.sampling import rows_to_measure
 
 
 def settings(**changes: Any) -> Settings:
@@ -154,3 +157,12 @@ def test_what_does_not_decide_a_part_is_not_in_its_key() -> None:
 def test_separability_has_16_rows_up_to_a_thousand_keys(rows: int | str, n: int, expected: int) -> None:
     assert vector_rows_at(settings(rows=rows, vector_rows=None), n) == expected
     assert vector_rows_at(settings(rows=rows, vector_rows=7), n) == 7, "what was asked for"
+
+
+def test_the_default_measures_what_verdicts_need_on_at_most_512_rows() -> None:
+    defaults = {name: one.default for name, one in inspect.signature(analyze).parameters.items()}
+    assert groups(defaults["metrics"]) == ("core", "gradient")
+    assert defaults["rows"] == "auto"
+    assert len(rows_to_measure("auto", 300, causal=True)) == 300
+    assert len(rows_to_measure("auto", 4096, causal=True)) == 512
+    assert int(rows_to_measure("auto", 4096, causal=True)[-1]) == 4095

@@ -484,9 +484,10 @@ def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
     model = verdict_of(synthetic_tables(**SMALL), texts=[{"name": "war and peace.txt"}])
     (advice,) = (one for one in model.advice if "normalizer" in one.title)
     assert advice.what_if == ()
-    assert advice.command == (
-        "attnorm analyze pretended/gpt --text 'war and peace.txt' --lengths 256,1024 --normalizers model,ssmax,entmax15"
-    )
+    assert advice.command is not None
+    assert advice.command.startswith("attnorm analyze pretended/gpt --text 'war and peace.txt' --lengths 256,1024 ")
+    assert " --normalizers model,ssmax,entmax15" in advice.command
+    assert " --rows all --metrics core,gradient,vectors,sensitivity,coverage" in advice.command
 
 
 @pytest.mark.parametrize(
@@ -499,7 +500,7 @@ def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
             {"top_n": [2, 7], "vectors": "inputs", "rows": 16, "seed": 3},
             "--rows 16 --top-n 2,7 --vectors inputs --seed 3",
         ),
-        ({}, {"metrics": ["core", "gradient"]}, "--metrics core,gradient"),
+        ({}, {"metrics": ["core", "gradient", "vectors"]}, "--metrics core,gradient,vectors"),
         ({}, {"rows": None, "top_n": None, "metrics": None}, ""),  # merged runs that disagree
     ],
 )
@@ -507,7 +508,8 @@ def test_the_command_keeps_what_the_run_was_asked_for(
     model: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     made = synthetic_manifest(lengths=(256,))
-    manifest = {**made, "model": made["model"] | model, "settings": made["settings"] | settings, "texts": []}
+    usual = {"rows": "auto", "metrics": ["core", "gradient"]}
+    manifest = {**made, "model": made["model"] | model, "settings": made["settings"] | usual | settings, "texts": []}
     said = command(manifest, normalizers=["model", "ssmax"])
     assert (
         said.replace(" --normalizers model,ssmax", "") == f"attnorm analyze pretended/gpt --lengths 256 {words}".strip()

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.training.retrieval import run
+from attnorm.training.retrieval.evaluate import Trials
 
 runner = CliRunner()
 TINY = ["--steps", "4", "--batch", "4", "--width", "8", "--seeds", "2", "--sizes", "4,32", "--sets", "8"]
@@ -67,12 +68,26 @@ def test_the_flags_reach_the_recipe_and_quick_yields_to_them(tmp_path: Path, mon
     ]  # fmt: skip
     result = runner.invoke(app, ["train", "retrieval", "--out", str(tmp_path), *flags])
     assert result.exit_code == 130
-    assert "finished work is kept" in result.stderr
+    assert "interrupted; finished work is kept" in result.stderr
     recipe = seen["recipe"]
     assert (recipe.batch, recipe.learning_rate, recipe.weight_decay, recipe.cosine) == (7, 0.5, 0.25, True)
     assert (recipe.smallest, recipe.largest, recipe.leak_penalty, recipe.leak_from) == (3, 9, 2.0, 0.1)
     assert (recipe.squeezed, recipe.steps, len(seen["seeds"]), seen["compiled"]) == (0.5, 400, 3, False)
     assert seen["trials"].sizes == (16, 64, 256, 1024)
+
+
+def test_the_command_tests_on_fewer_sets_than_the_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def stop(normalizers: Any, out: Any, **options: Any) -> None:
+        seen.append(options["trials"].sets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train_retrieval", stop)
+    for more in ([], ["--test-sets", "1024"], ["--sets", "7"]):
+        runner.invoke(app, ["train", "retrieval", "--out", str(tmp_path), *more])
+    assert seen == [128, 1024, 7]
+    assert Trials().sets == 1024
 
 
 @pytest.mark.parametrize(

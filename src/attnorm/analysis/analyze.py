@@ -19,6 +19,7 @@ from attnorm.analysis.settings import (
     BUDGET,
     READ_KEYS,
     READ_ROWS,
+    USUAL_GROUPS,
     Rows,
     Windows,
     description,
@@ -46,11 +47,11 @@ def analyze(
     budget: int = BUDGET,
     bos: bool | None = None,
     top_n: Sequence[int] | int = (1, 5, 10, 20, 100),
-    rows: Rows = "all",
+    rows: Rows = "auto",
     normalizers: str | Normalizer | Iterable[str | Normalizer] = ("model",),
     vectors: str = "values",
     vector_rows: int | None = None,
-    metrics: str | Iterable[str] = "all",
+    metrics: str | Iterable[str] = USUAL_GROUPS,
     temperatures: Sequence[float] = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0),
     seed: int = 0,
     read_keys: int = READ_KEYS,
@@ -76,13 +77,16 @@ def analyze(
     many as the budget allows, at most 8. budget: tokens of each text over all its windows.
     bos: True adds the model's BOS token before every window of a text, False removes it; None: as the tokenizer does.
     top_n: the sizes N of the sets of heaviest keys for which mass, distances and separability are measured.
-    rows: "all", "last" or how many query rows to measure. vector_rows: how many of the longest of them get the costly
+    rows: "auto" for up to 512 query rows of each window, spread over its lengths, "all", "last" or how many to measure.
+    vector_rows: how many of the longest of them get the costly
     numbers (distances, separability, sensitivity, coverage); None for 64, and for 16 where a number of rows is
     given (fewer where they have more than 1,024 keys, down to 4).
     vectors: what they compare, "values" or layer "inputs".
     normalizers: "model" is what the model runs; others are measured on the same logits: what would they do here?
     One that is given by name starts from this model's context length, as in attnorm.patch.
-    metrics: "all", or groups out of core, gradient, vectors, sensitivity, coverage.
+    metrics: "core", with the gradient, on which all verdicts rest: on a CPU at most twice the time of the plain forward
+    pass. "all", or further groups out of vectors (distances, separability, saturation), sensitivity and coverage, cost
+    several times as much.
     temperatures: what logits are divided by where sensitivity is measured.
     seed: random seed of sampled rows and permutations; verdicts do not depend on it.
     read_keys: how many of the heaviest keys of a row are kept, with their text (tables `reads` and `tokens`); 0 keeps

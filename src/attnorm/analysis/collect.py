@@ -3,7 +3,7 @@
 Only one layer's numbers per row are ever in memory: they are summarised per head on the spot.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.blocks import block_columns
-from attnorm.analysis.columns import Columns, table_of
+from attnorm.analysis.columns import Columns, joined, layer_table
+from attnorm.analysis.layers import FinishedLayers, Layer
 from attnorm.analysis.reading import Tokens, read_columns, token_columns
 from attnorm.analysis.sampled import sampled_columns
 from attnorm.analysis.sequences import Sequences, sequences
@@ -45,24 +46,55 @@ class Collector:
         tokens: Mapping[str, Tensor],
         after_layer: Callable[[int], None],
         texts: Tokens | None = None,
+        finished: FinishedLayers | None = None,
     ) -> None:
-        """tokens: by kind of attention, which queries are no padding (sequences.query_masks). texts: what they say."""
+        """tokens: by kind of attention, which queries are no padding (sequences.query_masks). texts: what they say.
+
+        finished: layers on the disk, which are not measured again; new ones are added to it.
+        """
         self.settings = settings
         self.normalizers = normalizers
         self.tokens = tokens
         self.after_layer = after_layer
         self.texts: Tokens = texts or {}
         self.longest = 0  # visible keys of any row
+        self.found = 0  # layers that were not measured again
         self.repeats = False  # a layer attended more than once (differential attention)
         self._calls = 0
         self._heads: dict[tuple[str, int], tuple[int, int]] = {}  # of each layer so far: its heads, its key/value heads
-        self._columns: dict[str, list[Columns]] = {name: [] for name in SCHEMAS}
+        self._finished = finished
+        self._layers: list[Layer] = []
 
     def __call__(self, call: AttentionCall) -> None:
+        before = self._heads.get((call.kind, call.layer), (0, 0))
+        self.repeats |= before[0] > 0
+        found = None if self._finished is None else self._finished.find(self._calls, call)
+        layer = self._measured(call, before) if found is None else found
+        if found is None and self._finished is not None:
+            self._finished.keep(self._calls, call, layer)
+        self.found += found is not None
+        self._layers.append(layer)
+        self.longest = max(self.longest, layer.longest)
+        self._heads[call.kind, call.layer] = before[0] + call.query_BHQD.shape[1], before[1] + call.key_BGKD.shape[1]
+        self._calls += 1
+        self.after_layer(self._calls)
+
+    def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
+        fixed = {"text": text, "length": length, "window": window}
+        tokens = token_columns(self.texts) if self.settings.read_keys else []
+        layers = [*(layer.tables for layer in self._layers), {"tokens": layer_table(SCHEMAS["tokens"], tokens)}]
+        return {
+            name: joined(schema, [tables[name] for tables in layers if name in tables], fixed)
+            for name, schema in SCHEMAS.items()
+        }
+
+    def _measured(self, call: AttentionCall, before: tuple[int, int]) -> Layer:
+        """before: heads and key/value heads of the layer's earlier calls."""
         together = list(sequences(call, self.tokens.get(call.kind), self.settings.rows))
         choices = list(self.normalizers.values())
         measured = [measure_rows(one.call, choices, one.rows, self.settings.top_n) for one in together]
         longest = max((int(stats.n.max()) for found in measured for stats in found.values()), default=0)
+        pieces: dict[str, list[Columns]] = {}
         if longest:
             bins = length_bins(longest)
             first = next(iter(self.normalizers))
@@ -74,31 +106,26 @@ class Collector:
                 rows = _pooled([found[name] for found in measured])
                 columns = _row_columns(rows, bins, self.settings.top_n, call)
                 columns["heads"]["worst_norm"] = _worst_norm(call, self.normalizers[name], bins[0][1])
-                self._add(call, name, columns, sampled[name])
-        self.longest = max(self.longest, longest)
-        heads, kv_heads = self._heads.get((call.kind, call.layer), (0, 0))
-        self._heads[call.kind, call.layer] = heads + call.query_BHQD.shape[1], kv_heads + call.key_BGKD.shape[1]
-        self._calls += 1
-        self.after_layer(self._calls)
+                for table, piece in _numbered(call, name, columns, sampled[name], before):
+                    pieces.setdefault(table, []).append(piece)
+        return Layer(longest, {table: layer_table(SCHEMAS[table], found) for table, found in pieces.items()})
 
-    def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
-        fixed = {"text": text, "length": length, "window": window}
-        columns = {**self._columns, "tokens": token_columns(self.texts) if self.settings.read_keys else []}
-        return {name: table_of(schema, columns[name], fixed) for name, schema in SCHEMAS.items()}
 
-    def _add(
-        self, call: AttentionCall, normalizer: str, rows: Mapping[str, Columns], sampled: Mapping[str, Columns]
-    ) -> None:
-        """The heads of a layer's second call are numbered on; what its heads cover together is that of the first."""
-        key = {"normalizer": normalizer, "kind": call.kind, "layer": call.layer}
-        before = dict(zip(("head", "kv_head"), self._heads.get((call.kind, call.layer), (0, 0)), strict=True))
-        self.repeats |= before["head"] > 0
-        for table in dict.fromkeys([*rows, *sampled]):
-            columns = {**key, **rows.get(table, {}), **sampled.get(table, {})}
-            if table == "coverage" and before["head"]:
-                continue
-            columns |= {name: columns[name] + first for name, first in before.items() if name in columns}
-            self._columns[table].append(columns)
+def _numbered(
+    call: AttentionCall,
+    normalizer: str,
+    rows: Mapping[str, Columns],
+    sampled: Mapping[str, Columns],
+    before: tuple[int, int],
+) -> Iterator[tuple[str, Columns]]:
+    """The heads of a layer's second call are numbered on; what its heads cover together is that of the first."""
+    key = {"normalizer": normalizer, "kind": call.kind, "layer": call.layer}
+    shift = dict(zip(("head", "kv_head"), before, strict=True))
+    for table in dict.fromkeys([*rows, *sampled]):
+        if table == "coverage" and before[0]:
+            continue
+        columns = {**key, **rows.get(table, {}), **sampled.get(table, {})}
+        yield table, columns | {name: columns[name] + first for name, first in shift.items() if name in columns}
 
 
 def _pooled(parts: list[RowStatistics]) -> RowStatistics:

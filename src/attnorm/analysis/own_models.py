@@ -45,7 +45,8 @@ def observe(
     uncompiled inside. Each attention module is a layer; Observation.layers and the manifest name its module.
 
     model: names the modules where a model's blocks are called one by one; None for the modules that run.
-    name: of the model in tables and reports (default: its class). All other options: as in analyze().
+    name: of the model in tables and reports (default: its class). All other options: as in analyze(), but all rows
+    and all groups are measured by default.
     Raises RuntimeError where another observe() is active.
 
     >>> with attnorm.observe() as seen:
@@ -87,7 +88,7 @@ def measure(
 
     Lists of tensors are the layers of a model, numbered from 0. mask: boolean with True = may attend, or numbers that
     are added to the logits; broadcastable to (B, H, Lq, Lk). causal: aligned bottom-right, as in attnorm.attention.
-    scale: default 1/sqrt(D). softcap: logits become softcap * tanh(logits / softcap). Other options: as in analyze().
+    scale: default 1/sqrt(D). softcap: logits become softcap * tanh(logits / softcap). Other options: as in observe().
 
     >>> attnorm.measure(q, k, v, causal=True).summary()
     """

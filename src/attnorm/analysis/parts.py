@@ -1,8 +1,12 @@
-"""Measures the parts of a run one after the other; each is on the disk before the next one starts."""
+"""Measures the parts of a run one after the other; each is on the disk before the next one starts.
 
+Within a long part, finished layers are on the disk too (analysis/layers.py).
+"""
+
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.digests import DamagedFileError
+from attnorm.analysis.layers import FinishedLayers
 from attnorm.analysis.manifest import versions
 from attnorm.analysis.plan import PartPlan, Plan
 from attnorm.analysis.reading import Tokens, token_texts
@@ -34,6 +39,7 @@ class Progress:
     length: int | None
     layers_done: int
     layers_total: int
+    layers_found: int = 0  # of layers_done: finished on the disk before, not measured again
     resumed: bool = False  # the part was found finished on the disk
 
 
@@ -67,14 +73,18 @@ def measured_parts(
     )
     done: list[store.Part] = []
     for part, entry in zip(planned.parts, manifest["parts"], strict=True):
-        state = replace(state, text=part.text.name, length=part.length, layers_done=0, resumed=False)
+        state = replace(state, text=part.text.name, length=part.length, layers_done=0, layers_found=0, resumed=False)
         progress(state)
         found, damaged = _on_disk(folder, entry["key"]) if folder is not None and resume else (None, False)
         if found is None:
-            found = _measure(job, part, entry["key"], state, progress)
-            if folder is not None:
+            layers = None if folder is None else FinishedLayers(folder, entry["key"])
+            if layers is not None and not resume:
+                layers.remove()
+            found = _measure(job, part, entry["key"], state, progress, layers)
+            if folder is not None and layers is not None:
                 with store.explained_when_full(folder):
                     store.write_part(folder, found, replace=damaged or not resume)
+                layers.remove()
             state = replace(state, layers_done=state.layers_total)
         else:
             state = replace(state, resumed=True)
@@ -93,15 +103,23 @@ def _on_disk(folder: Path, key: str) -> tuple[store.Part | None, bool]:
         return None, True
 
 
-def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Callable[[Progress], None]) -> store.Part:
+def _measure(
+    job: Job,
+    part: PartPlan,
+    key: str,
+    state: Progress,
+    progress: Callable[[Progress], None],
+    layers: FinishedLayers | None,
+) -> store.Part:
     started = time.perf_counter()
 
-    def after_layer(layers: int) -> None:
-        progress(replace(state, layers_done=layers, layers_total=max(layers, state.layers_total)))
+    def after_layer(done: int) -> None:
+        total = max(done, state.layers_total)
+        progress(replace(state, layers_done=done, layers_found=collector.found, layers_total=total))
 
     tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
-    collector = Collector(job.settings, job.normalizers, tokens, after_layer, _texts(job, part))
-    with observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
+    collector = Collector(job.settings, job.normalizers, tokens, after_layer, _texts(job, part), layers)
+    with _kept_on_errors(layers), observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
         output = run(job.loaded, part.model_inputs)
     length = collector.longest if part.length is None else part.length
     about = {
@@ -116,6 +134,18 @@ def _measure(job: Job, part: PartPlan, key: str, state: Progress, progress: Call
         **reading(job.loaded, part.model_inputs, output).as_dict(),
     }
     return store.Part(key, about, collector.tables(part.text.name, length, part.window))
+
+
+@contextlib.contextmanager
+def _kept_on_errors(layers: FinishedLayers | None) -> Iterator[None]:
+    """What stops the pass, Ctrl-C among it, leaves the finished layers on the disk."""
+    try:
+        yield
+    except BaseException:
+        if layers is not None:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                layers.write()
+        raise
 
 
 def _texts(job: Job, part: PartPlan) -> Tokens:

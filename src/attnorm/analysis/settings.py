@@ -13,8 +13,9 @@ from attnorm.normalizers.registry import resolve
 from attnorm.suggest import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
+USUAL_GROUPS = "core"  # what all verdicts rest on; with it, analyze costs at most twice the plain pass on a CPU
 Vectors = Literal["values", "inputs"]
-Rows = int | Literal["all", "last"]
+Rows = int | Literal["auto", "all", "last"]
 Windows = int | Literal["auto"]
 
 BUDGET = 8192  # tokens of each text, over all its windows
@@ -65,8 +66,8 @@ def settings_of(
     read_keys: int = 0,
     read_rows: int | Sequence[int] = READ_ROWS,
 ) -> Settings:
-    if rows not in ("all", "last") and not (_is_integer(rows) and int(rows) >= 1):
-        raise ValueError(f"rows must be 'all', 'last' or a number of rows of at least 1, got {rows!r}")
+    if rows not in ("auto", "all", "last") and not (_is_integer(rows) and int(rows) >= 1):
+        raise ValueError(f"rows must be 'auto', 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
         raise ValueError(f"unknown vectors {vectors!r}; {did_you_mean(vectors, get_args(Vectors))}")
     if vector_rows is None and not _is_integer(rows):

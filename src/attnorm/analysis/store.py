@@ -3,8 +3,10 @@
     manifest.json               what was measured and how (analysis/manifest.py)
     heads.parquet, ...          the tables, once all parts are there
     parts/<key>/                one finished (text, length): its tables and part.json; the key names all that decides it
+    parts/.<key>.layers/        finished layers of a long part in flight (analysis/layers.py)
 
-A part is written into a folder of another name, which is then renamed, so kill -9 loses at most the part in flight.
+A part is written into a folder of another name, which is then renamed. kill -9 loses a few seconds of measuring and the
+layer in flight.
 manifest.json and part.json hold the SHA-256 digests of their tables (analysis/digests.py); a damaged file is not read.
 """
 

@@ -135,6 +135,6 @@ def report(folder: str, text: str | None, length: int, threads: int) -> None:
 
     torch.set_num_threads(threads)
     inputs = None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
-    heads = analyze(folder, inputs, lengths=length, rows="last").heads.num_rows
+    heads = analyze(folder, inputs, lengths=length, rows="last", metrics="all").heads.num_rows
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
     sys.stdout.write(json.dumps({"heads": heads, "peak_mb": peak}))

@@ -82,8 +82,8 @@ def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
     from attnorm.analysis.analyze import analyze
 
     if way == "core":
-        return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, metrics=("core", "gradient"))
-    return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, rows=64)
+        return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, rows="all", metrics="core")
+    return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, rows=64, metrics="all")
 
 
 @torch.no_grad()

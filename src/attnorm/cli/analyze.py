@@ -57,8 +57,8 @@ def analyze(
     normalizers: Annotated[
         str, typer.Option(metavar="NAMES", help="model is what it runs; others: what if, on the same logits.")
     ] = "model",
-    rows: Rows = "all",
-    metrics: Metrics = "all",
+    rows: Rows = "auto",
+    metrics: Metrics = "core",
     top_n: Annotated[str, typer.Option(metavar="N,N,...", help="Sizes of the top-N sets.")] = "1,5,10,20,100",
     vectors: Annotated[str, typer.Option(metavar="values|inputs", help="Vectors x_i that distances are about.")] = (
         "values"

@@ -37,9 +37,9 @@ def compare(
     ],
     text: Texts = None,
     lengths: Lengths = None,
-    rows: Annotated[str | None, typer.Option(metavar="all|last|K", help="Query rows to measure.")] = None,
+    rows: Annotated[str | None, typer.Option(metavar="auto|all|last|K", help="Query rows to measure.")] = None,
     metrics: Annotated[
-        str | None, typer.Option(metavar="GROUPS", help="all, or of core, gradient, vectors, sensitivity, coverage.")
+        str | None, typer.Option(metavar="GROUPS", help="core, or all, or of vectors, sensitivity, coverage.")
     ] = None,
     tokenizer: Tokenizer = None,
     dtype: Dtype = None,

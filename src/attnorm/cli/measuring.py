@@ -12,6 +12,7 @@ from attnorm.cli.output import printable, usage_errors
 from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
+    from attnorm.analysis.parts import Progress
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.models.inputs import Text
@@ -47,9 +48,16 @@ Bos = Annotated[
     bool | None,
     typer.Option("--bos/--no-bos", help="Start every window with the BOS token, or without; default: as tokenized."),
 ]
-Rows = Annotated[str, typer.Option(metavar="all|last|K", help="Query rows to measure.")]
+Rows = Annotated[
+    str, typer.Option(metavar="auto|all|last|K", help="Query rows of each window to measure; auto: up to 512.")
+]
 Metrics = Annotated[
-    str, typer.Option(metavar="GROUPS", help="all, or of core, gradient, vectors, sensitivity, coverage.")
+    str,
+    typer.Option(
+        metavar="GROUPS",
+        help="core: all that verdicts need, in at most 2x the time of the plain pass on a CPU. Costly, on request: "
+        "vectors (separability, saturation), sensitivity, coverage, or all of them.",
+    ),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -124,12 +132,12 @@ def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
 
 
 def rows_of(value: str) -> Any:
-    if value in ("all", "last"):
+    if value in ("auto", "all", "last"):
         return value
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"--rows takes all, last or a number of rows, got {value!r}") from None
+        raise ValueError(f"--rows takes auto, all, last or a number of rows, got {value!r}") from None
 
 
 def windows_of(value: str) -> Any:
@@ -221,6 +229,11 @@ def _what_is_kept(watch: Watch, out: Path | None) -> str:
     if state is None:
         return "Interrupted before the first part; nothing was measured yet."
     return (
-        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}; "
+        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}{_layers_kept(state)}; "
         "run the same command again and it goes on from there."
     )
+
+
+def _layers_kept(state: "Progress") -> str:
+    done = 0 if state.parts_done == state.parts_total else state.layers_done
+    return f", and {done} of {state.layers_total} layers of part {state.parts_done + 1}" if done else ""

@@ -54,7 +54,7 @@ class Watch:
     def pace(self) -> str:
         """Tokens per second, time left by that pace, memory in use."""
         memory = memory_words()
-        measured, seconds = self._tokens() - self._resumed, self._now() - self._began
+        measured, seconds = self._tokens() - self._resumed - self._found(), self._now() - self._began
         if self.last is None or measured <= 0 or seconds <= 0:
             return memory
         left = (self.last.tokens_total - self._tokens()) * seconds / measured
@@ -69,6 +69,13 @@ class Watch:
         if state.parts_done < state.parts_total:
             running = (state.length or 0) * state.layers_done / max(state.layers_total, 1)
         return state.tokens_done + running
+
+    def _found(self) -> float:
+        """Tokens of the part in flight that cost no measuring: its layers were finished on the disk."""
+        state = self.last
+        if state is None or state.parts_done >= state.parts_total:
+            return 0.0
+        return (state.length or 0) * state.layers_found / max(state.layers_total, 1)
 
 
 @contextmanager

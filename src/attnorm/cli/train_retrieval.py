@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.retrieval_time import TimeLeft
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _QUICK: dict[str, Any] = {
 }  # fmt: skip
 _FULL: dict[str, Any] = {
     "seeds": 10, "steps": 20_000, "batch": 128, "width": 128, "learning_rate": 1e-3,
-    "sizes": "16,64,256,1024,4096,16384", "sets": 1024,
+    "sizes": "16,64,256,1024,4096,16384", "sets": 128,
 }  # fmt: skip
 
 
@@ -42,7 +43,13 @@ def retrieval(
         typer.Option(help="Set sizes of the tests, comma-separated.", show_default="16,64,256,1024,4096,16384"),
     ] = None,
     sets: Annotated[
-        int | None, typer.Option(help="Test sets per size; fewer above 16,384 items.", show_default="1024")
+        int | None,
+        typer.Option(
+            "--sets",
+            "--test-sets",
+            help="Test sets per size; fewer of very large ones. `reproduce retrieval` tests on 1,024.",
+            show_default="128",
+        ),
     ] = None,
     test_with: Annotated[
         str, typer.Option(help="Normalizers that replace the trained one in further tests; may be empty.")
@@ -78,7 +85,8 @@ def retrieval(
     """Train models that pick from sets of items, and test them on sets far larger than in training.
 
     Every seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into
-    wrong logits and dispersed weights. Finished work is not repeated. Exit code 130: interrupted.
+    wrong logits and dispersed weights. Finished work is not repeated. stderr shows progress and an estimate of the time
+    left for all normalizers. Exit code 130: interrupted.
 
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
@@ -98,7 +106,7 @@ def retrieval(
         )  # fmt: skip
         trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
         try:
-            with _progress() as report:
+            with _progress(TimeLeft(trials.sizes, trials.sets)) as report:
                 results = train_retrieval(
                     _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
                     device=device, compiled=compiled, checkpoint_every=checkpoint_every,
@@ -132,26 +140,28 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[RetrievalProgress], None]]":
-    """Show a bar on stderr, or a few lines per normalizer if stderr is not a terminal."""
+def _progress(time_left: TimeLeft) -> "Iterator[Callable[[RetrievalProgress], None]]":
+    """Show a bar and the time left on stderr, or a few lines per normalizer if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[left]}"),
     )  # fmt: skip
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None, loss="")
+        task = bar.add_task("starting", total=None, loss="", left="")
         before = ("", "", -1)
 
         def report(now: "RetrievalProgress") -> None:
             nonlocal before
+            time_left.see(now)
+            left = time_left.words
             loss = "" if now.loss is None else f"loss {now.loss:.4f}"
-            bar.update(task, description=_where(now), completed=now.done, total=now.total, loss=loss)
+            bar.update(task, description=_where(now), completed=now.done, total=now.total, loss=loss, left=left)
             at = (now.normalizer, now.stage, _LOGGED * now.done // now.total)
             if not console.is_terminal and at != before:
                 what = "step" if now.stage == "training" else "size"
                 counted = f", {what} {now.done:,} of {now.total:,}" if now.done else ""
-                typer.echo(f"{_where(now)}{counted}{', ' if loss else ''}{loss}", err=True)
+                typer.echo(f"{_where(now)}{counted}{', ' if loss else ''}{loss}{'; ' if left else ''}{left}", err=True)
             before = at
 
         yield report

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Rows = Literal["all", "last"] | int
+Rows = Literal["auto", "all", "last"] | int
+AUTO_ROWS = 512  # of a window: beyond it, more rows cost more than the model's own pass and change little
 SHORTEST = 8  # keys; below it no statistic of a row says much
 
 
@@ -33,6 +34,7 @@ def length_bins(longest: int) -> list[tuple[int, int]]:
 
 def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None = None) -> Tensor:
     """Query indices, sorted. A number of rows: spread over the bins of n where the call is causal, else evenly.
+    "auto" stands for AUTO_ROWS.
 
     The last row is always among them. A quarter of the rows go to the longest bin, by which a head is judged, the rest
     evenly over all. keys: where there are more of them than queries (a cache), row i sees i + 1 + keys - queries.
@@ -41,9 +43,9 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
         raise ValueError(f"there must be at least one query, got {queries}")
     if rows == "all":
         return torch.arange(queries)
-    count = 1 if rows == "last" else rows
+    count = 1 if rows == "last" else AUTO_ROWS if rows == "auto" else rows
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"rows must be 'all', 'last' or a whole number from 1 up, got {rows!r}")
+        raise ValueError(f"rows must be 'auto', 'all', 'last' or a whole number from 1 up, got {rows!r}")
     if count >= queries:
         return torch.arange(queries)
     if not causal:

@@ -17,6 +17,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
+from attnorm.metrics.sampling import AUTO_ROWS
 from attnorm.report.terminal_reads import reads_table
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
@@ -183,6 +184,7 @@ def _about(analysis: Analysis) -> str:
     what = texts[0] if len(texts) == 1 else f"{len(texts)} texts"
     lengths = ", ".join(f"{length:,}" for length in sorted(set(analysis.heads["length"].to_pylist())))
     rows = settings["rows"] or "different from run to run"  # None: merged
+    rows = f"up to {AUTO_ROWS} a window" if rows == "auto" else rows
     most = max((text.get("windows") or 1 for text in analysis.manifest["texts"]), default=1)
     windows = f"{most} windows of " if most > 1 else ""
     return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {windows}{lengths} tokens; rows: {rows}"

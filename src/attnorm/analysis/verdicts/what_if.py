@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
-from attnorm.analysis.settings import BUDGET, GROUPS
+from attnorm.analysis.settings import BUDGET, USUAL_GROUPS, groups
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.normalizers.registry import available
@@ -17,8 +17,8 @@ Rows = Sequence[Row]
 # What analyze does where nothing else is asked for.
 USUAL: dict[str, Any] = {
     "normalizers": ["model"],
-    "rows": "all",
-    "metrics": [*GROUPS],
+    "rows": "auto",
+    "metrics": [*groups(USUAL_GROUPS)],
     "top_n": [1, 5, 10, 20, 100],
     "vectors": "values",
     "seed": 0,

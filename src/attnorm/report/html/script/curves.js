@@ -114,7 +114,7 @@ function separabilityChart(row) {
     how:
       "Above the grey band of permuted values the head selects vectors that belong apart; inside it, chance would do " +
       "as well. The moment bounds are a heuristic at the data's own radius.",
-    absent: "Not measured: it belongs to the group “vectors”.",
+    absent: "Not measured: it belongs to the group “vectors” (--metrics vectors).",
     x: setAxis(xs),
     y: { domain: [0, 1] },
     format: (value) => share(value),
@@ -141,7 +141,7 @@ function distanceChart(row) {
     how:
       "1 is what far-away, light keys give. The band brackets a random set of N; “printed” forms are as published, " +
       "and the random one is a misprint.",
-    absent: "Not measured: it belongs to the group “vectors”.",
+    absent: "Not measured: it belongs to the group “vectors” (--metrics vectors).",
     x: setAxis(xs),
     y: { logarithmic: wide, zero: !wide },
     bands: [{ xs, low: of("random_lower"), high: of("random_upper"), look: "null-band" }],
