@@ -11,9 +11,9 @@ SETTINGS = (
 
 
 def settings_of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of analyze(); without those that merged runs disagree on."""
+    """Options of analyze(), without those that merged runs disagree on. bos=False and read_keys=0 are kept."""
     settings = manifest["settings"]
-    return {name: settings[name] for name in SETTINGS if settings.get(name)}
+    return {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, [])}
 
 
 def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import typer
 
 from attnorm.cli.as_measured import settings_of_run, texts_of_run
 from attnorm.cli.measuring import (
+    Bos,
     Device,
     Dtype,
     Judging,
@@ -24,6 +25,7 @@ from attnorm.cli.measuring import (
     rows_of,
     texts_of,
     use_threads,
+    windows_of,
 )
 from attnorm.cli.output import Json, show, show_json, usage_errors
 
@@ -37,6 +39,14 @@ def compare(
     ],
     text: Texts = None,
     lengths: Lengths = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(metavar="auto|K", help="Disjoint windows of each text to judge heads over; auto: up to 8."),
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of each text, over all its windows (default: 8192).")
+    ] = None,
+    bos: Bos = None,
     rows: Annotated[str | None, typer.Option(metavar="auto|all|last|K", help="Query rows to measure.")] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="GROUPS", help="core, or all, or of vectors, sensitivity, coverage.")
@@ -45,7 +55,7 @@ def compare(
     dtype: Dtype = None,
     device: Device = None,
     trust_remote_code: Trust = False,
-    seed: Annotated[int | None, typer.Option(help="Of sampled rows and permutations.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed of sampled rows and permutations.")] = None,
     threads: Threads = None,
     threshold: Judging = None,
     as_json: Json = False,
@@ -53,7 +63,7 @@ def compare(
     """Verdict counts, medians and the heads that changed most, against the first side.
 
     One DIR alone is compared with itself: the normalizers it was measured with. Options are for models measured now;
-    what is not given is taken from the first DIR: its text, lengths, rows, metrics and seed.
+    what is not given is taken from the first DIR: its text, lengths, windows, budget, BOS, rows, metrics and seed.
     --threshold is for all sides: folders are judged by their own thresholds otherwise.
     Exit code 0: compared; 1: the disk or memory gave out; 2: wrong usage or input; 130: interrupted.
     """
@@ -69,6 +79,9 @@ def compare(
         given: dict[str, Any] = {
             "inputs": texts_of(text),
             "lengths": numbers_of("--lengths", lengths),
+            "windows": None if windows is None else windows_of(windows),
+            "budget": budget,
+            "bos": bos,
             "rows": None if rows is None else rows_of(rows),
             "metrics": None if metrics is None else groups_of(metrics),
             "seed": seed,

@@ -10,8 +10,20 @@ from playwright.sync_api import Page, expect
 
 from attnorm.report.html.numbers import number
 from attnorm.report.vocabulary import verdict_word
+from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open
-from tests.report.html.sample import CAST, HOSTILE, Sample, core_only, empty, gpt2_size, hostile, sample, with_gaps
+from tests.report.html.sample import (
+    CAST,
+    HOSTILE,
+    Sample,
+    core_only,
+    empty,
+    gpt2_size,
+    hostile,
+    judged,
+    sample,
+    with_gaps,
+)
 
 
 def head_rows(analysis: Sample, **choice: Any) -> list[dict[str, Any]]:
@@ -239,6 +251,15 @@ def test_no_width_needs_sideways_scrolling(open_report: Open) -> None:
     page = open_report(sample())
     page.select_option("#choose-metric", "entropy_ratio")
     for width in (360, 800, 1400, 2200):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_without_a_space_need_no_sideways_scrolling(open_report: Open) -> None:
+    name = "text_without_any_space_or_hyphen_" * 12
+    options: dict[str, Any] = {"cast": CAST, "texts": (name,), "lengths": (64,), "normalizers": ("model",)}
+    page = open_report(judged(synthetic_tables(**options), synthetic_manifest(**options, name=name)))
+    for width in (360, 1400):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 

@@ -119,7 +119,7 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     )
     if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
         return [sentence]
-    when = f"With the spread of the logits as it is now it binds {_for_heads(limit.horizons)}"
+    when = f"With the spread of the logits as it is now the ceiling binds {_for_heads(limit.horizons)}"
     if later := _for_heads(limit.binding, limit.horizons):
         when += f"; if it keeps growing with n as it does inside the text, {later}"
     when += "."

@@ -72,6 +72,8 @@ def command(manifest: Mapping[str, Any], **changes: Any) -> str:
     changed = {name: value for name, value in options.items() if value and value != USUAL.get(name)}
     for name, value in {**changed, **changes}.items():
         words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    if settings.get("bos") is not None:
+        words += ["--bos" if settings["bos"] else "--no-bos"]
     judged_by = thresholds_of(manifest.get("thresholds", {}))
     for name, (threshold, _) in judged_by.differences(Thresholds()).items():
         words += ["--threshold", f"{name}={threshold:g}"]
