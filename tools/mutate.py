@@ -216,9 +216,10 @@ def main() -> int:
     folders = [ROOT / "src" / "attnorm" / area for area in given.areas.split(",")]
     every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
     known = equivalents()
-    chosen = [mutant for mutant in every if mutant.name not in known]
+    chosen = every
     if given.sample is not None:
-        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
+        chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
+    chosen = [mutant for mutant in chosen if mutant.name not in known]
     part, parts = map(int, given.shard.split("/"))
     chosen = chosen[part - 1 :: parts]
     given.out.mkdir(parents=True, exist_ok=True)

@@ -182,10 +182,15 @@ def kill_and_resume(command: Command, runner: Runner, folder: Path, *, trials: i
         problem = _problem(command, out, code, expected)
         if problem:
             tally.lost.append(f"trial {trial}, seed {seed}: {problem}")
-        tally.leftovers += any(path.name.startswith((".", "tmp")) for path in out.rglob("*")) if out.exists() else 0
+        tally.leftovers += bool(leftovers(out))
         if not problem:
             shutil.rmtree(out)
     return tally
+
+
+def leftovers(out: Path) -> list[Path]:
+    """Temporary files and folders in the output; the lock file of a run stays, held by nobody."""
+    return [path for path in out.rglob("*") if path.name.startswith((".", "tmp")) and path.name != ".lock"]
 
 
 def _problem(command: Command, out: Path, code: int, expected: Any) -> str:
