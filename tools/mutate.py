@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("theory", "normalizers", "engines", "metrics", "models")
@@ -100,7 +101,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             yield mutant(node, start, start + 4, "", "not removed")
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
             start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno or 0, node.end_col_offset or 0)
-            number = node.value
+            number: Any = node.value
             new = str(number + 1) if isinstance(number, int) else repr(number * 1.01 if number else 0.01)
             yield mutant(node, start, end, new, f"{number} to {new}")
 
