@@ -34,7 +34,7 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = calls.naive
     monkeypatch.setattr(calls, "naive", lambda *given: 1.001 * right(*given))
     example = Example(
-        name="ssmax", engine="blocked", dtype=torch.float32, batch=1, groups=1, key_heads=1, queries=5, keys=7, width=8,
+        name="ssmax", engine="blocked", dtype=torch.float64, batch=1, groups=1, key_heads=1, queries=5, keys=7, width=8,
         value_width=4, layout="contiguous", mask="none", causal=True, mode="eval", deviation=1.0, seed=0,
     )  # fmt: skip
     with pytest.raises(AssertionError):
