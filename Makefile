@@ -3,7 +3,8 @@
 #   make demo      measures every head of the bundled model, offline; ends with the path of the report, demo/report.html
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
-#   make nightly   the checks too long for every commit: every normalizer compiled, random examples
+#   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
+#                  kills, and a sample of mutants of the code
 #   make bench     speed and memory against what one would use instead
 # Variables: PYTHON (3.11 or newer), WORKERS (parallel test processes), ARGS (more arguments for pytest or bench).
 
@@ -33,10 +34,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 demo: $(INSTALLED)
-	$(BIN)/attnorm analyze --normalizers model,ssmax,entmax15 --out demo/
+	$(BIN)/attnorm analyze --normalizers model,ssmax,entmax15 --metrics all --out demo/
 
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)
+	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
 
 bench: $(INSTALLED)
 	$(BIN)/attnorm bench $(ARGS)

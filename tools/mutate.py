@@ -4,25 +4,29 @@
     python tools/mutate.py --out mutants                                            # every mutant; resumes
 
 Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and real numbers (plus 1; times 1.01),
-`and` to `or`, `not x` to `x`. Each is tried in a copy of the tree, so several processes may run at once with different
---shard values (1/4, 2/4, ...). OUT/results.jsonl holds one line per mutant that is done; a second call skips them.
+`and` to `or`, `not x` to `x`. Each is tried in a copy of the tree and in a fork of this process, which has imported the
+libraries, so that a mutant takes seconds. Several processes may run at once with different --shard values (1/4, 2/4,
+...). OUT/results.jsonl holds one line per mutant that is done; a second call skips them.
 Mutants that change nothing observable are listed with a reason in tests/mutation/equivalents.txt, one per line:
 `path:line:column:change  reason`. The exit code is 1 where fewer than --target of the others are killed.
 """
 
 import argparse
 import ast
+import contextlib
+import importlib
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAS = ("theory", "normalizers", "engines", "metrics", "models")
@@ -97,7 +101,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             yield mutant(node, start, start + 4, "", "not removed")
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
             start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno or 0, node.end_col_offset or 0)
-            number = node.value
+            number: Any = node.value
             new = str(number + 1) if isinstance(number, int) else repr(number * 1.01 if number else 0.01)
             yield mutant(node, start, end, new, f"{number} to {new}")
 
@@ -138,27 +142,64 @@ def equivalents() -> dict[str, str]:
     return {name: reason.strip() for name, _, reason in named}
 
 
+def preload() -> None:
+    """Import what the tests import besides attnorm, once: each mutant is tried in a fork of this process."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"})
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.dont_write_bytecode = True
+    for name in ("setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
+                 "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"):  # fmt: skip
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def outcome(tree: Path, mutant: Mutant, seconds: float) -> str:
     """killed, survived or timeout: what the tests say of the tree with this one change."""
     target = tree / mutant.path
     source = target.read_bytes()
     target.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree / "src"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests_of(mutant.path)]
+    output = tree / "pytest.txt"
     try:
-        run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return "timeout"
+        code = _in_a_fork(tree, tests_of(mutant.path), output, seconds)
     finally:
         target.write_bytes(source)
-    if run.returncode not in (0, 1, 2):
-        raise RuntimeError(f"pytest ended with code {run.returncode}:\n{run.stdout.decode()[-2000:]}")
-    return "survived" if run.returncode == 0 else "killed"
+    if code is None:
+        return "timeout"
+    if code not in (0, 1, 2):  # 1 and 2: a test failed, or could not be collected
+        raise RuntimeError(f"pytest ended with code {code}:\n{output.read_text(encoding='utf-8')[-2000:]}")
+    return "survived" if code == 0 else "killed"
+
+
+def _in_a_fork(tree: Path, tests: list[str], output: Path, seconds: float) -> int | None:
+    """Exit code of pytest, None after `seconds`."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # so that what the tests start ends with them
+        code = 70
+        try:
+            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(tree)
+            os.environ["PYTHONPATH"] = str(tree / "src")
+            sys.path[:0] = [str(tree / "src"), str(tree)]
+            import pytest
+
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not real_model", *tests]))
+        finally:
+            os._exit(code)
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def main() -> int:
@@ -168,7 +209,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sample (default: 0)")
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, e.g. 2/4 (default: 1/1)")
     parser.add_argument("--target", type=float, default=0.95, help="least share killed (default: 0.95)")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per mutant (default: 1800)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per mutant (default: 300)")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which none is begun")
     parser.add_argument("--out", type=Path, required=True, help="directory of results.jsonl")
     given = parser.parse_args()
@@ -176,9 +217,10 @@ def main() -> int:
     folders = [ROOT / "src" / "attnorm" / area for area in given.areas.split(",")]
     every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
     known = equivalents()
-    chosen = [mutant for mutant in every if mutant.name not in known]
+    chosen = every
     if given.sample is not None:
-        chosen = random.Random(given.seed).sample(chosen, min(given.sample, len(chosen)))
+        chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
+    chosen = [mutant for mutant in chosen if mutant.name not in known]
     part, parts = map(int, given.shard.split("/"))
     chosen = chosen[part - 1 :: parts]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -186,6 +228,7 @@ def main() -> int:
     done = {}
     if journal.exists():
         done = {entry["mutant"]: entry["outcome"] for entry in map(json.loads, journal.read_text().splitlines())}
+    preload()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutate-") as temporary:
         tree = Path(temporary) / "tree"
@@ -194,15 +237,23 @@ def main() -> int:
         for mutant in chosen:
             if mutant.name in done or time.monotonic() - began > given.stop_after:
                 continue
+            start = time.monotonic()
             done[mutant.name] = outcome(tree, mutant, given.timeout)
+            took = time.monotonic() - start
             with journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"mutant": mutant.name, "outcome": done[mutant.name]}) + "\n")
-            sys.stdout.write(f"{done[mutant.name]:9} {mutant.name}\n")
+                file.write(
+                    json.dumps({"mutant": mutant.name, "outcome": done[mutant.name], "seconds": round(took, 1)}) + "\n"
+                )
+            sys.stdout.write(f"{done[mutant.name]:9} {took:6.1f} s  {mutant.name}\n")
             sys.stdout.flush()
     tried = [done[mutant.name] for mutant in chosen if mutant.name in done]
-    killed = sum(one != "survived" for one in tried)
-    sys.stdout.write(f"{killed} of {len(tried)} killed; {len(chosen) - len(tried)} left; {len(known)} equivalent\n")
-    return 0 if not tried or killed >= given.target * len(tried) else 1
+    killed, slow = tried.count("killed"), tried.count("timeout")
+    decided = len(tried) - slow  # a test that did not end has not decided: the machine may be busy
+    sys.stdout.write(
+        f"{killed} of {decided} killed; {slow} not decided in time; {len(chosen) - len(tried)} left; "
+        f"{len(known)} equivalent\n"
+    )
+    return 0 if killed >= given.target * decided else 1
 
 
 if __name__ == "__main__":

@@ -431,7 +431,8 @@ def test_a_ceiling_is_told_of_the_normalizer_that_has_it() -> None:
     assert "ssmax's ceiling binds for all" in ssmax.headline
     assert "Is the ceiling binding at 512 keys? Yes: 4 of 4" in ssmax.sentences[0]
     assert "as it is now the ceiling binds" in " ".join(softmax.sentences)
-    assert "as it is now the ceiling binds" not in " ".join(ssmax.sentences), "its factor grows with n, so no length is foretold"
+    said = " ".join(ssmax.sentences)
+    assert "as it is now the ceiling binds" not in said, "its factor grows with n, so no length is foretold"
 
 
 @pytest.mark.parametrize("runs", ["entmax15", None])

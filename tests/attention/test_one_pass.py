@@ -204,6 +204,12 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
     assert not one_pass.applies(inputs, attnorm.get("sigmoid")), "few queries, as in decoding"
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")
+def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> None:
+    with pytest.raises(ValueError, match="has no one-pass kernel here"):
+        attnorm.attention(*draw(SQUARE, torch.bfloat16), "ssmax", engine="triton")
+
+
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     script = """
 import triton

@@ -1,6 +1,8 @@
 """Adapters of a patched model: PEFT saves them alone, and the normalizers must not be lost beside them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import attnorm
 from attnorm.models.attach import patched_modules
 from attnorm.models.patch import patch, unpatch
-from attnorm.models.saving import from_pretrained, save_pretrained
+from attnorm.models.saving import ADAPTER_MARK, from_pretrained, save_pretrained
 from tests.models.tiny import llama, quiet_logits, tokens
 
 peft = pytest.importorskip("peft")
@@ -52,6 +54,39 @@ def test_adapters_come_back_with_the_normalizers(base: PreTrainedModel, tmp_path
     assert torch.equal(said(loaded), said(model))
     with pytest.raises(ValueError, match=r"holds adapters and not the model.*model_class="):
         from_pretrained(tmp_path / "adapters")
+
+
+def test_a_plain_load_by_peft_warns_and_ours_does_not(
+    base: PreTrainedModel, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = adapted(base)
+    model.save_pretrained(tmp_path / "adapters")
+    recwarn.clear()
+    from_pretrained(tmp_path / "adapters", model_class=AutoModelForCausalLM)
+    assert not [one for one in recwarn if ADAPTER_MARK in str(one.message)]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.warns(UserWarning, match=ADAPTER_MARK):
+        softmax = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    assert not torch.equal(said(softmax), said(model))
+
+
+def test_a_process_without_attnorm_is_warned(base: PreTrainedModel, tmp_path: Path) -> None:
+    adapted(base).save_pretrained(tmp_path / "adapters")
+    script = "import sys, peft; peft.PeftConfig.from_pretrained(sys.argv[1]); assert 'attnorm' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "adapters")], capture_output=True, text=True, check=True
+    )
+    assert ADAPTER_MARK in done.stderr
+
+
+def test_the_mark_is_gone_with_the_normalizer(base: PreTrainedModel, tmp_path: Path) -> None:
+    model = adapted(base)
+    model.save_pretrained(tmp_path / "adapters")
+    config = tmp_path / "adapters" / "adapter_config.json"
+    assert json.loads(config.read_text())[ADAPTER_MARK] == "attnorm.json"
+    unpatch(model)
+    model.save_pretrained(tmp_path / "adapters")
+    assert ADAPTER_MARK not in json.loads(config.read_text())
 
 
 def test_they_fit_the_base_model_before_peft_gets_it(base: PreTrainedModel, tmp_path: Path) -> None:

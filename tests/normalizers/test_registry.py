@@ -137,6 +137,14 @@ def test_a_wrong_name_is_answered_with_the_nearest(name: object, message: str) -
         get(name)  # type: ignore[arg-type]
 
 
+def test_at_most_three_names_are_suggested() -> None:
+    for name in ("flat_one", "flat_two", "flat_six", "flat_ten"):
+        register(name)(Flat)
+    with pytest.raises(ValueError, match="did you mean") as wrong:
+        get("flat_on")
+    assert str(wrong.value).count("'flat_") == 1 + 3  # the name that was given, and three
+
+
 def test_what_others_registered_is_suggested_too() -> None:
     register("flat_attention")(Flat)
     with pytest.raises(ValueError, match="did you mean 'flat_attention'"):

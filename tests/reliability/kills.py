@@ -23,6 +23,7 @@ class Command:
     name: str
     argv: Callable[[Path, Path], list[str]]  # folder of the run, folder of its inputs
     result: Callable[[Path], Any]  # what must not depend on kills
+    begun: str  # pattern of a file in the folder that exists when a part of the work is done and a part is not
 
 
 @dataclass
@@ -85,22 +86,25 @@ COMMANDS = {
     for one in (
         Command(
             "analyze",
-            lambda out, _: ["analyze", "--lengths", "16,32,48,64,96", "--rows", "16", "--metrics", "core",
-                            "--normalizers", "model,entmax15", "--device", "cpu", "--out", str(out)],
+            lambda out, _: ["analyze", "--lengths", "16,32,48", "--rows", "8", "--metrics", "core",
+                            "--device", "cpu", "--out", str(out)],
             _analysis,
+            "parts/[!.]*",
         ),
-        Command("train lm", _train_lm, _language_model),
+        Command("train lm", _train_lm, _language_model, "checkpoints/*"),
         Command(
             "train retrieval",
             lambda out, _: ["train", "retrieval", "--out", str(out), "--device", "cpu", "--normalizers",
                             "softmax,ssmax", "--seeds", "2", "--steps", "60", "--batch", "8", "--width", "8", "--sizes",
                             "4,32,64", "--sets", "32", "--checkpoint-every", "10"],
             _retrieval,
+            "checkpoints/*/*",
         ),
         Command(
             "reproduce",
             lambda out, _: ["reproduce", "fig1", "fig4", "--quick", "--device", "cpu", "--out", str(out)],
             _reproduction,
+            "fig1",
         ),
     )
 }  # fmt: skip
@@ -120,13 +124,18 @@ class Runner:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
 
-    def run(self, argv: list[str], kill_after: float | None = None) -> tuple[int, float]:
-        """Exit code (-9 after a kill) and seconds."""
+    def run(self, argv: list[str], kill_after: float | None = None, kill_at: Path | None = None) -> tuple[int, float]:
+        """Exit code (-9 after a kill) and seconds. kill_at: a pattern; the launcher kills when such a file exists."""
         if self._launcher is None:
+            assert kill_at is None
             return self._new_interpreter(argv, kill_after)
         assert self._launcher.stdin is not None
         assert self._launcher.stdout is not None
-        print(json.dumps({"argv": argv, "kill_after": kill_after}), file=self._launcher.stdin, flush=True)
+        print(
+            json.dumps({"argv": argv, "kill_after": kill_after, "kill_at": kill_at and str(kill_at)}),
+            file=self._launcher.stdin,
+            flush=True,
+        )
         answer = json.loads(self._launcher.stdout.readline())
         return answer["rc"], answer["seconds"]
 
@@ -182,10 +191,30 @@ def kill_and_resume(command: Command, runner: Runner, folder: Path, *, trials: i
         problem = _problem(command, out, code, expected)
         if problem:
             tally.lost.append(f"trial {trial}, seed {seed}: {problem}")
-        tally.leftovers += any(path.name.startswith((".", "tmp")) for path in out.rglob("*")) if out.exists() else 0
+        tally.leftovers += bool(leftovers(out))
         if not problem:
             shutil.rmtree(out)
     return tally
+
+
+def kill_in_the_middle(command: Command, runner: Runner, folder: Path) -> Tally:
+    """One kill as soon as a part of the work is on the disk, at whatever speed the machine runs."""
+    inputs, quiet, out = folder / "inputs", folder / "quiet", folder / "killed"
+    inputs.mkdir(parents=True)
+    if runner.run(command.argv(quiet, inputs))[0] != 0:
+        raise RuntimeError(f"expected the undisturbed `attnorm {command.name}` to end with 0. See the log.")
+    tally = Tally(command.name, trials=1)
+    code, _ = runner.run(command.argv(out, inputs), kill_at=out / command.begun)
+    tally.kills, tally.too_late = int(code == -9), int(code != -9)
+    code, _ = runner.run(command.argv(out, inputs))
+    tally.lost += [problem] if (problem := _problem(command, out, code, command.result(quiet))) else []
+    tally.leftovers += bool(leftovers(out))
+    return tally
+
+
+def leftovers(out: Path) -> list[Path]:
+    """Temporary files and folders in the output; the lock file of a run stays, held by nobody."""
+    return [path for path in out.rglob("*") if path.name.startswith((".", "tmp")) and path.name != ".lock"]
 
 
 def _problem(command: Command, out: Path, code: int, expected: Any) -> str:

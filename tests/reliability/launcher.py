@@ -3,10 +3,13 @@
 Importing torch and transformers takes seconds, which would be most of a trial. This process imports them once, does no
 computation, and forks a child for each command that it reads from stdin:
 
-    {"argv": ["analyze", ...], "kill_after": 0.7}     kill_after: seconds until SIGKILL, or null
-    {"rc": -9, "seconds": 0.7}                        its answer, one line
+    {"argv": ["analyze", ...], "kill_after": 0.7, "kill_at": null}
+    {"rc": -9, "seconds": 0.7}                                         its answer, one line
+
+kill_after: seconds until SIGKILL, or null. kill_at: a pattern of paths, SIGKILL as soon as one exists, or null.
 """
 
+import glob
 import json
 import os
 import signal
@@ -27,10 +30,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(_run(asked["argv"], asked["kill_after"])), file=answers, flush=True)
+        print(json.dumps(_run(asked["argv"], asked["kill_after"], asked["kill_at"])), file=answers, flush=True)
 
 
-def _run(argv: list[str], kill_after: float | None) -> dict[str, float]:
+def _run(argv: list[str], kill_after: float | None, kill_at: str | None) -> dict[str, float]:
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -40,9 +43,10 @@ def _run(argv: list[str], kill_after: float | None) -> dict[str, float]:
         seconds = time.monotonic() - began
         if done:
             return {"rc": os.waitstatus_to_exitcode(status), "seconds": seconds}
-        if kill_after is not None and seconds >= kill_after:
+        exists = kill_at is not None and glob.glob(kill_at)  # noqa: PTH207 - an absolute path with a pattern
+        if exists or (kill_after is not None and seconds >= kill_after):
             os.kill(child, signal.SIGKILL)
-            kill_after = None
+            kill_after = kill_at = None
         time.sleep(0.002)
 
 

@@ -1,11 +1,12 @@
 """An analysis in a few lines: plain text, and the small table that a notebook shows."""
 
-from html import escape
+import html
 from typing import Any
 
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import VERDICTS, representative
 from attnorm.analysis.verdicts.rows import Row, head_rows
+from attnorm.analysis.visible import visible, visible_lines
 
 _WORST = 8
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")
@@ -19,19 +20,24 @@ def summary(analysis: Analysis) -> str:
         given = [f"- {advice.text}" for advice in verdict.advice if advice.caution == cautions]
         lines += ["", title, *given] if given else []
     lines += ["", *(f"Note: {note}" for note in analysis.manifest["notes"])] if analysis.manifest["notes"] else []
-    return "\n".join(lines)
+    return visible_lines("\n".join(lines))
 
 
 def notebook(analysis: Analysis) -> str:
-    """HTML without scripts or styles of its own; every name and word in it is escaped."""
+    """HTML without scripts or styles of its own; every name in it is escaped, and hidden characters are spelled out."""
     verdict = analysis.verdict
-    head = "".join(f"<th>{escape(name)}</th>" for name in _SHOWN)
+    head = "".join(f"<th>{_escaped(name)}</th>" for name in _SHOWN)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(row[name]))}</td>" for name in _SHOWN) + "</tr>" for row in _worst(analysis)
+        "<tr>" + "".join(f"<td>{_escaped(str(row[name]))}</td>" for name in _SHOWN) + "</tr>"
+        for row in _worst(analysis)
     )
-    about = "<br>".join(escape(line) for line in [*_about(analysis), _counts(analysis), *analysis.manifest["notes"]])
+    about = "<br>".join(_escaped(line) for line in [*_about(analysis), _counts(analysis), *analysis.manifest["notes"]])
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-    return f"<div><p><b>{escape(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
+    return f"<div><p><b>{_escaped(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
+
+
+def _escaped(value: Any) -> str:
+    return html.escape(visible(str(value)))
 
 
 def _about(analysis: Analysis) -> list[str]:

@@ -22,10 +22,11 @@ from attnorm.cli import (
     train,
     verify,
 )
-from attnorm.cli.output import show_version
+from attnorm.cli.output import SafeGroup, show_version
 
 app = typer.Typer(
     name="attnorm",
+    cls=SafeGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

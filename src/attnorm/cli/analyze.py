@@ -34,7 +34,7 @@ from attnorm.cli.measuring import (
     use_threads,
     windows_of,
 )
-from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.output import Json, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
@@ -152,9 +152,9 @@ def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, repo
 
         show(analysis_summary(analysis))
     if folder is not None:
-        typer.echo(f"tables: {folder}", err=True)
+        say(f"tables: {folder}")
     if report is not None:
-        typer.echo(f"report: {report}", err=True)
+        say(f"report: {report}")
 
 
 def _normalizers(value: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from attnorm.bench.suites import Suite
-from attnorm.cli.output import Json, show, show_json, status, usage_errors
+from attnorm.cli.output import Json, say, say_result, show, show_json, status, usage_errors
 
 
 def bench(
@@ -49,13 +49,13 @@ def bench(
     if as_json:
         show_json(results.as_dict())
     elif markdown:
-        typer.echo(benchmark_markdown(results))
+        say_result(benchmark_markdown(results))
     else:
         show(benchmark_tables(results))
     if out is not None:
         from attnorm.bench.growth_figure import save_growth_figure
 
         for growth in results.growth:
-            typer.echo(f"wrote {save_growth_figure(growth, out)}", err=True)
+            say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli.output import Json, show, show_json, status, usage_errors
+from attnorm.cli.output import Json, say, show, show_json, status, usage_errors
 
 
 def dispersion(
@@ -32,4 +32,4 @@ def dispersion(
         from attnorm.bench.dispersion_figure import save_dispersion_figure
 
         for path in save_dispersion_figure(measured, out):
-            typer.echo(f"wrote {path}", err=True)
+            say(f"wrote {path}")

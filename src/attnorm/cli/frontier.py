@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli.output import Json, show, show_json, status
+from attnorm.cli.output import Json, say, show, show_json, status
 
 
 def frontier(
@@ -29,4 +29,4 @@ def frontier(
         from attnorm.claims.frontier_figure import save_frontier_figure
 
         for path in save_frontier_figure(placed, out):
-            typer.echo(f"wrote {path}", err=True)
+            say(f"wrote {path}")

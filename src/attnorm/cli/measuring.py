@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.output import printable, usage_errors
+from attnorm.cli.output import say, usage_errors
 from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "A
     with failures(lambda: _what_is_kept(watch, out)), shown(watch) as progress:
         analysis = analyze(model, out=out, progress=progress, **options)
     if watch.last is None:
-        typer.echo(f"{out} holds this run already, finished: nothing was measured again", err=True)
+        say(f"{out} holds this run already, finished: nothing was measured again")
     return analysis
 
 
@@ -195,19 +195,18 @@ def failures(
         with usage_errors():
             yield
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise typer.BadParameter(printable(_told(error))) from None
+        raise typer.BadParameter(_told(error)) from None
     except KeyboardInterrupt:
-        typer.echo(when_interrupted(), err=True)
+        say(when_interrupted())
         raise typer.Exit(130) from None
     except (MemoryError, torch.OutOfMemoryError):
-        typer.echo(
+        say(
             "Error: out of memory. Take shorter --lengths, fewer --rows, --metrics core, or half precision with "
-            "--dtype bfloat16.",
-            err=True,
+            "--dtype bfloat16."
         )
         raise typer.Exit(1) from None
     except OSError as error:
-        typer.echo(f"Error: {printable(_told(error, writes_to))}", err=True)
+        say(f"Error: {_told(error, writes_to)}")
         raise typer.Exit(1) from None
 
 

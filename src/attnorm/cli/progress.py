@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from attnorm.cli.output import SafeConsole, say
 
 if TYPE_CHECKING:
     from attnorm.analysis.parts import Progress
@@ -81,12 +81,16 @@ class Watch:
 @contextmanager
 def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
     """What to hand to analyze() as `progress`."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         log = _Log(watch)
         yield log.see
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=10), TextColumn("{task.fields[pace]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=10),
+        TextColumn("{task.fields[pace]}", markup=False),
+    )
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(watch.words, total=1.0, pace="")
 
@@ -117,7 +121,7 @@ class _Log:
 
     def _write(self, line: str) -> None:
         self._last = self._now()
-        typer.echo(line, err=True)
+        say(line)
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import typer
 
 from attnorm.cli.analyze import REPORT, show_analysis
 from attnorm.cli.measuring import Judging, failures
-from attnorm.cli.output import Json
+from attnorm.cli.output import Json, say
 
 
 def report(
@@ -38,4 +38,4 @@ def report(
             drawn = save_head_figures(analysis, figures)
     show_analysis(analysis, as_json, folder, page)
     if drawn:
-        typer.echo(f"figures: {len(drawn)} files in {figures}", err=True)
+        say(f"figures: {len(drawn)} files in {figures}")

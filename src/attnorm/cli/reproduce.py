@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from attnorm.cli.measuring import failures, numbers_of
-from attnorm.cli.output import Json, show, show_json
+from attnorm.cli.output import Json, SafeConsole, say, show, show_json
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def reproduce(
                 only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,), max_minutes=minutes, device=device,
                 count=3 if closest is None else closest,
             )  # fmt: skip
-        typer.echo(f"{stage}: {'finished' if finished else 'not all of it is finished'}", err=True)
+        say(f"{stage}: {'finished' if finished else 'not all of it is finished'}")
         raise typer.Exit(0 if finished else 3)
     unused = [option for option, value in stage_options.items() if value is not None]
     if unused:
@@ -159,7 +160,7 @@ def reproduce(
         show_json({"index": str(out / INDEX), "experiments": [_as_dict(one) for one in written]})
     else:
         show(Group(*(_table(one) for one in written)))
-    typer.echo(f"index page: {out / INDEX}", err=True)
+    say(f"index page: {out / INDEX}")
 
 
 def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
@@ -177,7 +178,7 @@ def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **o
     started = time.monotonic()
 
     def log(words: str) -> None:
-        typer.echo(f"[{time.monotonic() - started:6.1f} s] {words}", err=True)
+        say(f"[{time.monotonic() - started:6.1f} s] {words}")
 
     plan = on_this_machine(change_plan(QUICK if quick else FULL, changes))
     return run_stage(stage, folder, plan, log=log, **options)
@@ -197,10 +198,7 @@ def _note_default_text(model: str, texts: list[Path] | None) -> None:
     from attnorm.experiments.paper_setting import MODEL, TEXT
 
     if model.rsplit("/", 1)[-1] == MODEL and not texts:
-        typer.echo(
-            f"{model} on {TOPICS}, Python's own help texts; the paper's text is {TEXT}: give it with --text FILE",
-            err=True,
-        )
+        say(f"{model} on {TOPICS}, Python's own help texts; the paper's text is {TEXT}: give it with --text FILE")
 
 
 @contextmanager
@@ -246,22 +244,16 @@ def _table(one: "Written") -> Group:
     table.add_column("verdict", no_wrap=True)
     for finding in one.findings:
         colour = _COLOURS.get(finding["verdict"], "default")
-        table.add_row(_plain(finding["claim"]), _plain(finding["ours"]), f"[{colour}]{finding['verdict']}[/]")
+        table.add_row(finding["claim"], finding["ours"], Text(finding["verdict"], style=colour))
     again = " (found finished)" if one.found else ""
     same = record["manifest"].get("paper_setting", {}).get("told", "")
     return Group(
-        f"[bold]{_plain(record['title'])}[/]{again}",
-        _plain(record["words"]),
-        *([f"[dim]{_plain(same)}[/]"] if same else []),
+        Text.assemble((record["title"], "bold"), again),
+        record["words"],
+        *([Text(same, style="dim")] if same else []),
         "",
         table,
     )
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 @contextmanager
@@ -271,15 +263,20 @@ def _short_of_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
-        typer.echo(f"Error: out of memory. Use --quick or --device cpu; {_SAFE}.", err=True)
+        say(f"Error: out of memory. Use --quick or --device cpu; {_SAFE}.")
         raise typer.Exit(1) from None
 
 
 @contextmanager
 def _progress() -> "Iterator[ProgressCallback]":
     """Show a bar on stderr, or a few lines per experiment if stderr is not a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    console = SafeConsole(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
         before: tuple[str, int] = ("", -1)
@@ -289,7 +286,7 @@ def _progress() -> "Iterator[ProgressCallback]":
             bar.update(task, description=what, completed=done, total=total)
             at = (what, _LOGGED * done // max(total, 1))
             if not console.is_terminal and at != before:
-                typer.echo(what if total <= 1 else f"{what}, {done} of {total}", err=True)
+                say(what if total <= 1 else f"{what}, {done} of {total}")
             before = at
 
         yield progress

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from attnorm.cli.measuring import numbers_of
-from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
 from attnorm.cli.train_needle import needle
 from attnorm.cli.train_retrieval import retrieval
 from attnorm.provenance import recorded_command
@@ -118,10 +117,10 @@ def lm(
                     sample_tokens=sample, note=note, command=recorded_command(), report=report,
                 )  # fmt: skip
         except KeyboardInterrupt as stopped:  # without a message if no step was running
-            typer.echo(str(stopped) or f"interrupted; {_SAFE}", err=True)
+            say(str(stopped) or f"interrupted; {_SAFE}")
             raise typer.Exit(130) from None
         except OSError as error:
-            typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)
+            say(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}")
             raise typer.Exit(1) from None
     if as_json:
         show_json(record)
@@ -130,8 +129,8 @@ def lm(
 
     show(_losses(record["result"]))
     if record["result"]["rise"]:
-        typer.echo(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}", err=True)
-    typer.echo(f"wrote {out}", err=True)
+        say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
+    say(f"wrote {out}")
 
 
 def _losses(result: dict[str, Any]) -> Table:
@@ -178,9 +177,10 @@ def _options(text: str) -> dict[str, Any]:
 @contextmanager
 def _progress() -> "Iterator[Callable[[Stage], None]]":
     """Show a bar on stderr, or a line per validation loss if stderr is not a terminal."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     columns = (
-        TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.description:10}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}", markup=False),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -193,9 +193,9 @@ def _progress() -> "Iterator[Callable[[Stage], None]]":
             bar.update(task, description=now.stage, completed=now.done, total=now.total, figures=figures)
             if not console.is_terminal:
                 if now.stage != stage:
-                    typer.echo(now.stage, err=True)
+                    say(now.stage)
                 elif now.metrics and "valid_loss" in now.metrics:
-                    typer.echo(f"step {now.done:,} of {now.total:,}: {figures}", err=True)
+                    say(f"step {now.done:,} of {now.total:,}: {figures}")
             stage = now.stage
 
         yield report

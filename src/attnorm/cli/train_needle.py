@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from attnorm.cli.measuring import numbers_of
-from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.output import Json, say, show, show_json, usage_errors
 
 
 def needle(
@@ -46,7 +46,7 @@ def needle(
     from attnorm.training.needle.train import NeedleTask
 
     def report(step: int, loss: float) -> None:
-        typer.echo(f"step {step:,} of {steps:,}: loss {loss:.3f}", err=True)
+        say(f"step {step:,} of {steps:,}: loss {loss:.3f}")
 
     with usage_errors():
         times = usual_longer(model) if longer is None else tuple(numbers_of("--longer", longer) or ())

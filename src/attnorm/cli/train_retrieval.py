@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
 from attnorm.cli.retrieval_time import TimeLeft
 from attnorm.provenance import recorded_command
 
@@ -113,10 +112,10 @@ def retrieval(
                     command=recorded_command(), report=report,
                 )  # fmt: skip
         except KeyboardInterrupt as stopped:
-            typer.echo(f"interrupted; {_SAFE}" if not str(stopped) else str(stopped), err=True)
+            say(f"interrupted; {_SAFE}" if not str(stopped) else str(stopped))
             raise typer.Exit(130) from None
         except OSError as error:
-            typer.echo(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}", err=True)
+            say(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}")
             raise typer.Exit(1) from None
     rows = summarise(results.records)
     if as_json:
@@ -125,7 +124,7 @@ def retrieval(
     from attnorm.training.retrieval.table import tables
 
     show(tables(task, rows))
-    typer.echo(f"wrote {out}", err=True)
+    say(f"wrote {out}")
 
 
 def _names(text: str) -> list[str]:
@@ -142,10 +141,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 @contextmanager
 def _progress(time_left: TimeLeft) -> "Iterator[Callable[[RetrievalProgress], None]]":
     """Show a bar and the time left on stderr, or a few lines per normalizer if stderr is not a terminal."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=10), MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=10), MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}", markup=False), TextColumn("{task.fields[left]}", markup=False),
     )  # fmt: skip
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None, loss="", left="")
@@ -161,7 +160,7 @@ def _progress(time_left: TimeLeft) -> "Iterator[Callable[[RetrievalProgress], No
             if not console.is_terminal and at != before:
                 what = "step" if now.stage == "training" else "size"
                 counted = f", {what} {now.done:,} of {now.total:,}" if now.done else ""
-                typer.echo(f"{_where(now)}{counted}{', ' if loss else ''}{loss}{'; ' if left else ''}{left}", err=True)
+                say(f"{_where(now)}{counted}{', ' if loss else ''}{loss}{'; ' if left else ''}{left}")
             before = at
 
         yield report

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
     from attnorm.theory import Claim
@@ -57,14 +56,14 @@ def verify(
     else:
         show(findings_table(findings))
     if interrupted:
-        typer.echo("Interrupted: these are the claims searched so far.", err=True)
+        say("Interrupted: these are the claims searched so far.")
         raise typer.Exit(130)
     if figure is not None:
         from attnorm.claims.tightness_figure import save_tightness_figure
 
         with usage_errors():
             for path in save_tightness_figure(findings, figure):
-                typer.echo(f"wrote {path}", err=True)
+                say(f"wrote {path}")
     if not table_stands(findings):
         raise typer.Exit(1)
 
@@ -72,8 +71,13 @@ def verify(
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float], None]]:
     """A bar on stderr: what is searched, and the share of the time that has passed."""
-    columns = (TextColumn("{task.description:34}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (
+        TextColumn("{task.description:34}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("searching", total=1.0)
         yield lambda name, share: bar.update(task, description=name, completed=share)
 

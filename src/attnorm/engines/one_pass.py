@@ -54,6 +54,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
         return False
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
+        return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
     if not (HAS_TRITON and _runs_on(q.device)) or transformed():
         return False
     return lowered(normalizer, inputs) is not None

@@ -2,7 +2,8 @@
 
 By itself, as a part of a larger one, by a Trainer at a checkpoint: transformers' save_pretrained leaves the parameters
 of the normalizers among the model's own weights, from where a Trainer resumes, and forgets what they are parameters of.
-PEFT saves its adapters and forgets both. Only attnorm.from_pretrained reads what is added here.
+PEFT saves its adapters and forgets both. Only attnorm.from_pretrained reads what is added here; a mark in the
+configuration of the adapters makes PEFT warn where it loads them alone.
 """
 
 import functools

@@ -7,6 +7,7 @@ an earlier one do not stay there. attnorm.models.ordinary_saves does the same wh
 import json
 import os
 import reprlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from attnorm.files import write_json
 from attnorm.models import recipe_files
 from attnorm.models.attach import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.by_head import check_fit, checked_heads, on_heads
@@ -32,6 +34,9 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
 
 CONFIG, ADAPTER_FILE = "config.json", "adapter_config.json"
+# A key of adapter_config.json that PEFT does not know: it warns and prints the key where it loads such adapters alone,
+# even in a process without attnorm.
+ADAPTER_MARK = "attnorm_replaced_softmax_so_load_with_attnorm_from_pretrained"
 # Which options of from_pretrained say where the files are.
 PLACE = ("cache_dir", "revision", "token", "local_files_only")
 
@@ -107,7 +112,8 @@ def from_pretrained(
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
-    with _expecting_normalizers(chosen):
+    with _expecting_normalizers(chosen), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"(?s).*{ADAPTER_MARK}")
         model: PreTrainedModel = chosen.from_pretrained(directory, **{"use_safetensors": True, **options})
     restore_normalizers(model, directory, **where)
     return with_known_loss(model)
@@ -206,6 +212,7 @@ def write_normalizers(
 ) -> None:
     """Both files, or neither for a model without normalizers: what an earlier model left there must not stay."""
     correct_card(folder, model)
+    _mark_adapters(folder / ADAPTER_FILE, replaced=bool(recipes))
     if not recipes:
         recipe_files.remove(folder)
         return
@@ -215,6 +222,16 @@ def write_normalizers(
             gathered = state.get(f"{path}.{NORMALIZER}.{key}", value)  # a Trainer hands over what it collected
             values[f"{_base_path(model, path)}.{key}"] = gathered.detach().cpu().contiguous().clone()
     recipe_files.write(folder, recipes, values)
+
+
+def _mark_adapters(config: Path, *, replaced: bool) -> None:
+    """Make a plain load of adapters warn if their model's softmax was replaced."""
+    if not config.is_file():
+        return
+    content = json.loads(config.read_text(encoding="utf-8"))
+    if replaced != (ADAPTER_MARK in content):
+        content.pop(ADAPTER_MARK, None)
+        write_json(config, {**content, ADAPTER_MARK: RECIPE_FILE} if replaced else content)
 
 
 def _saved_file(directory: str | os.PathLike[str], name: str, where: Mapping[str, Any]) -> str | None:

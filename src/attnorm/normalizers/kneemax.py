@@ -17,7 +17,7 @@ from torch import Tensor
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
 from attnorm.normalizers.temperature import Temperature
-from attnorm.normalizers.threshold import Newton, solve_threshold
+from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
 LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
 
@@ -28,8 +28,24 @@ def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
     The rows stay in units of the logits: dividing them by the knee would round every key once more.
     """
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0
-    t = (z - z.amax(-1, keepdim=True)).mul_(0.5).add_(reach)
-    return solve_threshold(t, _excess, _huber, 2 * knee)
+    below = (z - z.amax(-1, keepdim=True)).mul_(0.5)
+    return _rounded_once(below, solve_threshold(below + reach, _excess, _huber, 2 * knee), knee)
+
+
+def _rounded_once(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
+    """The weights p again, from the threshold that the largest of them names; both arguments are overwritten.
+
+    Newton's steps round a key at each of its stages, the first near 1. The difference to the threshold itself is
+    rounded once, and is exact for keys close to it. It starts a few units in the last place to the left, so that one
+    step ends at a row sum of 1.
+    """
+    largest = p.amax(-1, keepdim=True)
+    led = torch.where(largest > knee, largest + knee, 2 * (knee * largest).sqrt())  # phi^-1 of the largest weight
+    t = below.add_(led + 4 * torch.finfo(p.dtype).eps)
+    room = None if torch.compiler.is_compiling() else p
+    excess, slope = _excess(t, 2 * knee, room)
+    weights = _huber(t.sub_(newton_step(excess, slope)), 2 * knee, room)
+    return weights.div_(weights.sum(-1, keepdim=True))
 
 
 def _huber(t: Tensor, bend: Tensor | None, room: Tensor | None) -> Tensor:

@@ -58,12 +58,12 @@ def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | Non
     if grouped.shape[-1] >= LEAST_GROUPS:
         leaders = first = grouped.amax(-2)
         for _ in range(FIXED_STEPS):
-            leaders = leaders - _step(*evaluate(leaders, parameter, None))
+            leaders = leaders - newton_step(*evaluate(leaders, parameter, None))
         # How far they moved, read off the largest key of the row: others may have been clipped at 0.
         y = y - (first.amax(-1, keepdim=True) - leaders.amax(-1, keepdim=True))
         steps = STEPS_AFTER_LEADERS
     for _ in range(steps):
-        y = y - _step(*evaluate(y, parameter, None))
+        y = y - newton_step(*evaluate(y, parameter, None))
     return y
 
 
@@ -122,7 +122,7 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
     for _ in range(MOST_STEPS):
         excess, slope = evaluate(part, parameter, room[: len(part)])
         # None for a row that is done: its result must not depend on how long other rows take.
-        step = torch.where(unfinished, _step(excess, slope), 0.0)
+        step = torch.where(unfinished, newton_step(excess, slope), 0.0)
         part.sub_(step)
         moved.index_add_(0, rows, step)
         unfinished = unfinished & (excess > enough)
@@ -140,7 +140,7 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
     return moved
 
 
-def _step(excess: Tensor, slope: Tensor) -> Tensor:
+def newton_step(excess: Tensor, slope: Tensor) -> Tensor:
     """Newton's step; 0 where the row sums to 1 or less, where the slope may be 0."""
     return torch.where(excess > 0, excess / slope, 0.0)
 

@@ -21,7 +21,7 @@ import torch
 
 from attnorm.files import write_json
 from attnorm.provenance import now, versions
-from attnorm.run_folder import require_only
+from attnorm.run_folder import only_process, require_only
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.retrieval.data import Task, find_task
 from attnorm.training.retrieval.evaluate import Trials, records_of
@@ -88,7 +88,8 @@ def train_retrieval(
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: Unknown names, values out of range, a folder with other files, damaged files, or several processes.
+        ValueError: Unknown names, values out of range, a folder with other files or in use by another process, damaged
+            files, or several processes.
         TrainingInterrupted: Ctrl-C or SIGTERM while training; a checkpoint was written.
     """
     if checkpoint_every < 1:
@@ -100,17 +101,17 @@ def train_retrieval(
     check_recipe(recipe, chosen_task)
     _check_names(normalizers, seeds)
     require_only(out, {RECORDS, METRICS, MANIFEST, FOLDER, CHECKPOINTS}, "files of something else")
-    out.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
     manifest: dict[str, Any] = {}
-    for number, name in enumerate(normalizers, 1):
-        here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
-        job = _Job(chosen_task, name, recipe, torch_device, compiled, checkpoint_every, command)
-        for stack in _trained_seeds(out, job, seeds, here, report):
-            testing = replace(here, stage="testing", total=len(trials.sizes))
-            found = records_of(out, stack, chosen_task, trials, torch_device, partial(_report_sizes, report, testing))
-            records += [record for record in found if record["seed"] in seeds]
-        manifest = _write_manifest(out, command, torch_device)  # after each, so that an interrupted run has one
+    with only_process(out):
+        for number, name in enumerate(normalizers, 1):
+            here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
+            job = _Job(chosen_task, name, recipe, torch_device, compiled, checkpoint_every, command)
+            for stack in _trained_seeds(out, job, seeds, here, report):
+                at = replace(here, stage="testing", total=len(trials.sizes))
+                found = records_of(out, stack, chosen_task, trials, torch_device, partial(_report_sizes, report, at))
+                records += [record for record in found if record["seed"] in seeds]
+            manifest = _write_manifest(out, command, torch_device)  # after each, so that an interrupted run has one
     return Results(_in_order(records, normalizers, trials.names), manifest)
 
 
