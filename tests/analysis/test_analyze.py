@@ -238,7 +238,12 @@ def test_padding_of_an_encoder_decoder_is_no_row_of_either() -> None:
 
 def test_an_image_model_is_measured_on_its_patches() -> None:
     analysis = analyze(
-        vit(), {"pixel_values": torch.randn(3, 3, 16, 16)}, top_n=(1, 5), temperatures=(1.0,), vector_rows=2
+        vit(),
+        {"pixel_values": torch.randn(3, 3, 16, 16)},
+        top_n=(1, 5),
+        temperatures=(1.0,),
+        vector_rows=2,
+        metrics="all",
     )
     assert analysis.heads["kind"].unique().to_pylist() == ["encoder"]
     assert analysis.heads["n_high"].unique().to_pylist() == [17]

@@ -87,7 +87,7 @@ def plain_numbers(w: Tensor, x: Tensor) -> dict[str, float]:
 
 def analysed(model: Any, ids: Tensor) -> list[dict[str, float]]:
     """The same numbers out of analyze(), head after head."""
-    analysis = analyze(model, ids[0], lengths=[LENGTH], rows="last", top_n=TOP_N)
+    analysis = analyze(model, ids[0], lengths=[LENGTH], rows="last", top_n=TOP_N, metrics="all")
     heads = analysis.heads.to_pylist()
     sets = {(row["layer"], row["head"], row["top_n"]): row for row in analysis.top_n.to_pylist()}
     found = []
