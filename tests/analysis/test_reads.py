@@ -187,3 +187,10 @@ def test_hostile_tokens_do_not_reach_a_terminal_as_they_are(text_run: Analysis) 
     assert "␛[2J[b]␇⟨U+202E⟩" in out.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
     assert "\x1b" not in str(hostile.top_keys(0, 0))
+
+
+def test_the_first_window_of_a_text_shows_what_heads_read() -> None:
+    found = attnorm.analyze(llama(), tokens(1, 96)[0], lengths=32, windows=3, read_keys=4, **CORE)
+    assert found.windows["window"].unique().to_pylist() == [0, 1, 2]
+    assert found.reads["window"].unique().to_pylist() == found.tokens["window"].unique().to_pylist() == [0]
+    assert found.tokens.num_rows == 32

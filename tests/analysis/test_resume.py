@@ -103,7 +103,7 @@ def test_resume_false_does_not_believe_the_parts(tmp_path: Path) -> None:
         ({"lengths": (16,)}, "lengths: 16, 24, 32 there, 16 here"),
         ({"seed": 1}, "seed: 0 there, 1 here"),
         ({"normalizers": ("model", "sparsemax")}, "normalizers:"),
-        ({"rows": 3}, "rows: all there, 3 here"),
+        ({"rows": 3}, "rows: auto there, 3 here"),
         ({"inputs": ids(64, seed=5)}, "texts:"),
         ({"model": gpt2(layers=1, seed=3)}, "other weights"),
     ],

@@ -118,7 +118,8 @@ def _measure(
         progress(replace(state, layers_done=done, layers_found=collector.found, layers_total=total))
 
     tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
-    collector = Collector(job.settings, job.normalizers, tokens, after_layer, _texts(job, part), layers)
+    settings = job.settings if part.window == 0 else replace(job.settings, read_keys=0)  # reads are of the first window
+    collector = Collector(settings, job.normalizers, tokens, after_layer, _texts(job, part), layers)
     with _kept_on_errors(layers), observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
         output = run(job.loaded, part.model_inputs)
     length = collector.longest if part.length is None else part.length
@@ -149,7 +150,7 @@ def _kept_on_errors(layers: FinishedLayers | None) -> Iterator[None]:
 
 
 def _texts(job: Job, part: PartPlan) -> Tokens:
-    if not job.settings.read_keys or part.window > 0:  # the first window shows what a head reads
+    if not job.settings.read_keys or part.window > 0:
         return {}
     encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
     return token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from attnorm.cli.output import Json, show, show_json
+from attnorm.cli.output import ByWidth, Json, show, show_json
 
 
 def normalizers(as_json: Json = False) -> None:
@@ -13,4 +13,4 @@ def normalizers(as_json: Json = False) -> None:
     if as_json:
         show_json([asdict(description) for description in descriptions])
     else:
-        show(catalogue_table(descriptions))
+        show(ByWidth(catalogue_table(descriptions), catalogue_table(descriptions, narrow=True)))

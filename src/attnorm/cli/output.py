@@ -8,6 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from attnorm.analysis.visible import escaped_json, visible_lines
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 NARROWEST = 150  # columns of a table where no terminal says how wide it is
+WIDE = 140  # columns that the widest table needs
 
 
 class SafeConsole(Console):
@@ -31,6 +33,17 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible_lines(segment.text))
+
+
+@dataclass(frozen=True)
+class ByWidth:
+    """A table for wide terminals, and one for narrow terminals."""
+
+    wide: RenderableType
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self.wide if options.max_width >= WIDE else self.narrow
 
 
 class SafeGroup(TyperGroup):

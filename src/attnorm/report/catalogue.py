@@ -83,44 +83,42 @@ def promises(description: Description) -> str:
     return f"Promises: {'; '.join(part for part in parts if part)}."
 
 
-def catalogue_table(descriptions: list[Description]) -> Table:
+NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # what fits into 80 columns
+
+
+def catalogue_table(descriptions: list[Description], *, narrow: bool = False) -> Table:
     table = Table(
         title="Normalizers: logits to weights",
         caption="zeros: exact zeros among visible keys. shift: adding a constant to a row changes nothing. "
         f"Lipschitz: largest norm of the Jacobian over rows of {KEYS} keys, where it is known. swap: may replace "
         "softmax in a trained model without further training. Those in italics are mechanisms: they need q, k, v, "
-        "not a row of logits.",
+        "not a row of logits." + (" A wider terminal shows more columns." if narrow else ""),
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for heading in (
-        "name",
-        "sum",
-        "sign",
-        "zeros",
-        "shift",
-        "length enters by",
-        "Lipschitz",
-        "swap",
-        "learned",
-        "paper",
-    ):
+    headings = NARROW if narrow else tuple(_cells(descriptions[0]))
+    for heading in headings:
         table.add_column(heading, justify="right" if heading == "Lipschitz" else "left", no_wrap=heading == "name")
     for kind in ("row", "mechanism"):
         table.add_section()
         for one in (each for each in descriptions if each.kind == kind):
-            table.add_row(
-                Text(one.name, style="bold" if kind == "row" else "bold italic"),
-                ROW_SUM[one.row_sum],
-                "±" if one.signed else "+",
-                "yes" if one.exact_zeros else "",
-                "yes" if one.shift_invariant else "",
-                one.length,
-                "" if one.lipschitz_1024 is None else f"{one.lipschitz_1024:.3g}",
-                "yes" if one.swap_untrained else "",
-                ", ".join(one.learned),
-                Text(one.paper, style=f"link {one.url}" if one.url.startswith("https://") else ""),
-            )
+            cells = _cells(one)
+            table.add_row(*(cells[heading] for heading in headings))
     return table
+
+
+def _cells(one: Description) -> dict[str, str | Text]:
+    return {
+        "name": Text(one.name, style="bold" if one.kind == "row" else "bold italic"),
+        "sum": ROW_SUM[one.row_sum],
+        "sign": "±" if one.signed else "+",
+        "zeros": "yes" if one.exact_zeros else "",
+        "shift": "yes" if one.shift_invariant else "",
+        "length enters by": one.length,
+        "Lipschitz": "" if one.lipschitz_1024 is None else f"{one.lipschitz_1024:.3g}",
+        "swap": "yes" if one.swap_untrained else "",
+        "learned": ", ".join(one.learned),
+        "paper": Text(one.paper, style=f"link {one.url}" if one.url.startswith("https://") else ""),
+    }

@@ -73,9 +73,9 @@ def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -
         return Text(f"{said}; no head moved.", style="bold")
     table = Table(title=said, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("head", no_wrap=True)
-    table.add_column("verdict")
+    table.add_column("verdict", min_width=max(len(word.label) for word in VERDICTS))
     for name in MOVED_BY:
-        table.add_column(BY_NAME[name].label, justify="right", no_wrap=True)
+        table.add_column(BY_NAME[name].label, justify="right", min_width=len("0.00 -> 0.00"))
     for change in shown:
         numbers = [change.numbers.get(name) for name in MOVED_BY]
         table.add_row(
@@ -93,4 +93,4 @@ def _verdicts(change: Change) -> Text:
     before, after = (verdict_word(name) for name in change.verdicts)
     if before == after:
         return Text(before.label, style="dim")
-    return Text.assemble(before.label, " -> ", (after.label, STYLE.get(after.name, "")))
+    return Text.assemble(before.label, "\n-> ", (after.label, STYLE.get(after.name, "")))

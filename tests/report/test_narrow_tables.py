@@ -1,0 +1,43 @@
+"""Terminal tables stay readable at 80 columns: no line is longer, no number and no name is cut."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+import attnorm
+from attnorm.analysis.compare import compare
+from attnorm.cli.health import examine, health_tables
+from attnorm.cli.output import ByWidth
+from attnorm.report.catalogue import catalogue, catalogue_table
+from attnorm.report.terminal_compare import comparison_tables
+from attnorm.report.terminal_heads import analysis_summary
+
+
+def rendered(what: RenderableType) -> str:
+    console = Console(file=StringIO(), width=80, force_terminal=False)
+    console.print(what)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+@pytest.fixture(scope="module")
+def analysis() -> attnorm.Analysis:
+    return attnorm.analyze("bundled", lengths=64, rows=8, windows=2, normalizers=("model", "ssmax"))
+
+
+def test_normalizers() -> None:
+    descriptions = catalogue()
+    text = rendered(ByWidth(catalogue_table(descriptions), catalogue_table(descriptions, narrow=True)))
+    assert "\u2026" not in text
+    assert all(name in text for name in attnorm.available())
+
+
+def test_an_analysis_and_a_comparison(analysis: attnorm.Analysis) -> None:
+    for tables in (analysis_summary(analysis), comparison_tables(compare({"run": analysis}))):
+        assert "\u2026" not in rendered(tables)
+
+
+def test_the_doctor() -> None:
+    assert "\u2026" not in rendered(health_tables(examine()))
