@@ -85,14 +85,14 @@ def test_two_threads_unless_said_otherwise(asked: int | None, used: int, monkeyp
 
 def test_eager_and_analyze_measure_the_same_numbers() -> None:
     model, ids = random_model(SMALL), tokens(SMALL.length)
-    heads = attnorm.analyze(model, ids, top_n=TOP_N, metrics=("core", "gradient"))
+    heads = attnorm.analyze(model, ids, top_n=TOP_N, metrics=("core", "gradient"), rows="all")
     by_layer = statistics_by_layer(model, ids)
     for head in heads.heads.to_pylist():
         rows = slice(head["n_low"] - 1, head["n_high"])
         found = by_layer[head["layer"]]
         for name in ("entropy_nats", "effective_keys", "max_weight", "logit_spread", "sink_mass", "jacobian_norm"):
             mean = found[name][0, head["head"], rows].mean().item()
-            assert head[name] == pytest.approx(mean, rel=1e-3), (name, head["layer"], head["head"])
+            assert head[f"{name}_mean"] == pytest.approx(mean, rel=1e-3), (name, head["layer"], head["head"])
         masses = found["top_mass"][0, head["head"], rows].mean(0).tolist()
         table = heads.top_n.to_pylist()
         ours = [row["mass"] for row in table if (row["layer"], row["head"]) == (head["layer"], head["head"])]

@@ -123,7 +123,7 @@ def test_without_arguments_the_bundled_model_and_the_default_text_are_taken(monk
         (["--lengths", "32,many"], "--lengths takes whole numbers separated by commas, e.g. 256,1024; got '32,many'"),
         (["--lengths", "4"], "at least 8 tokens"),
         (["--lengths", "65"], "has positions for 64 tokens and no more"),
-        (["--rows", "some"], "--rows takes all, last or a number of rows, got 'some'"),
+        (["--rows", "some"], "--rows takes auto, all, last or a number of rows, got 'some'"),
         (["--rows", "0"], "rows must be"),
         (["--metrics", "vector"], "did you mean 'vectors'"),
         (["--normalizers", "entmx15"], "entmax15"),
@@ -353,7 +353,7 @@ def test_out_of_memory_exits_with_1_and_says_what_helps(
 
 
 def state(parts: int, tokens: int, layers: int = 0, *, resumed: bool = False) -> Progress:
-    return Progress(parts, 3, tokens, 300, "a text", 100, layers, 10, resumed)
+    return Progress(parts, 3, tokens, 300, "a text", 100, layers, 10, resumed=resumed)
 
 
 def test_progress_tells_share_pace_and_time_left() -> None:

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_cpu(family: str, normalizer: str | None) -
 
 def analyzed(model: PreTrainedModel, ids: Tensor) -> dict[str, list[Any]]:
     table = attnorm.analyze(model, {"input_ids": ids.to(model.device)}, top_n=(5,)).heads
-    return {name: table.column(name).to_pylist() for name in ("layer", *COMPARED)}
+    return {name: table.column(name).to_pylist() for name in ("layer", "entropy_nats_mean", *COMPARED)}
 
 
 @pytest.mark.parametrize("normalizer", [None, *(name for name in NORMALIZERS if name not in MECHANISMS)])
@@ -69,7 +69,7 @@ def test_analyze_and_the_monitor_agree(normalizer: str | None) -> None:
         attnorm.patch(model, normalizer)
     numbers, heads = measured(model, ids, rows=64), analyzed(model, ids)
     for layer in (0, 1):
-        of_layer = [x for x, of in zip(heads["entropy_nats"], heads["layer"], strict=True) if of == layer]
+        of_layer = [x for x, of in zip(heads["entropy_nats_mean"], heads["layer"], strict=True) if of == layer]
         assert numbers[f"attn/layer_{layer:02}/entropy_mean"] == pytest.approx(mean(of_layer), rel=1e-3)
 
 

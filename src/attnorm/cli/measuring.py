@@ -74,7 +74,7 @@ Judging = Annotated[
     typer.Option(
         "--threshold",
         metavar="NAME=VALUE",
-        help="A threshold of the verdicts, e.g. dispersed_entropy=0.95; may be given several times.",
+        help="A threshold of the verdicts, e.g. near_floor=0.2; may be given several times.",
     ),
 ]
 Threads = Annotated[

@@ -123,7 +123,7 @@ def _beside(heads: pa.Table) -> list[str]:
 def _beside_words(row: dict[str, Any]) -> str:
     confidence, excess = row.get("confidence"), row.get("saturation_excess")
     parts = [] if confidence is None or not np.isfinite(confidence) else [f"Confidence {share(confidence)}."]
-    if row.get("saturation"):
+    if row.get("saturation") not in (None, "", "not judged"):
         numbers = ""
         if excess is not None and np.isfinite(excess):
             low, high = row["saturation_low"], row["saturation_high"]

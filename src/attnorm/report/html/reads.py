@@ -17,7 +17,7 @@ from attnorm.report.chosen import column
 from attnorm.report.html.packing import packed, packed_whole
 
 LONGEST = 40  # characters of a token on the page
-MOST = 8_000  # keys on the page, about 50 kB; a large model gets fewer for each row, the table has all of them
+MOST = 4_000  # keys on the page, about 25 kB; a large model gets fewer for each row, the table has all of them
 
 
 def reads_payload(
