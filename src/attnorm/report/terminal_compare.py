@@ -93,4 +93,4 @@ def _verdicts(change: Change) -> Text:
     before, after = (verdict_word(name) for name in change.verdicts)
     if before == after:
         return Text(before.label, style="dim")
-    return Text.assemble(before.label, "\n-> ", (after.label, STYLE.get(after.name, "")))
+    return Text.assemble(before.label, " -> ", (after.label, STYLE.get(after.name, "")))
