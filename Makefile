@@ -4,7 +4,7 @@
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
-#                  kills, and a sample of mutants of the code
+#                  kills, annotations checked in every call, and a sample of mutants of the code
 #   make bench     speed and memory against what one would use instead
 # Variables: PYTHON (3.11 or newer), WORKERS (parallel test processes), ARGS (more arguments for pytest or bench).
 
@@ -38,6 +38,7 @@ demo: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)
+	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
 
 bench: $(INSTALLED)

@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 import torch
 
-from attnorm.normalizers.softmax import softmax
+from attnorm.theory.dispersion import entropy_nats
 from tests.shape_checks import check_shapes_in
 
 MODULE = """
@@ -115,8 +115,8 @@ def test_a_marked_test_runs_as_users_do(checked: ModuleType) -> None:
 
 
 def test_the_package_is_checked() -> None:
-    with pytest.raises(jaxtyping.TypeCheckError, match="temperature"):
-        softmax(temperature="warm")
+    with pytest.raises(jaxtyping.TypeCheckError, match="weights"):
+        entropy_nats(torch.ones(3, dtype=torch.int64))
 
 
 def test_users_pay_for_no_checks() -> None:
