@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import attnorm
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
 from tests.analysis.tiny_models import VOCABULARY, llama
 
 NUMBERS = ("entropy_nats", "max_weight", "logit_spread", "effective_keys", "sink_mass")

@@ -305,7 +305,7 @@ def test_one_model_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     held_when_read = []
     monkeypatch.setattr(module, "_held", {("before", None): None})
-    monkeypatch.setattr("attnorm.models.support.check_observable", lambda model: None)
+    monkeypatch.setattr("attnorm.models.dispatch.check_observable", lambda model: None)
     monkeypatch.setattr("attnorm.models.load.load", lambda name, device: held_when_read.append(dict(module._held)))
     with contextlib.suppress(AttributeError):  # nothing was loaded, so there is nothing to observe
         Subject(model="next").loaded()

@@ -18,8 +18,8 @@ from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelP
 from attnorm.experiments.language_models.train import Worker, best_rate, trained_model
 from attnorm.experiments.language_models.workspace import Workspace
 from attnorm.experiments.subject import Subject
-from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
+from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle.train import NeedleTask
 from tests.training.conftest import write_text

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import attnorm
-from attnorm.models.attach import patched_modules
 from attnorm.models.patch import patch, unpatch
+from attnorm.models.patch_state import patched_modules
 from attnorm.models.saving import ADAPTER_MARK, from_pretrained, save_pretrained
 from tests.models.tiny import llama, quiet_logits, tokens
 

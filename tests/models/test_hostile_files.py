@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import attnorm
-from attnorm.models.recipe_files import RECIPE_FILE, read_recipes
+from attnorm.models.normalizer_files import RECIPE_FILE, read_recipes
 from tests.models.families import tiny
 
 DIGEST = "0" * 64

@@ -27,12 +27,12 @@ from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttenti
 
 import attnorm
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.attach import device_of, recipe_of
-from attnorm.models.by_head import head_count
-from attnorm.models.kernel import patched_attention
+from attnorm.models.dispatch import KERNEL, NORMALIZER, UnsupportedModel, attention_sites
+from attnorm.models.head_subset import head_count
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
-from attnorm.models.support import KERNEL, NORMALIZER, UnsupportedModel, attention_sites
+from attnorm.models.patch_state import device_of, recipe_of
+from attnorm.models.patched_attention import patched_attention
 from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 

@@ -7,8 +7,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.observe import observe
-from attnorm.models.support import UnsupportedModel
 from tests.models.families import ids, tiny
 
 ORIGINAL = AttentionInterface.get_interface

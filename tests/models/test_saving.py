@@ -18,10 +18,10 @@ from torch.testing import assert_close
 from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import attnorm
-from attnorm.models.attach import patched_modules
 from attnorm.models.load import CannotLoad, load
 from attnorm.models.model_card import model_card
 from attnorm.models.patch import patch, unpatch
+from attnorm.models.patch_state import patched_modules
 from attnorm.models.saving import NotSavableError, from_pretrained, save_pretrained
 from attnorm.normalizers import registry
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from attnorm.models import kernel
+from attnorm.models.patched_attention import KERNEL, patched_attention
 from attnorm.training.lm.attention import Attention, dense_attention, in_training
 from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
@@ -45,8 +45,8 @@ def test_the_whole_matrix_gives_what_the_engine_gives(name: str) -> None:
 def test_afterwards_the_engine_is_back() -> None:
     model = build_model(tiny(architecture="llama", normalizer="entmax15"), vocabulary=300, end_of_text=0)
     with in_training(model, attention="dense"):
-        assert AttentionInterface()[kernel.KERNEL] is dense_attention
-    assert AttentionInterface()[kernel.KERNEL] is kernel.patched_attention
+        assert AttentionInterface()[KERNEL] is dense_attention
+    assert AttentionInterface()[KERNEL] is patched_attention
 
 
 @pytest.mark.as_installed

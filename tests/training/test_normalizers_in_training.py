@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.models.attach import normalizer_of, patched_modules
 from attnorm.models.load import load
+from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.models.saving import from_pretrained
 from attnorm.training.lm.data import prepare, validation_windows
 from attnorm.training.lm.evaluate import validation_loss

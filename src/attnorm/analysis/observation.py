@@ -19,7 +19,7 @@ from attnorm.analysis.store import Part
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.call_sites import CallSite, CallSites
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.weights_digest import add_weights
 from attnorm.normalizers.contract import Normalizer
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from attnorm.experiments.experiment import ProgressCallback, Subject
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.sampling import length_bins, spread
+from attnorm.models.dispatch import attention_sites
 from attnorm.models.inputs import run
 from attnorm.models.observe import observe
-from attnorm.models.support import attention_sites
 
 
 def run_forward_pass(

@@ -118,8 +118,8 @@ _held: "dict[tuple[str, str | None], LoadedModel]" = {}
 
 
 def _loaded(model: str, device: str | None) -> "LoadedModel":
+    from attnorm.models.dispatch import check_observable
     from attnorm.models.load import load
-    from attnorm.models.support import check_observable
 
     if (model, device) not in _held:
         _held.clear()  # two models may not fit into memory

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.loaded import LoadedModel
 from attnorm.models.positions import longest_context, position_kind, text_config
-from attnorm.models.support import attention_sites, running_normalizer
 from attnorm.models.weights_digest import add_weights
 
 # Of a configuration: where it was read from and by whom, not what the model is.

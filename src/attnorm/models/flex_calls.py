@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention, noop_mask
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.torch_functions import kind_of
 from attnorm.models.visibility import Visible, read_mask
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from attnorm.metrics.call import Kind
-from attnorm.models.support import Site
+from attnorm.models.dispatch import Site
 
 
 class LayerNumbers:

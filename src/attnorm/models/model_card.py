@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import nn
 
-from attnorm.models.attach import normalizer_of, patched_modules, recipe_of
-from attnorm.models.recipe_files import replace_file
+from attnorm.models.normalizer_files import replace_file
+from attnorm.models.patch_state import normalizer_of, patched_modules, recipe_of
 from attnorm.normalizers.registry import entries
 
 FRONT_MATTER = """\

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from attnorm.metrics.call import AttentionCall, Kind
-from attnorm.models.audit import check_output
-from attnorm.models.layers import LayerNumbers
-from attnorm.models.support import (
+from attnorm.models.dispatch import (
     UnsupportedModel,
     attention_sites,
     check_observable,
@@ -29,6 +27,8 @@ from attnorm.models.support import (
     running_normalizer,
     what_works,
 )
+from attnorm.models.layers import LayerNumbers
+from attnorm.models.output_check import check_output
 from attnorm.models.visibility import MaskReader, chosen_keys
 
 __all__ = ["check_observable", "observe"]
@@ -48,7 +48,7 @@ def observe(
     """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
 
     The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
-    projected from. check: rebuild one row of every module (models.audit); who looks again and again needs it once.
+    projected from. check: rebuild one row of every module (models.output_check); once per model is enough.
     Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
     """
     check_observable(model)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
+from attnorm.models.normalizer_files import RECIPE_FILE, VALUES_FILE
 from attnorm.models.saving import ADAPTER_FILE, NotSavableError, ours, recipes_of, write_normalizers
 
 BELOW_ADAPTERS = "base_model.model."  # where PEFT's models have the model that was given to them

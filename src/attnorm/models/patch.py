@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnorm.models.attach import (
+from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
+from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.observe import OTHER_SEQUENCE
+from attnorm.models.patch_state import (
     Recipe,
     attach,
     detach,
@@ -24,9 +27,6 @@ from attnorm.models.attach import (
     patched_modules,
     without,
 )
-from attnorm.models.by_head import check_fit, checked_heads, head_count, on_heads, whole_number
-from attnorm.models.observe import OTHER_SEQUENCE
-from attnorm.models.support import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.warm_start import Layer, build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import as_normalizer

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attnorm.models.attach import Recipe
+from attnorm.models.patch_state import Recipe
 
 FORMAT = 1
 MOST_BYTES = 16 * 2**20  # a thousand layers take half a megabyte

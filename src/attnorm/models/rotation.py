@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.support import attention_sites
+from attnorm.models.dispatch import attention_sites
 
 FUNCTION = "apply_rotary_pos_emb"
 SAME_LENGTH = 1e-2  # relative; half precision rounds by less

@@ -1,6 +1,6 @@
 """Save and load patched models. Transformers alone would forget the normalizer: no file of its own names one.
 
-Beside the ordinary files lie those of attnorm.models.recipe_files. Whatever model is saved into a folder, the files of
+Beside the ordinary files lie those of attnorm.models.normalizer_files. Whatever model is saved into a folder, files of
 an earlier one do not stay there. attnorm.models.ordinary_saves does the same where transformers or PEFT save.
 """
 
@@ -21,15 +21,15 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from attnorm.files import write_json
-from attnorm.models import recipe_files
-from attnorm.models.attach import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
-from attnorm.models.by_head import check_fit, checked_heads, on_heads
+from attnorm.models import normalizer_files
+from attnorm.models.dispatch import NORMALIZER, attention_sites
+from attnorm.models.head_subset import check_fit, checked_heads, on_heads
 from attnorm.models.hub import hub_answers
 from attnorm.models.loaded import with_known_loss
 from attnorm.models.model_card import correct_card, write_card
-from attnorm.models.recipe_files import RECIPE_FILE, VALUES_FILE
+from attnorm.models.normalizer_files import RECIPE_FILE, VALUES_FILE
+from attnorm.models.patch_state import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.source import can_only_be_a_folder, did_you_mean
-from attnorm.models.support import NORMALIZER, attention_sites
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
 
@@ -139,16 +139,16 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     recipe_file, values_file = (_saved_file(directory, name, where) for name in (RECIPE_FILE, VALUES_FILE))
     if recipe_file is None:
         return
-    recipes, weights = recipe_files.read_recipes(recipe_file)
-    recipe_files.check_weights(
+    recipes, weights = normalizer_files.read_recipes(recipe_file)
+    normalizer_files.check_weights(
         str(directory), weights, ((name, _saved_file(directory, name, where)) for name in weights)
     )
-    digest = recipe_files.values_digest(recipe_file)
+    digest = normalizer_files.values_digest(recipe_file)
     if values_file is None and digest is not None:
         raise ValueError(
             f"{directory}: expected {VALUES_FILE} beside {RECIPE_FILE}, got none. Copy it there or save the model again"
         )
-    values = {} if values_file is None else recipe_files.read_values(values_file, digest)
+    values = {} if values_file is None else normalizer_files.read_values(values_file, digest)
     modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
     parts = {}
     known = entries()
@@ -214,14 +214,14 @@ def write_normalizers(
     correct_card(folder, model)
     _mark_adapters(folder / ADAPTER_FILE, replaced=bool(recipes))
     if not recipes:
-        recipe_files.remove(folder)
+        normalizer_files.remove(folder)
         return
     values = {}
     for path, module in patched_modules(model).items():
         for key, value in normalizer_of(module).state_dict().items():
             gathered = state.get(f"{path}.{NORMALIZER}.{key}", value)  # a Trainer hands over what it collected
             values[f"{_base_path(model, path)}.{key}"] = gathered.detach().cpu().contiguous().clone()
-    recipe_files.write(folder, recipes, values)
+    normalizer_files.write(folder, recipes, values)
 
 
 def _mark_adapters(config: Path, *, replaced: bool) -> None:

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.audit import check_output
 from attnorm.models.call_sites import CallSite, CallSites
 from attnorm.models.flex_calls import read_flex_attention
+from attnorm.models.output_check import check_output
 from attnorm.models.torch_functions import (
     read_multi_head_attention,
     read_native_multi_head_attention,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.metrics.call import AttentionCall, Kind
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.visibility import Visible, read_mask
 
 

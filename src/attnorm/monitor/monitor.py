@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from attnorm.models.support import check_observable
+from attnorm.models.dispatch import check_observable
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from attnorm.analysis.sequences import query_masks
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.observe import observe
-from attnorm.models.support import UnsupportedModel
 from attnorm.monitor.measure import BROKEN, REPORTED, measure
 from attnorm.monitor.sample import Sample, Sampler
 from attnorm.normalizers.contract import Mechanism

@@ -188,7 +188,7 @@ def _short(entry: dict[str, float]) -> list[float | None]:
 
 def learned(model: Any) -> dict[str, list[float]]:
     """Return the parameters of the normalizers, by layer."""
-    from attnorm.models.support import NORMALIZER
+    from attnorm.models.dispatch import NORMALIZER
 
     found = {
         name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]

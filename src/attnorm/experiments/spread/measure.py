@@ -14,8 +14,8 @@ from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
+from attnorm.models.dispatch import attention_sites
 from attnorm.models.projections import projections
-from attnorm.models.support import attention_sites
 from attnorm.theory.dispersion import horizon
 from attnorm.theory.spread import proposition31_bound
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attnorm.models.support import NORMALIZER
+from attnorm.models.dispatch import NORMALIZER
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.registry import get
@@ -51,19 +51,19 @@ def in_training(model: Any, *, compiled: bool = False, attention: Attention = "e
     """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled."""
     from transformers import AttentionInterface
 
-    from attnorm.models import kernel
-    from attnorm.models.attach import normalizer_of, patched_modules
+    from attnorm.models.patch_state import normalizer_of, patched_modules
+    from attnorm.models.patched_attention import KERNEL, patched_attention, register
 
     normalizers = [normalizer_of(module) for module in patched_modules(model).values()]
     if attention == "dense":
-        AttentionInterface.register(kernel.KERNEL, dense_attention)
+        AttentionInterface.register(KERNEL, dense_attention)
     elif compiled and not all(_is_rescaled_softmax(normalizer) for normalizer in normalizers):
-        AttentionInterface.register(kernel.KERNEL, torch.compiler.disable(kernel.patched_attention))
+        AttentionInterface.register(KERNEL, torch.compiler.disable(patched_attention))
     try:
         with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS) if compiled else nullcontext():
             yield
     finally:
-        kernel.register()
+        register()
 
 
 @contextmanager

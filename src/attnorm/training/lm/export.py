@@ -109,7 +109,7 @@ def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
 
 def rounded(model: Any, dtype: torch.dtype) -> Any:
     """Return a copy in half precision on the CPU; the normalizers' parameters stay float32."""
-    from attnorm.models.attach import normalizer_of, patched_modules
+    from attnorm.models.patch_state import normalizer_of, patched_modules
 
     half = copy.deepcopy(model).to("cpu", dtype).eval()
     for half_module, module in zip(patched_modules(half).values(), patched_modules(model).values(), strict=True):

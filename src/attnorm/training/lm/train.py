@@ -152,7 +152,7 @@ class Run:
 
 
 def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.AdamW:
-    from attnorm.models.support import NORMALIZER
+    from attnorm.models.dispatch import NORMALIZER
 
     decaying: list[torch.nn.Parameter] = []
     free: list[torch.nn.Parameter] = []

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attnorm.models.attach import Recipe
+from attnorm.models.patch_state import Recipe
 from attnorm.models.recipe_schema import FORMAT, read_recipe_file
 
 RECIPE_FILE = "attnorm.json"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
 
 TOLERANCE = 0.02  # of the largest value: rounding stays far below, another formula far above
 

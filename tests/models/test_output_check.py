@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.audit import check_output
-from attnorm.models.support import UnsupportedModel
+from attnorm.models.dispatch import UnsupportedModel
+from attnorm.models.output_check import check_output
 
 
 def call_of(dtype: torch.dtype, size: float) -> AttentionCall:

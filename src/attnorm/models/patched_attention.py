@@ -17,9 +17,9 @@ from transformers.masking_utils import sdpa_mask
 
 from attnorm.attention import attend
 from attnorm.engines.inputs import Inputs, checked
-from attnorm.models.by_head import ByHead
-from attnorm.models.support import KERNEL as KERNEL
-from attnorm.models.support import NORMALIZER, mask_kernel
+from attnorm.models.dispatch import KERNEL as KERNEL
+from attnorm.models.dispatch import NORMALIZER, mask_kernel
+from attnorm.models.head_subset import ByHead
 from attnorm.models.visibility import HIDING, chosen_keys
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink

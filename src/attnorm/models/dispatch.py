@@ -92,7 +92,7 @@ def what_works() -> str:
     familiar = [name for name in FAMILIAR.split() if name in families]
     return (
         f"Models of {len(families)} families can be measured with transformers {transformers.__version__}: "
-        f"{', '.join(familiar)} and others (attnorm.models.support.supported_families() names all)"
+        f"{', '.join(familiar)} and others (attnorm.models.dispatch.supported_families() names all)"
     )
 
 

@@ -5,8 +5,8 @@ import torch
 import transformers
 from torch import nn
 
+from attnorm.models.dispatch import UnsupportedModel, attention_sites, supported_families
 from attnorm.models.observe import check_observable, observe
-from attnorm.models.support import UnsupportedModel, attention_sites, supported_families
 from tests.models.families import FAMILIES, tiny
 
 BY_THEMSELVES = {

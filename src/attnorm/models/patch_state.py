@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnorm.models import kernel
-from attnorm.models.support import KERNEL, MODEL_CONFIG, NORMALIZER
+from attnorm.models.dispatch import KERNEL, MODEL_CONFIG, NORMALIZER
+from attnorm.models.patched_attention import check_masks, register
 from attnorm.normalizers.contract import Mechanism, Normalizer
 
 RECIPE = "attnorm_recipe"
@@ -62,7 +62,7 @@ def recipe_of(module: nn.Module) -> Recipe:
 def attach(parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]]) -> None:
     """Hangs normalizers on attention modules; nothing is changed where one of them cannot have it."""
     for module in parts:
-        kernel.check_masks(module)
+        check_masks(module)
     _prepare()
     copies: dict[int, Any] = {}  # one for all layers that share a config: they are compiled once
     for module, (normalizer, recipe) in parts.items():
@@ -103,7 +103,7 @@ def _prepare() -> None:
     """What a process needs in which there is a patched model."""
     from attnorm.models.ordinary_saves import keep_when_saved  # which imports this module
 
-    kernel.register()
+    register()
     keep_when_saved()
 
 
