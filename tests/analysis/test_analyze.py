@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import attnorm
-from attnorm.analysis.analyze import Progress, analyze
+from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.result import Analysis
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
@@ -323,7 +323,7 @@ def test_layer_inputs_can_take_the_place_of_values() -> None:
 
 
 def test_progress_tells_layers_tokens_and_parts() -> None:
-    seen: list[Progress] = []
+    seen: list[AnalysisProgress] = []
     analyze(gpt2(layers=2), ids(64), lengths=(16, 32), windows=1, progress=seen.append, **CORE)
     assert [(p.parts_done, p.layers_done) for p in seen] == [
         (0, 0),

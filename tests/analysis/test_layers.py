@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from attnorm.analysis import collect, layers, store
-from attnorm.analysis.analyze import Progress, analyze
+from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.tables import TABLES
 from tests.analysis.tiny_models import diffllama, gpt2, ids
 
@@ -24,7 +24,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def stopping_at(layer: int) -> Any:
-    def progress(state: Progress) -> None:
+    def progress(state: AnalysisProgress) -> None:
         if state.layers_done == layer:
             raise Stop
 
@@ -90,7 +90,7 @@ def test_kill_9_loses_only_the_layer_in_flight(tmp_path: Path, measured: list[in
     assert child.wait() == -signal.SIGKILL
     assert len(layer_files(killed)) == 3
 
-    states: list[Progress] = []
+    states: list[AnalysisProgress] = []
     analyze(gpt2(layers=5), ids(64), out=killed, progress=states.append, **OPTIONS)
     assert measured == [3, 4]
     assert max(state.layers_found for state in states) == 3

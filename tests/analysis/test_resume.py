@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnorm.analysis import store
-from attnorm.analysis.analyze import Progress, analyze
+from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.analysis.verdicts import Thresholds
@@ -39,7 +39,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def stop_after(parts: int, error: BaseException) -> Any:
-    def progress(state: Progress) -> None:
+    def progress(state: AnalysisProgress) -> None:
         if state.parts_done == parts and state.layers_done == 1:  # in the middle of the next part
             raise error
 
@@ -65,7 +65,7 @@ def test_an_interrupted_run_computes_only_what_is_missing(tmp_path: Path, error:
     with pytest.raises(ValueError, match=r"not finished \(2 of 3 parts\).*goes on where it stopped"):
         Analysis.load(tmp_path)
 
-    states: list[Progress] = []
+    states: list[AnalysisProgress] = []
     passes.lengths.clear()
     resumed = analyze(model, tokens, out=tmp_path, progress=states.append, **OPTIONS)
     assert passes.lengths == [32]

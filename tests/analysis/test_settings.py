@@ -13,7 +13,7 @@ from attnorm.analysis.analyze import analyze
 from attnorm.analysis.settings import (
     EPSILONS,
     GROUPS,
-    Settings,
+    AnalysisSettings,
     groups,
     named_normalizers,
     settings_of,
@@ -23,7 +23,7 @@ from attnorm.analysis.tables import SENSITIVITY
 from attnorm.metrics.sampling import rows_to_measure
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> AnalysisSettings:
     asked: dict[str, Any] = {
         "normalizers": named_normalizers(("model",)),
         "top_n": (1, 5),
@@ -102,7 +102,7 @@ def test_settings_are_plain_and_complete() -> None:
     plain = settings(normalizers=named_normalizers(("model", "entmax15"))).as_dict()
     assert json.loads(json.dumps(plain)) == plain
     assert plain["normalizers"] == ["model", "entmax15"]
-    assert {field.name for field in dataclasses.fields(Settings)} <= set(plain)
+    assert {field.name for field in dataclasses.fields(AnalysisSettings)} <= set(plain)
 
 
 def test_every_epsilon_has_its_column() -> None:

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from attnorm.analysis import analyze as analysis_module
 from attnorm.analysis import parts, store
-from attnorm.analysis.parts import Progress
+from attnorm.analysis.parts import AnalysisProgress
 from attnorm.analysis.result import Analysis
 from attnorm.cli import app
-from attnorm.cli.measuring import texts_of
+from attnorm.cli.analysis_options import texts_of
 from attnorm.cli.progress import Watch, duration, memory_words
 from tests.cli.saved_model import save_model, save_text
 
@@ -352,8 +352,8 @@ def test_out_of_memory_exits_with_1_and_says_what_helps(
     assert "--metrics core" in result.stderr
 
 
-def state(parts: int, tokens: int, layers: int = 0, *, resumed: bool = False) -> Progress:
-    return Progress(parts, 3, tokens, 300, "a text", 100, layers, 10, resumed=resumed)
+def state(parts: int, tokens: int, layers: int = 0, *, resumed: bool = False) -> AnalysisProgress:
+    return AnalysisProgress(parts, 3, tokens, 300, "a text", 100, layers, 10, resumed=resumed)
 
 
 def test_progress_tells_share_pace_and_time_left() -> None:

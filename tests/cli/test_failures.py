@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from attnorm.cli.measuring import failures
+from attnorm.cli.analysis_options import failures
 from attnorm.cli.output import _safe_messages
 
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from attnorm.analysis.parts import Progress
+from attnorm.analysis.parts import AnalysisProgress
 from attnorm.cli import progress
 
 
 def test_a_log_gets_a_line_within_a_part_once_enough_time_has_passed(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     log = progress._Log(progress.Watch(lambda: clock[0]), lambda: clock[0])
-    state = Progress(
+    state = AnalysisProgress(
         parts_done=0, parts_total=2, tokens_done=0, tokens_total=300, text="t", length=100, layers_done=0,
         layers_total=12,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from attnorm.analysis import store
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.digests import DamagedFileError
 from attnorm.analysis.over_windows import together
-from attnorm.analysis.parts import Job, Progress, measured_parts
+from attnorm.analysis.parts import AnalysisProgress, Job, measured_parts
 from attnorm.analysis.plan import check_windows, plan
 from attnorm.analysis.readable import unigram_entropies
 from attnorm.analysis.result import Analysis, refuse_another_run
@@ -34,7 +34,7 @@ from attnorm.models.media import with_model_inputs
 from attnorm.models.observe import check_observable
 from attnorm.normalizers.contract import Normalizer
 
-__all__ = ["Progress", "analyze"]
+__all__ = ["AnalysisProgress", "analyze"]
 
 
 def analyze(
@@ -62,7 +62,7 @@ def analyze(
     trust_remote_code: bool = False,
     out: str | Path | None = None,
     resume: bool = True,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[AnalysisProgress], None] | None = None,
     thresholds: Thresholds | None = None,
 ) -> Analysis:
     """Measure every attention head of a model; the model's own output stays as it is, and no L x L array is made.
@@ -96,7 +96,7 @@ def analyze(
     the checkpoint's own elsewhere. device: "cpu", "cuda", "cuda:1" or "auto", over all GPUs; None for a GPU if there
     is one. revision: commit, branch or tag on the hub. trust_remote_code: run code that comes with the model.
     out: a folder for the result; an interrupted run that is started again with it goes on where it stopped, unless
-    resume=False. progress: called with a Progress after every layer. thresholds: of the verdicts.
+    resume=False. progress: called with a AnalysisProgress after every layer. thresholds: of the verdicts.
 
     >>> attnorm.analyze("gpt2", text, lengths=(256, 1024), normalizers=("model", "entmax15"), out="runs/gpt2")
     """
@@ -162,5 +162,5 @@ def _saved(analysis: Analysis, folder: Path) -> Analysis:
     return analysis
 
 
-def _silent(progress: Progress) -> None:
+def _silent(progress: AnalysisProgress) -> None:
     pass

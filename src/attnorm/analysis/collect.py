@@ -12,11 +12,11 @@ from torch import Tensor
 
 from attnorm.analysis.blocks import block_columns
 from attnorm.analysis.columns import Columns, joined, layer_table
-from attnorm.analysis.layers import FinishedLayers, Layer
+from attnorm.analysis.layers import FinishedLayers, MeasuredLayer
 from attnorm.analysis.reading import Tokens, read_columns, token_columns
 from attnorm.analysis.sampled import sampled_columns
 from attnorm.analysis.sequences import Sequences, sequences
-from attnorm.analysis.settings import Settings
+from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import QUANTILES, SCHEMAS
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
@@ -41,7 +41,7 @@ class Collector:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AnalysisSettings,
         normalizers: Mapping[str, Normalizer | None],
         tokens: Mapping[str, Tensor],
         after_layer: Callable[[int], None],
@@ -63,7 +63,7 @@ class Collector:
         self._calls = 0
         self._heads: dict[tuple[str, int], tuple[int, int]] = {}  # of each layer so far: its heads, its key/value heads
         self._finished = finished
-        self._layers: list[Layer] = []
+        self._layers: list[MeasuredLayer] = []
 
     def __call__(self, call: AttentionCall) -> None:
         before = self._heads.get((call.kind, call.layer), (0, 0))
@@ -88,7 +88,7 @@ class Collector:
             for name, schema in SCHEMAS.items()
         }
 
-    def _measured(self, call: AttentionCall, before: tuple[int, int]) -> Layer:
+    def _measured(self, call: AttentionCall, before: tuple[int, int]) -> MeasuredLayer:
         """before: heads and key/value heads of the layer's earlier calls."""
         together = list(sequences(call, self.tokens.get(call.kind), self.settings.rows))
         choices = list(self.normalizers.values())
@@ -108,7 +108,7 @@ class Collector:
                 columns["heads"]["worst_norm"] = _worst_norm(call, self.normalizers[name], bins[0][1])
                 for table, piece in _numbered(call, name, columns, sampled[name], before):
                     pieces.setdefault(table, []).append(piece)
-        return Layer(longest, {table: layer_table(SCHEMAS[table], found) for table, found in pieces.items()})
+        return MeasuredLayer(longest, {table: layer_table(SCHEMAS[table], found) for table, found in pieces.items()})
 
 
 def _numbered(

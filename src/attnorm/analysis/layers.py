@@ -31,7 +31,7 @@ SECONDS_BETWEEN_WRITES = 5.0
 
 
 @dataclass(frozen=True)
-class Layer:
+class MeasuredLayer:
     """What one attention call gave: its rows of the tables, without the columns that are the same for all layers."""
 
     longest: int  # visible keys of any row
@@ -49,7 +49,7 @@ class FinishedLayers:
         self._written = now()
         self._waiting: dict[str, bytes] = {}
 
-    def find(self, number: int, call: AttentionCall) -> Layer | None:
+    def find(self, number: int, call: AttentionCall) -> MeasuredLayer | None:
         """The layer of that call, if an earlier process of this run has finished it."""
         path = self._path / _name(number)
         if not path.is_file():
@@ -58,12 +58,12 @@ class FinishedLayers:
             about, body = _read(path)
             if any(about.get(name) != value for name, value in self._about(number, call).items()):
                 return None
-            return Layer(int(about["longest"]), _tables(about["sizes"], body))
+            return MeasuredLayer(int(about["longest"]), _tables(about["sizes"], body))
         except (DamagedFileError, pa.ArrowException, KeyError, ValueError) as error:
             warnings.warn(f"this layer is measured again: {path} is damaged ({error})", stacklevel=2)
             return None
 
-    def keep(self, number: int, call: AttentionCall, layer: Layer) -> None:
+    def keep(self, number: int, call: AttentionCall, layer: MeasuredLayer) -> None:
         streams = {name: _stream(table) for name, table in layer.tables.items()}
         body = b"".join(streams.values())
         about = {

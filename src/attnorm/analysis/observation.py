@@ -14,7 +14,7 @@ from attnorm.analysis.manifest import SCHEMA, content_hash, now, part_key, versi
 from attnorm.analysis.over_windows import together
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.run_manifest import sampling_notes
-from attnorm.analysis.settings import Settings
+from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.store import Part
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.call import AttentionCall
@@ -41,7 +41,11 @@ class Observation:
     """What observe() has seen. `layers` lists the call sites, `analysis()` gives tables and verdicts."""
 
     def __init__(
-        self, settings: Settings, normalizers: Mapping[str, Normalizer | None], thresholds: Thresholds, name: str | None
+        self,
+        settings: AnalysisSettings,
+        normalizers: Mapping[str, Normalizer | None],
+        thresholds: Thresholds,
+        name: str | None,
     ) -> None:
         self.name = name
         self.layers: list[ObservedLayer] = []

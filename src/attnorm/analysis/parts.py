@@ -16,10 +16,10 @@ from attnorm.analysis.collect import Collector
 from attnorm.analysis.digests import DamagedFileError
 from attnorm.analysis.layers import FinishedLayers
 from attnorm.analysis.manifest import versions
-from attnorm.analysis.plan import PartPlan, Plan
+from attnorm.analysis.plan import AnalysisPlan, PartPlan
 from attnorm.analysis.reading import Tokens, token_texts
 from attnorm.analysis.sequences import query_masks
-from attnorm.analysis.settings import Settings
+from attnorm.analysis.settings import AnalysisSettings
 from attnorm.models.inputs import run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe
@@ -28,7 +28,7 @@ from attnorm.normalizers.contract import Normalizer
 
 
 @dataclass(frozen=True)
-class Progress:
+class AnalysisProgress:
     """Where a run stands; handed to `progress` before each part, after each layer and after each part."""
 
     parts_done: int
@@ -49,19 +49,19 @@ class Job:
 
     loaded: LoadedModel
     normalizers: Mapping[str, Normalizer | None]
-    settings: Settings
+    settings: AnalysisSettings
 
 
 def measured_parts(
     job: Job,
-    planned: Plan,
+    planned: AnalysisPlan,
     manifest: Mapping[str, Any],
     folder: Path | None,
     resume: bool,
-    progress: Callable[[Progress], None],
+    progress: Callable[[AnalysisProgress], None],
 ) -> list[store.Part]:
     """All parts of the plan, each from the disk if it is there, else measured and written."""
-    state = Progress(
+    state = AnalysisProgress(
         parts_done=0,
         parts_total=len(planned.parts),
         tokens_done=0,
@@ -107,8 +107,8 @@ def _measure(
     job: Job,
     part: PartPlan,
     key: str,
-    state: Progress,
-    progress: Callable[[Progress], None],
+    state: AnalysisProgress,
+    progress: Callable[[AnalysisProgress], None],
     layers: FinishedLayers | None,
 ) -> store.Part:
     started = time.perf_counter()

@@ -38,7 +38,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class TextCoverage:
     """How much of a text is measured: its tokens, and those in no window."""
 
     tokens: int
@@ -50,10 +50,10 @@ class Coverage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AnalysisPlan:
     parts: tuple[PartPlan, ...]
     notes: tuple[str, ...]
-    coverage: dict[str, Coverage] = field(default_factory=dict)  # by the name of the text
+    coverage: dict[str, TextCoverage] = field(default_factory=dict)  # by the name of the text
 
     @property
     def windows(self) -> int:
@@ -69,7 +69,7 @@ def plan(
     windows: Windows = "auto",
     budget: int = BUDGET,
     bos: bool | None = None,
-) -> Plan:
+) -> AnalysisPlan:
     """Windows of every text at every length. A text that fits into the model and the budget is one window."""
     if not texts:
         raise ValueError("there is nothing to measure: inputs is empty")
@@ -85,7 +85,7 @@ def plan(
         if longest is not None and length > longest:
             _beyond(loaded, length, longest, hard_limit, notes)
     parts: list[PartPlan] = []
-    coverage: dict[str, Coverage] = {}
+    coverage: dict[str, TextCoverage] = {}
     for text in texts:
         if not isinstance(text.content, str | Tensor):
             parts += [PartPlan(text, one, prepared(text, loaded, one)) for one in checked or (None,)]
@@ -99,11 +99,11 @@ def plan(
             for window, start in enumerate(starts)
         ]
         measured = count * (max(chosen) - tokens.special) + tokens.special
-        coverage[text.name] = Coverage(tokens.count, tokens.count - measured, count)
+        coverage[text.name] = TextCoverage(tokens.count, tokens.count - measured, count)
         notes += _left_out(text, coverage[text.name], max(chosen), tokens.whole)
         problem = bos_problem(tokens, loaded) if bos is None and isinstance(text.content, str) else None
         notes += [problem] if problem and problem not in notes else []
-    return Plan(tuple(parts), tuple(notes), coverage)
+    return AnalysisPlan(tuple(parts), tuple(notes), coverage)
 
 
 def check_windows(windows: Windows, budget: int) -> None:
@@ -185,7 +185,7 @@ def _placed(
     )
 
 
-def _left_out(text: Text, coverage: Coverage, length: int, exact: bool) -> list[str]:
+def _left_out(text: Text, coverage: TextCoverage, length: int, exact: bool) -> list[str]:
     if coverage.left_out <= 0:
         return []
     about, several = "" if exact else "about ", f"{coverage.windows} windows" if coverage.windows > 1 else "1 window"

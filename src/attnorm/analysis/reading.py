@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnorm.analysis.columns import Columns
 from attnorm.analysis.sequences import one_sequence
-from attnorm.analysis.settings import Settings
+from attnorm.analysis.settings import AnalysisSettings
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.metrics.sampling import spread
@@ -69,7 +69,7 @@ def read_columns(
     call: AttentionCall,
     tokens_BQ: Tensor | None,
     normalizers: Mapping[str, Normalizer | None],
-    settings: Settings,
+    settings: AnalysisSettings,
     tokens: Tokens,
 ) -> dict[str, Columns]:
     """By normalizer, what a call adds to the table `reads`; empty where nothing is asked for."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from attnorm.analysis import store
 from attnorm.analysis.manifest import SCHEMA, now, part_key, versions
-from attnorm.analysis.plan import Plan, described
+from attnorm.analysis.plan import AnalysisPlan, described
 from attnorm.analysis.readable import readings, warnings_of
-from attnorm.analysis.settings import Settings, description, vector_rows_at
+from attnorm.analysis.settings import AnalysisSettings, description, vector_rows_at
 from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.inputs import Text
@@ -18,7 +18,7 @@ _ABOUT = ("text", "length", "window", "start", "tokens", "seconds", "first_token
 
 
 def new_manifest(
-    loaded: LoadedModel, texts: Sequence[Text], planned: Plan, settings: Settings, source: str | None
+    loaded: LoadedModel, texts: Sequence[Text], planned: AnalysisPlan, settings: AnalysisSettings, source: str | None
 ) -> dict[str, Any]:
     """source: what to type to measure the model again, where it was loaded by name or from a folder."""
     model = {**describe(loaded), **_what_it_runs(loaded)}
@@ -47,7 +47,7 @@ def new_manifest(
     }
 
 
-def _coverage(planned: Plan, text: Text) -> dict[str, Any]:
+def _coverage(planned: AnalysisPlan, text: Text) -> dict[str, Any]:
     found = planned.coverage.get(text.name)
     return {} if found is None else found.as_dict()
 
@@ -60,7 +60,7 @@ def _what_it_runs(loaded: LoadedModel) -> dict[str, Any]:
     return {"runs": names.pop() if len(names) == 1 else None, "runs_details": details}
 
 
-def sampling_notes(settings: Settings, lengths: Sequence[int]) -> list[str]:
+def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[str]:
     if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
         return []
     most = vector_rows_at(settings, min(lengths, default=1))

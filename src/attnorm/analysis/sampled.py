@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnorm.analysis.columns import Columns
 from attnorm.analysis.sequences import Sequences, visible_keys
-from attnorm.analysis.settings import Settings, vector_rows_at
+from attnorm.analysis.settings import AnalysisSettings, vector_rows_at
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.isotropy import isotropy
@@ -25,7 +25,7 @@ ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
 
 
 def sampled_columns(
-    longest: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
+    longest: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> ByNormalizer:
     """By normalizer, what the longest rows add to each table; `top_n` and `heads` in the order of heads (and N)."""
     chosen = [_sample(one, settings) for one in longest if len(one.rows)]
@@ -46,12 +46,12 @@ def sampled_columns(
     return found
 
 
-def _sample(one: Sequences, settings: Settings) -> Sequences:
+def _sample(one: Sequences, settings: AnalysisSettings) -> Sequences:
     return Sequences(one.call, spread(one.rows, vector_rows_at(settings, one.call.key_BGKD.shape[-2])))
 
 
 def _vectors(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
+    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> dict[str, Columns]:
     def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
         return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, generator)
@@ -74,7 +74,7 @@ def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _sensitivity(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
+    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> dict[str, Columns]:
     def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
         return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, generator)
@@ -98,7 +98,7 @@ def _sensitivity(
 
 
 def _coverage(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: Settings
+    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> dict[str, Columns]:
     parts = [measure_coverage(one.call, list(normalizers.values()), one.rows, settings.top_n) for one in chosen]
     columns: dict[str, Columns] = {}
@@ -113,7 +113,7 @@ def _coverage(
     return columns
 
 
-def _isotropy(chosen: Sequence[Sequences], settings: Settings) -> Columns:
+def _isotropy(chosen: Sequence[Sequences], settings: AnalysisSettings) -> Columns:
     """Per head, that of the vectors of its key/value head; sequences averaged."""
     heads = chosen[0].call.query_BHQD.shape[1]
     found: dict[str, list[np.ndarray]] = {"mean_cosine": [], "effective_rank": [], "smallest_distance": []}
@@ -127,7 +127,7 @@ def _isotropy(chosen: Sequence[Sequences], settings: Settings) -> Columns:
     return {name: np.repeat(mean, heads // len(mean)) for name, mean in means.items()}
 
 
-def _check_vectors(call: AttentionCall, settings: Settings) -> None:
+def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
     if settings.vectors == "inputs" and call.inputs_BKC is None:
         raise ValueError(
             f"the inputs behind the keys of {call.kind} layer {call.layer} cannot be seen in this model; "

@@ -29,7 +29,7 @@ EPSILONS = (1e-3, 1e-1, 10.0)  # the sizes of the papers' finite differences; co
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class AnalysisSettings:
     """Plain values only: they go into the manifest and into the key of every part."""
 
     normalizers: dict[str, str]  # name in the tables -> what it is, so that two of one name cannot be mistaken
@@ -65,7 +65,7 @@ def settings_of(
     seed: int,
     read_keys: int = 0,
     read_rows: int | Sequence[int] = READ_ROWS,
-) -> Settings:
+) -> AnalysisSettings:
     if rows not in ("auto", "all", "last") and not (_is_integer(rows) and int(rows) >= 1):
         raise ValueError(f"rows must be 'auto', 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
@@ -76,7 +76,7 @@ def settings_of(
         raise ValueError(f"vector_rows must be a whole number of at least 1, got {vector_rows!r}")
     if not _is_integer(seed):
         raise ValueError(f"seed must be a whole number, got {seed!r}")
-    return Settings(
+    return AnalysisSettings(
         normalizers={name: description(normalizer) for name, normalizer in normalizers.items()},
         top_n=_whole_numbers("top_n", top_n),
         rows=rows if isinstance(rows, str) else int(rows),
@@ -91,7 +91,7 @@ def settings_of(
     )
 
 
-def vector_rows_at(settings: Settings, n: int) -> int:
+def vector_rows_at(settings: AnalysisSettings, n: int) -> int:
     """How many of the longest rows of a window, of n keys, get the costly numbers; windows share vector_rows.
 
     Where a number of rows was asked for, speed was: 16 rows of up to 1,024 keys, which give separability against its

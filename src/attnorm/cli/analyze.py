@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnorm.cli.measuring import (
+from attnorm.cli.analysis_options import (
     Audio,
     Bos,
     Budget,

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.as_measured import settings_of_run, texts_of_run
-from attnorm.cli.measuring import (
+from attnorm.cli.analysis_options import (
     Bos,
     Device,
     Dtype,
@@ -28,6 +27,7 @@ from attnorm.cli.measuring import (
     windows_of,
 )
 from attnorm.cli.output import Json, show, show_json, usage_errors
+from attnorm.cli.rerun_settings import settings_of_run, texts_of_run
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis

@@ -52,7 +52,7 @@ class Optional:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class HealthCheck:
     """One check on this machine."""
 
     promise: str
@@ -66,7 +66,7 @@ class Health:
     versions: dict[str, str]
     devices: tuple[str, ...]
     optional: tuple[Optional, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[HealthCheck, ...]
     engines: dict[str, str]  # normalizer -> the engine that attention() takes on this machine
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,12 +126,12 @@ def _compiler() -> str | None:
     return next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
 
 
-def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> Check:
+def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> HealthCheck:
     try:
         passed, detail = attempt()
     except Exception as error:  # any error is a failed check
         passed, detail = False, f"{type(error).__name__}: {error}"
-    return Check(promise=promise, passed=passed, detail=detail)
+    return HealthCheck(promise=promise, passed=passed, detail=detail)
 
 
 def _keeps_the_contract(name: str) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from attnorm.cli.output import SafeConsole, say
 
 if TYPE_CHECKING:
-    from attnorm.analysis.parts import Progress
+    from attnorm.analysis.parts import AnalysisProgress
 
 
 LOG_SECONDS = 30.0
@@ -28,9 +28,9 @@ class Watch:
         self._began = now()
         self._resumed = 0.0  # tokens that cost no time
         self._before = 0
-        self.last: Progress | None = None
+        self.last: AnalysisProgress | None = None
 
-    def see(self, state: "Progress") -> None:
+    def see(self, state: "AnalysisProgress") -> None:
         if state.resumed:
             self._resumed += state.tokens_done - self._before
         self._before = state.tokens_done
@@ -79,7 +79,7 @@ class Watch:
 
 
 @contextmanager
-def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
+def shown(watch: Watch) -> Iterator[Callable[["AnalysisProgress"], None]]:
     """What to hand to analyze() as `progress`."""
     console = SafeConsole(stderr=True)
     if not console.is_terminal:
@@ -94,7 +94,7 @@ def shown(watch: Watch) -> Iterator[Callable[["Progress"], None]]:
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(watch.words, total=1.0, pace="")
 
-        def update(state: "Progress") -> None:
+        def update(state: "AnalysisProgress") -> None:
             watch.see(state)
             bar.update(task, completed=watch.share, description=watch.words, pace=watch.pace)
 
@@ -108,7 +108,7 @@ class _Log:
         self._watch, self._now = watch, now
         self._last = now()
 
-    def see(self, state: "Progress") -> None:
+    def see(self, state: "AnalysisProgress") -> None:
         watch = self._watch
         finished = watch.last is not None and state.parts_done > watch.last.parts_done
         watch.see(state)

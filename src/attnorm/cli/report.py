@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from attnorm.cli.analysis_options import Judging, failures
 from attnorm.cli.analyze import REPORT, show_analysis
-from attnorm.cli.measuring import Judging, failures
 from attnorm.cli.output import Json, say
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.cli.measuring import failures, numbers_of
+from attnorm.cli.analysis_options import failures, numbers_of
 from attnorm.cli.output import Json, SafeConsole, say, show, show_json
 from attnorm.provenance import recorded_command
 

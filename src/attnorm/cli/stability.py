@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.measuring import (
+from attnorm.cli.analysis_options import (
     Bos,
     Budget,
     Judging,

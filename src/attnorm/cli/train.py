@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from attnorm.cli.measuring import numbers_of
+from attnorm.cli.analysis_options import numbers_of
 from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
 from attnorm.cli.train_needle import needle
 from attnorm.cli.train_retrieval import retrieval

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from attnorm.cli.measuring import numbers_of
+from attnorm.cli.analysis_options import numbers_of
 from attnorm.cli.output import Json, say, show, show_json, usage_errors
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from attnorm.report.chosen import chosen_rows, column, default_choice, relative_distances
 from attnorm.report.palette import ACCENT, INK, PALE, WARM
+from attnorm.report.selection import chosen_rows, column, default_choice, relative_distances
 from attnorm.report.vocabulary import verdict_word
 
 ROOM = {"left": 0.06, "right": 0.985, "top": 0.885, "bottom": 0.085, "wspace": 0.26, "hspace": 0.42}

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import heat_map, verdict_map
 from attnorm.report.palette import LETTERING
+from attnorm.report.selection import chosen_rows, column, default_choice
 from attnorm.report.vocabulary import PANEL_METRICS, VERDICTS
 
 

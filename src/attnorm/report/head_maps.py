@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from attnorm.metrics.catalogue import BY_NAME, Metric
-from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.palette import OTHER_COLOURS, SCALE, VERDICT_COLOURS
+from attnorm.report.selection import chosen_rows, column, default_choice
 from attnorm.report.vocabulary import VERDICTS, verdict_word
 
 COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)

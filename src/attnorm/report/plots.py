@@ -19,10 +19,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from attnorm.analysis.visible import visible
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import COLOURS, heat_map, verdict_map
 from attnorm.report.palette import ACCENT, INK, LETTERING, PALE
+from attnorm.report.selection import chosen_rows, column, default_choice
 
 KINDS = ("verdicts", "heads", "curves", "head")
 METRIC = "entropy_ratio"

@@ -10,7 +10,7 @@ from rich.text import Text
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.top_keys import TopKeys, quoted, top_keys
 from attnorm.analysis.verdicts.rows import Row
-from attnorm.report.chosen import chosen_rows
+from attnorm.report.selection import chosen_rows
 
 HEADS, KEYS, LONGEST = 5, 4, 14  # of the table: heads, keys of each, characters of a token
 

@@ -7,11 +7,11 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from attnorm.report.chosen import chosen_rows, default_choice
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_figures import save_head_figures, worst_head
 from attnorm.report.head_maps import heat_map, verdict_map
 from attnorm.report.palette import LETTERING
+from attnorm.report.selection import chosen_rows, default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, hostile, sample
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from attnorm.analysis import store
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE, Collector
-from attnorm.analysis.settings import Settings, settings_of
+from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
@@ -273,7 +273,7 @@ def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int
     return Pass(length, variants)
 
 
-def _settings(rows: int, seed: int) -> Settings:
+def _settings(rows: int, seed: int) -> AnalysisSettings:
     return settings_of(
         normalizers={"model": None}, top_n=(1,), rows=rows, vectors="values", vector_rows=None, metrics="core",
         temperatures=(1.0,), seed=seed,

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.chosen import DISTANCES, column, default_choice, distinct, relative_distances
+from attnorm.report.html.column_encoding import packed
 from attnorm.report.html.numbers import number, share
-from attnorm.report.html.packing import packed
 from attnorm.report.html.reads import reads_payload, sides_payload, tokens_payload
+from attnorm.report.selection import DISTANCES, column, default_choice, distinct, relative_distances
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
 KEY = tuple(name for name, _ in HEAD_KEY)

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from attnorm.analysis.store import write_whole
-from attnorm.report.html import numbers, written
+from attnorm.report.html import numbers, page_text
 from attnorm.report.html.data import payload
 from attnorm.report.vocabulary import VERDICTS
 
@@ -38,7 +38,7 @@ def render(analysis: Any) -> str:
             style=style,
             script=script,
             data=payload(analysis),
-            **written.page_words(analysis),
+            **page_text.page_words(analysis),
             verdict_words=VERDICTS,
         )
     )

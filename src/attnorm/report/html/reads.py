@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from attnorm.analysis.reading import INPUT, SIDES
 from attnorm.analysis.visible import visible
-from attnorm.report.chosen import column
-from attnorm.report.html.packing import packed, packed_whole
+from attnorm.report.html.column_encoding import packed, packed_whole
+from attnorm.report.selection import column
 
 LONGEST = 40  # characters of a token on the page
 MOST = 4_000  # keys on the page, about 25 kB; a large model gets fewer for each row, the table has all of them

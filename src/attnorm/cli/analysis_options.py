@@ -12,7 +12,7 @@ from attnorm.cli.output import say, usage_errors
 from attnorm.cli.progress import Watch, shown
 
 if TYPE_CHECKING:
-    from attnorm.analysis.parts import Progress
+    from attnorm.analysis.parts import AnalysisProgress
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.models.inputs import Text
@@ -233,6 +233,6 @@ def _what_is_kept(watch: Watch, out: Path | None) -> str:
     )
 
 
-def _layers_kept(state: "Progress") -> str:
+def _layers_kept(state: "AnalysisProgress") -> str:
     done = 0 if state.parts_done == state.parts_total else state.layers_done
     return f", and {done} of {state.layers_total} layers of part {state.parts_done + 1}" if done else ""

@@ -8,8 +8,8 @@ from typing import Any
 from attnorm.analysis.verdicts.sentences import threshold_sentences
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
-from attnorm.report.chosen import chosen_rows, column, default_choice
 from attnorm.report.html.numbers import MISSING, number, plain, share
+from attnorm.report.selection import chosen_rows, column, default_choice
 from attnorm.report.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
 
