@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import blocked, with_weights
-from attnorm.engines.inputs import Inputs, checked, without_autocast
+from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
@@ -115,7 +115,9 @@ def attention(
             )
         output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         return output
-    inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states)
+    inputs = validate_inputs(
+        q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
+    )
     inputs = replace(inputs, dropout=float(dropout_p))
     if return_weights:
         _check_weights(inputs, engine)

@@ -10,7 +10,7 @@ import attnorm
 from attnorm.engines import blocked as blocked_engine
 from attnorm.engines import fused
 from attnorm.engines import inputs as engine_inputs
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
 from tests.attention.reference import CASES, Case, seen
 
@@ -79,7 +79,7 @@ def test_adaptive_temperature_with_gradients_leaves_the_fused_engine() -> None:
     q, k, v, _ = Call().tensors()
     q.requires_grad_()
     normalizer = attnorm.get("adaptive_temperature")
-    inputs = checked(q, k, v, mask=None, causal=False, scale=None, positions=None)
+    inputs = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
     assert not fused.applies(inputs, normalizer)
     with pytest.raises(ValueError, match=r"'adaptive_temperature' is not a rescaled softmax here; use engine='auto'"):
         attnorm.attention(q, k, v, normalizer, engine="fused")
@@ -132,7 +132,7 @@ def test_visible_keys_are_counted_without_the_whole_mask(
     q, k, v, _ = Call(queries=5, keys=5).tensors()
     mask = torch.rand(shape) < 0.6
     monkeypatch.setattr(engine_inputs, "MASK_ELEMENTS", rows * 5 * (mask.numel() // mask.shape[-1]))
-    inputs = checked(q, k, v, mask=mask, causal=causal, scale=None, positions=None)
+    inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=None, positions=None)
     n = seen(q, k, mask, causal).sum(-1, keepdim=True).double()
     assert torch.equal(inputs.n().expand_as(n), n)
     assert torch.equal(inputs.q_BHQD, torch.where(n > 0, q, 0.0))

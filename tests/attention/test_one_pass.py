@@ -13,7 +13,7 @@ from torch import Tensor
 import attnorm
 from attnorm.attention import attend
 from attnorm.engines import one_pass
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +143,7 @@ def test_a_soft_cap_of_the_model_is_kept() -> None:
     normalizer = attnorm.get("ssmax", heads=4).to(DEVICE)
 
     def capped(tensors: tuple[Tensor, ...], engine: Any) -> list[Tensor]:
-        inputs = checked(*tensors, mask=None, causal=True, scale=None, positions=None)
+        inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
         output = attend(replace(inputs, softcap=2.0), normalizer, engine)
         return [output, *torch.autograd.grad(output.double().square().sum(), [*tensors, *normalizer.parameters()])]
 
@@ -200,7 +200,7 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
     for name in ("entmax15", "topk", "stick_breaking"):
         with pytest.raises(ValueError, match="engine='auto' or 'blocked'"):
             attnorm.attention(q, k, v, name, engine="triton")
-    inputs = checked(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
+    inputs = validate_inputs(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
     assert not one_pass.applies(inputs, attnorm.get("sigmoid")), "few queries, as in decoding"
 
 

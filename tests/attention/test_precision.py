@@ -14,7 +14,7 @@ from torch import Tensor
 import attnorm
 from attnorm.attention import Engine
 from attnorm.engines import fused
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from tests.attention.calls import Call, calling, learned, outputs_and_gradients
 from tests.attention.reference import CASES, HEADS, Case
 
@@ -31,7 +31,7 @@ def plain(case: Case, normalizer: attnorm.Normalizer, q: Tensor, k: Tensor, v: T
 
 
 def runs_fused(normalizer: attnorm.Normalizer, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    inputs = checked(q.requires_grad_(), k, v, mask=None, causal=True, scale=None, positions=None)
+    inputs = validate_inputs(q.requires_grad_(), k, v, mask=None, causal=True, scale=None, positions=None)
     return fused.applies(inputs, normalizer)
 
 

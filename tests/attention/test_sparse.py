@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines import sparse
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers import Normalizer
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -225,7 +225,7 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
     normalizer = attnorm.get("entmax15")
     assert isinstance(normalizer, Normalizer)
     for wrong in (tuple(t[..., :8, :] for t in (q, k, v)), tuple(t.double() for t in (q, k, v))):
-        call = checked(*wrong, mask=None, causal=False, scale=None, positions=None)
+        call = validate_inputs(*wrong, mask=None, causal=False, scale=None, positions=None)
         assert not sparse.applies(call, normalizer), "few queries; no kernel for this precision"
     with torch.no_grad():  # a transform of torch.func goes through the blocks
         found = torch.func.vmap(lambda q: attnorm.attention(q, k[0], v[0], normalizer))(q)

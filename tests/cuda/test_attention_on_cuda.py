@@ -5,7 +5,7 @@ import torch
 
 import attnorm
 from attnorm.engines import flex
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers import Mechanism
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -63,7 +63,7 @@ def test_flex_recipes_match_float64(name, options, lengths, heads, mask, causal)
     normalizer = attnorm.get(name, **options).cuda()
     q, k, v, shown = _inputs(lengths, heads, mask, torch.float32)
     call = {"mask": shown, "causal": causal}
-    assert flex.applies(checked(q, k, v, **call, scale=None, positions=None), normalizer)
+    assert flex.applies(validate_inputs(q, k, v, **call, scale=None, positions=None), normalizer)
     found = _values_and_gradients(q, k, v, normalizer, torch.float32, engine="flex", **call)
     expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
     _assert_close(found, expected, 2e-5)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.null import deal, separabilities
+from attnorm.metrics.null import draw_permutations, separabilities
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
@@ -108,7 +108,7 @@ def test_one_product_for_all_n_and_draws_equals_theory_for_each() -> None:
     x[4] = 0
     visible = torch.rand(3, 30, generator=generator) < 0.8
     weights = torch.where(visible, torch.rand(3, 30, generator=generator, dtype=torch.float64), 0.0)
-    targets = deal(visible[None], 4, generator)[:, 0]
+    targets = draw_permutations(visible[None], 4, generator)[:, 0]
     shares = separabilities(select(weights, x, 9, visible), targets, (1, 4, 9))
     for draw, target in enumerate(targets):
         dealt = torch.zeros_like(weights).scatter(-1, target, weights)
@@ -120,7 +120,7 @@ def test_one_product_for_all_n_and_draws_equals_theory_for_each() -> None:
 
 def test_dealing_keeps_hidden_keys_in_place_and_every_weight() -> None:
     visible = torch.rand(2, 5, 40, generator=torch.Generator().manual_seed(0)) < 0.5
-    targets = deal(visible, 3, torch.Generator().manual_seed(1))
+    targets = draw_permutations(visible, 3, torch.Generator().manual_seed(1))
     keys = torch.arange(40).expand(3, 2, 5, 40)
     assert torch.equal(targets.sort(-1).values, keys)
     assert torch.equal(targets[:, ~visible], keys[:, ~visible])

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from attnorm.engines import blocked as blocked_engine
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.models.patch import patch, swap
 from attnorm.normalizers.registry import get
 from tests.models.tiny import LEARNED, llama, logits, tiny, tokens
@@ -131,7 +131,7 @@ def test_dropout_drops_in_training_only(name: str) -> None:
 @pytest.mark.parametrize("rows", [5, 12])
 def test_dropout_keeps_the_mean_and_is_the_same_in_backward(rows: int) -> None:
     q, k, v = torch.randn(3, 1, 2, 12, 8, dtype=torch.float64).requires_grad_().unbind()
-    plain = checked(q, k, v, mask=None, causal=True, scale=None, positions=None)
+    plain = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
     dropping = replace(plain, dropout=0.5)
     elements = rows * 2 * 12
     outputs = [blocked_engine.blocked(dropping, get("entmax15"), block_elements=elements) for _ in range(200)]

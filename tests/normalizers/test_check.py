@@ -11,7 +11,7 @@ from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, c
 from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
 from attnorm.normalizers.checks import CHECKS
 from attnorm.normalizers.checks.masking import _by_position
-from attnorm.normalizers.checks.subject import Subject
+from attnorm.normalizers.checks.subject import CheckedNormalizer
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.softmax import Softmax
 
@@ -267,7 +267,7 @@ def test_a_mechanism_has_no_rows_to_check() -> None:
 def test_only_selections_by_position_hide_keys_whatever_their_logits() -> None:
     """A NaN at a key that top-k would drop must show; at a key outside a window it must not."""
     for name, options, hidden in (("local", {"window": 2}, True), ("topk", {"k": 2}, False)):
-        subject = Subject.of(get(name, **options), 1, None)
+        subject = CheckedNormalizer.of(get(name, **options), 1, None)
         logits = subject.logits(4, 4)
         mask = torch.ones(4, 4, dtype=torch.bool).tril()
         left = _by_position(subject, logits, mask)

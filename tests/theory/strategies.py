@@ -14,7 +14,7 @@ def floats(bound: float) -> st.SearchStrategy[float]:
 
 
 @dataclass(frozen=True)
-class Case:
+class ClaimCase:
     logits: Tensor
     vectors: Tensor
     top_n: int
@@ -29,10 +29,10 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_keys: int = 7, most_dimensions: int = 3, spread: float = 8.0) -> Case:
+def cases(draw: st.DrawFn, most_keys: int = 7, most_dimensions: int = 3, spread: float = 8.0) -> ClaimCase:
     L = draw(st.integers(2, most_keys))
     d = draw(st.integers(1, most_dimensions))
     logits = draw(st.lists(floats(spread / 2), min_size=L, max_size=L))
     vectors = draw(st.lists(st.lists(floats(3), min_size=d, max_size=d), min_size=L, max_size=L))
     top_n = draw(st.integers(1, L - 1))
-    return Case(torch.tensor(logits, dtype=torch.float64), torch.tensor(vectors, dtype=torch.float64), top_n)
+    return ClaimCase(torch.tensor(logits, dtype=torch.float64), torch.tensor(vectors, dtype=torch.float64), top_n)

@@ -10,7 +10,7 @@ import attnorm
 from attnorm.claims.page import built_in_claims, claims_markdown, updated
 from attnorm.theory import Claim, claims
 from attnorm.theory.catalogue.cases import draw_case
-from attnorm.theory.catalogue.claim import Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, equals
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -103,7 +103,7 @@ def test_rows_together_give_what_each_gives_alone(claim: Claim) -> None:
 
 @pytest.mark.parametrize("structured", [False, True])
 def test_cases_depend_on_their_seed_alone_and_keep_to_their_sizes(structured: bool) -> None:
-    sizes = Sizes(least_keys=3, most_keys=16, least_width=2, least_top_n=2, most_top_n=4)
+    sizes = CaseSizes(least_keys=3, most_keys=16, least_width=2, least_top_n=2, most_top_n=4)
     for seed in range(50):
         case, again = (draw_case(seed, sizes, structured=structured) for _ in range(2))
         assert torch.equal(case.logits, again.logits)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.null import separabilities
-from attnorm.monitor.told_apart import random_scores, told_apart
+from attnorm.monitor.separability_null import random_scores, separability_and_null
 from attnorm.theory.closeness import near_one, relative_weights
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import select
@@ -32,9 +32,9 @@ def of_metrics(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
 def of_monitor(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
     scores = random_scores(len(weights), KEYS, torch.device("cpu"))
     logs = None if logs is None else logs[None]
-    return told_apart(weights[None], torch.ones(1, *weights.shape, dtype=torch.bool), x[None], scores, TOP_N, logs)[
-        0, 0
-    ]
+    return separability_and_null(
+        weights[None], torch.ones(1, *weights.shape, dtype=torch.bool), x[None], scores, TOP_N, logs
+    )[0, 0]
 
 
 MEASURES = pytest.mark.parametrize("measure", [of_theory, of_metrics, of_monitor])

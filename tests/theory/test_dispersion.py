@@ -11,7 +11,7 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from attnorm.theory import dispersion, spread
-from tests.theory.strategies import Case, cases, floats
+from tests.theory.strategies import ClaimCase, cases, floats
 
 FUNCTIONS = {
     "exp": torch.exp,
@@ -68,7 +68,7 @@ def test_lemma1_does_not_cover_scales_that_know_the_length_or_maps_that_reach_ze
 
 
 @given(case=cases(most_dimensions=3), temperature=st.floats(0.2, 5))
-def test_corollary1_holds_and_is_wider_than_lemma21(case: Case, temperature: float) -> None:
+def test_corollary1_holds_and_is_wider_than_lemma21(case: ClaimCase, temperature: float) -> None:
     query = torch.ones(case.vectors.shape[-1], dtype=torch.float64)
     logits = case.vectors @ query
     weights, n = torch.softmax(logits / temperature, -1), len(logits)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnorm.theory import distance, random_set
 from attnorm.theory.selection import SelectedRows, scaled_distances, select, top_n_indices, top_n_set
-from tests.theory.strategies import Case, cases
+from tests.theory.strategies import ClaimCase, cases
 
 SLACK = 1e-9
 ZERO = 1e-12
@@ -46,7 +46,7 @@ def test_the_top_n_set_is_exact_and_ties_go_to_the_earlier_key() -> None:
 
 
 @given(case=cases())
-def test_the_distance_equals_its_definition(case: Case) -> None:
+def test_the_distance_equals_its_definition(case: ClaimCase) -> None:
     rows = case.rows
     chosen = rows.indices[0].tolist()
     brute = brute_force_distance(case.weights, case.vectors, chosen)
@@ -64,7 +64,7 @@ def test_distances_keep_their_digits_where_points_nearly_coincide() -> None:
 
 
 @given(case=cases())
-def test_theorem1_fixed_holds_as_printed_and_the_tight_form_lies_between(case: Case) -> None:
+def test_theorem1_fixed_holds_as_printed_and_the_tight_form_lies_between(case: ClaimCase) -> None:
     rows = case.rows
     exact, tight, printed = (
         f(rows) for f in (distance.d_tilde, distance.theorem1_fixed_tight, distance.theorem1_fixed_printed)
@@ -118,7 +118,7 @@ def test_the_tight_form_is_much_tighter_on_ordinary_rows() -> None:
 
 
 @given(case=cases(), signs=st.integers(0, 127), size=st.floats(0.1, 10))
-def test_the_tight_form_holds_for_signed_and_unnormalised_rows(case: Case, signs: int, size: float) -> None:
+def test_the_tight_form_holds_for_signed_and_unnormalised_rows(case: ClaimCase, signs: int, size: float) -> None:
     sign = torch.tensor([1.0 - 2 * (signs >> i & 1) for i in range(len(case.logits))], dtype=torch.float64)
     rows = select(size * sign * case.weights, case.vectors, case.top_n)
     bound = distance.theorem1_fixed_tight(rows)
@@ -139,7 +139,7 @@ def test_the_printed_fixed_bound_needs_the_true_top_n_set() -> None:
 
 @given(case=cases(most_keys=6))
 @settings(max_examples=60)
-def test_theorem1_random_corrected_brackets_the_exact_expectation(case: Case) -> None:
+def test_theorem1_random_corrected_brackets_the_exact_expectation(case: ClaimCase) -> None:
     rows = case.rows
     exact = brute_force_expectation(case.weights, case.vectors, case.top_n)
     assert torch.allclose(random_set.random_set_exact(rows), exact, rtol=1e-6, atol=ZERO)
@@ -155,7 +155,7 @@ def test_theorem1_random_corrected_brackets_the_exact_expectation(case: Case) ->
 
 @given(case=cases(most_keys=6))
 @settings(max_examples=40)
-def test_telling_apart_the_heaviest_keys_narrows_the_bracket_down_to_the_expectation(case: Case) -> None:
+def test_telling_apart_the_heaviest_keys_narrows_the_bracket_down_to_the_expectation(case: ClaimCase) -> None:
     rows, n = case.rows, len(case.logits)
     exact = random_set.random_set_exact(rows)
     brackets = [random_set.theorem1_random_bounds(rows, heaviest) for heaviest in range(n + 1)]
@@ -260,7 +260,7 @@ def test_the_distance_need_not_collapse_when_n_grows_with_l() -> None:
 
 
 @given(case=cases())
-def test_the_relative_distance_is_one_up_to_the_size_of_what_is_left_out(case: Case) -> None:
+def test_the_relative_distance_is_one_up_to_the_size_of_what_is_left_out(case: ClaimCase) -> None:
     rows = case.rows
     ratio, (lower, upper) = distance.relative_distance(rows), distance.relative_distance_bounds(rows)
     size = rows.context.norm()

@@ -14,9 +14,9 @@ from attnorm.theory.entmax_worst_case import entmax_worst_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax
 
 
-def entmax_contender(name: str, alpha: float, scale: Callable[[int], float] = lambda n: 1.0) -> fr.Contender:
+def entmax_contender(name: str, alpha: float, scale: Callable[[int], float] = lambda n: 1.0) -> fr.FrontierContender:
     """alpha-entmax(scale(n) z) with its exact Lipschitz constant."""
-    return fr.Contender(
+    return fr.FrontierContender(
         name,
         lambda weight, n: fr.entmax_gap(weight, n, alpha) / scale(n),
         lambda n: entmax_worst_norm(n, alpha) * scale(n),
@@ -28,7 +28,7 @@ ENTMAX15 = entmax_contender("entmax15", 1.5)
 SPARSEMAX = entmax_contender("sparsemax", 2.0)
 SSMAX = entmax_contender("ssmax", 1.0, lambda n: 0.168 * math.log(n))
 ASENTMAX = entmax_contender("asentmax", 1.5, lambda n: 1 + 0.55 * math.log(n + 1) ** 0.5)
-KNEEMAX = fr.Contender("kneemax", fr.kneemax_gap, lambda n: 0.5)
+KNEEMAX = fr.FrontierContender("kneemax", fr.kneemax_gap, lambda n: 0.5)
 ALL = (SOFTMAX, ENTMAX15, SPARSEMAX, SSMAX, ASENTMAX, KNEEMAX)
 
 
@@ -73,7 +73,7 @@ def test_sparsemax_attains_the_law() -> None:
     ("contender", "n", "effort"),
     [(SOFTMAX, 1024, 4.56), (SOFTMAX, 131072, 6.99), (SPARSEMAX, 1024, 0.90), (SPARSEMAX, 131072, 0.90)],
 )
-def test_published_efforts_for_weight_0_9(contender: fr.Contender, n: int, effort: float) -> None:
+def test_published_efforts_for_weight_0_9(contender: fr.FrontierContender, n: int, effort: float) -> None:
     assert fr.frontier([contender], [n], [0.9])[0].effort == pytest.approx(effort, abs=0.005)
 
 
@@ -105,7 +105,7 @@ def test_a_temperature_or_length_scale_moves_no_map_on_the_frontier() -> None:
 @pytest.mark.parametrize("n", [2, 7, 3000])
 @pytest.mark.parametrize("weight", [0.6, 0.97])
 def test_root_finding_on_a_map_equals_the_closed_form(n: int, weight: float) -> None:
-    maps: list[tuple[fr.Contender, Callable[[Tensor], Tensor]]] = [
+    maps: list[tuple[fr.FrontierContender, Callable[[Tensor], Tensor]]] = [
         (SOFTMAX, lambda z: torch.softmax(z, -1)),
         (ENTMAX15, lambda z: entmax(z, 1.5)),
         (KNEEMAX, kneemax),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry, isotropic_law
 from attnorm.theory.selection import SelectedRows, select
-from tests.theory.strategies import Case, cases
+from tests.theory.strategies import ClaimCase, cases
 
 SLACK = 1e-9
 
@@ -40,7 +40,7 @@ def sampled_norms(coefficients: np.ndarray, d: int, draws: int, seed: int = 0) -
 
 
 @given(case=cases(), radius=st.none() | st.floats(0.01, 3))
-def test_separability_equals_definition_10(case: Case, radius: float | None) -> None:
+def test_separability_equals_definition_10(case: ClaimCase, radius: float | None) -> None:
     rows = case.rows
     y = case.weights[:, None] * case.vectors
     chosen = rows.indices[0].tolist()
@@ -298,7 +298,7 @@ def all_norms(vectors: Tensor, a: Tensor, choices: list[tuple[int, ...]]) -> Ten
 
 @given(case=cases(most_keys=6), size=st.integers(1, 4), shift=st.floats(-3, 3))
 @settings(max_examples=60)
-def test_norm_moments_equal_those_over_all_assignments(case: Case, size: int, shift: float) -> None:
+def test_norm_moments_equal_those_over_all_assignments(case: ClaimCase, size: int, shift: float) -> None:
     n = len(case.logits)
     size = min(size, n)
     a, vectors = case.weights[:size], case.vectors + shift
@@ -338,7 +338,7 @@ def test_population_moments_equal_their_definitions_for_masked_rows() -> None:
 
 @given(case=cases(most_keys=6), radius=st.floats(0.01, 4))
 @settings(max_examples=60)
-def test_the_anisotropic_bounds_bracket_the_expectation_over_all_permutations(case: Case, radius: float) -> None:
+def test_the_anisotropic_bounds_bracket_the_expectation_over_all_permutations(case: ClaimCase, radius: float) -> None:
     n, N = len(case.logits), case.top_n
     a = case.weights.sort(descending=True).values[:N]
     inside = []
@@ -353,7 +353,7 @@ def test_the_anisotropic_bounds_bracket_the_expectation_over_all_permutations(ca
 
 @given(case=cases(most_keys=5), radius=st.floats(0.01, 4))
 @settings(max_examples=40)
-def test_the_anisotropic_bounds_bracket_the_expectation_over_independent_draws(case: Case, radius: float) -> None:
+def test_the_anisotropic_bounds_bracket_the_expectation_over_independent_draws(case: ClaimCase, radius: float) -> None:
     n, N = len(case.logits), min(case.top_n, 3)
     a = case.weights.sort(descending=True).values[:N]
     draws = case.vectors[torch.tensor(list(itertools.product(range(n), repeat=N)))] * a[:, None]

@@ -20,7 +20,7 @@ from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import QUANTILES, SCHEMAS
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.normalized import as_normalizer, measured
+from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import length_bins
 from attnorm.metrics.summary import Summary, summarise, summarise_all
@@ -182,7 +182,7 @@ def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Su
 
 def _worst_norm(call: AttentionCall, choice: Normalizer | None, n: int) -> float:
     """The largest Jacobian norm that the normalizer, with its parameters as they are, can have; NaN if not known."""
-    (chosen,) = measured(call, [choice])
+    (chosen,) = resolve_normalizers(call, [choice])
     bound = as_normalizer(chosen, call).lipschitz(n) if n > 1 else None
     return float("nan") if bound is None else float(bound)
 

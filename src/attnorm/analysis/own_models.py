@@ -12,7 +12,7 @@ from attnorm.analysis.observation import Observation
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import Rows, named_normalizers, settings_of
 from attnorm.analysis.verdicts import Thresholds
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.torch_calls import watch_torch
 from attnorm.models.torch_functions import kind_of
@@ -123,7 +123,9 @@ def _tensor_call(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None, softcap: float | None
 ) -> AttentionCall:
     added = mask if mask is not None and mask.is_floating_point() else None
-    inputs = checked(q, k, v, mask=None if added is not None else mask, causal=causal, scale=scale, positions=None)
+    inputs = validate_inputs(
+        q, k, v, mask=None if added is not None else mask, causal=causal, scale=scale, positions=None
+    )
     queries, keys = inputs.queries, inputs.keys
     visible = Visible(causal=False)
     given = added if added is not None else inputs.mask

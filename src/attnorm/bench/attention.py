@@ -12,7 +12,7 @@ from attnorm.attention import attention
 from attnorm.bench.results import Ratio
 from attnorm.bench.timing import Call, time_alternating
 from attnorm.engines import fused
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
@@ -120,7 +120,7 @@ def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Ten
 def blocked_normalizers() -> list[str]:
     """Return the names of the normalizers that attention() computes in blocks of queries."""
     q = torch.zeros(1, 1, 2, 4)
-    inputs = checked(q, q, q, mask=None, causal=True, scale=None, positions=None)
+    inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
     made = {name: get(name) for name in available()}
     return [
         name for name, normalizer in made.items()

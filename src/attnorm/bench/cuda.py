@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnorm.attention import attention, choose_engine
 from attnorm.bench.results import Ratio
 from attnorm.bench.timing import Call, Timed, time_alternating
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
 
@@ -65,7 +65,7 @@ def _compare(
 ) -> Iterator[Ratio]:
     normalizer = get(name).cuda()
     assert isinstance(normalizer, Normalizer)
-    inputs = checked(*tensors, mask=None, causal=True, scale=None, positions=None)
+    inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
     engine = choose_engine(inputs, normalizer)
     ours = partial(attention, normalizer=normalizer, causal=True)
     for rank, (against, backend) in enumerate(RIVALS.items()):

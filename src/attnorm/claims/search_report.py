@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from attnorm.theory.catalogue import Case, Claim
+from attnorm.theory.catalogue import Claim, ClaimCase
 from attnorm.theory.search import Counterexample, Finding, table_stands
 
 COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
@@ -140,7 +140,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def counterexample_as_dict(claim: Claim, case: Case, row: int, ratio: float) -> dict[str, Any]:
+def counterexample_as_dict(claim: Claim, case: ClaimCase, row: int, ratio: float) -> dict[str, Any]:
     """Return one row in full, with everything needed to check it by hand."""
     return {
         "claim": claim.id,
@@ -161,7 +161,7 @@ def counterexample_as_dict(claim: Claim, case: Case, row: int, ratio: float) -> 
     }
 
 
-def counterexample_text(claim: Claim, case: Case, row: int, ratio: float) -> RenderableType:
+def counterexample_text(claim: Claim, case: ClaimCase, row: int, ratio: float) -> RenderableType:
     verdict = "fails" if ratio > 1 else "does not fail"
     lines = [
         f"{claim.id}: {claim.statement}",

@@ -18,7 +18,7 @@ from attnorm.attention import attention, choose_engine
 from attnorm.bench.attention import dense
 from attnorm.bench.machine import this_machine
 from attnorm.bench.results import Machine
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
@@ -102,7 +102,7 @@ def engines() -> dict[str, str]:
     """The engine of attention() for each normalizer: causal, 64 queries, on a GPU in bfloat16 where there is one."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     q, k, v = (torch.zeros(1, 1, 64, 64, device=device, dtype=dtype) for _ in range(3))
-    inputs = checked(q, k, v, mask=None, causal=True, scale=None, positions=None)
+    inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
     found: dict[str, str] = {}
     for name in available():
         normalizer = get(name)

@@ -161,7 +161,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def checked(
+def validate_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -15,7 +15,7 @@ from attnorm.experiments.experiment import ProgressCallback, Subject
 from attnorm.experiments.forward_pass import run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.normalized import as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import rows_to_measure
 from attnorm.metrics.vectors import Vectors
 from attnorm.theory.geometry import on_sphere
@@ -98,7 +98,7 @@ def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
     if vectors == "inputs":
         values = values[:, None]
     row = torch.tensor([call.query_BHQD.shape[-2] - 1], device=call.query_BHQD.device)
-    (own,) = measured(call, [None])
+    (own,) = resolve_normalizers(call, [None])
     with torch.no_grad():
         (block,) = logit_blocks(call, row, all_heads=True)
         # In float64: weights that float32 rounds to 0, sums over a thousand keys, differences of nearly equal lengths.

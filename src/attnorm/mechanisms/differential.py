@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from attnorm.engines.fused import fused
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
 from attnorm.normalizers.softmax import Softmax
@@ -68,7 +68,7 @@ class Differential(Mechanism):
             masks = [mask[..., of_pair::2, :, :] for of_pair in (0, 1)]
         first, second = (
             fused(
-                checked(
+                validate_inputs(
                     q[..., of_pair::2, :, :], k[..., of_pair::2, :, :], v,
                     mask=masks[of_pair], causal=causal, scale=scale, positions=positions,
                 ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.blocked import blocked
-from attnorm.engines.inputs import checked
+from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.softmax import Softmax
@@ -56,6 +56,6 @@ class Gaussian(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
-        inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         output = blocked(inputs, self.normalizer, scores=lambda q, k: gaussian_logits(q, k, inputs.scale))
         return output.reshape(*q.shape[:-1], v.shape[-1])

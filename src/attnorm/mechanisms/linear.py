@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.engines.blocked import blocked
-from attnorm.engines.inputs import Inputs, checked, without_autocast
+from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.kernel import FUNCTIONS
@@ -65,7 +65,9 @@ class Linear(Mechanism):
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
         """`scale` multiplies q before the feature map; 1 unless given."""
-        inputs = checked(q, k, v, mask=mask, causal=causal, scale=1.0 if scale is None else scale, positions=positions)
+        inputs = validate_inputs(
+            q, k, v, mask=mask, causal=causal, scale=1.0 if scale is None else scale, positions=positions
+        )
         per_query = inputs.mask is not None and inputs.mask.shape[-2] > 1
         output = self._by_blocks(inputs) if per_query else self._by_sums(inputs)
         return output.reshape(*q.shape[:-1], v.shape[-1])

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from attnorm.engines.blocked import BLOCK_ELEMENTS
-from attnorm.engines.inputs import Inputs, checked, without_autocast
+from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
 from attnorm.normalizers.softmax import Softmax
@@ -63,7 +63,7 @@ class Selective(Mechanism):
         positions: Tensor | Positions | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output, and the penalty F (B, 1, 1, Lk) to pass with the next queries; `penalty` may cover fewer keys."""
-        inputs = checked(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         working = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         q4, k4, v4 = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
         k4, v4 = (t.repeat_interleave(inputs.groups, dim=1) for t in (k4, v4))

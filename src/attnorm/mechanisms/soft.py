@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, checked, without_autocast
+from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.mechanisms.gaussian import gaussian_logits
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Properties
@@ -55,7 +55,7 @@ class Soft(Mechanism):
                 f"soft can hide keys from all queries at once, mask (B, 1, 1, keys), but got {tuple(mask.shape)}; "
                 "'gaussian' takes any mask"
             )
-        inputs = checked(q, k, v, mask=mask, causal=False, scale=scale, positions=positions)
+        inputs = validate_inputs(q, k, v, mask=mask, causal=False, scale=scale, positions=positions)
         with without_autocast(q.device):
             output = self._attend(inputs)
         return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])

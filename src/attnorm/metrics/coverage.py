@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.normalized import Choice, as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 from attnorm.theory.coverage import independent_union
 
 
@@ -28,7 +28,7 @@ def measure_coverage(
 ) -> dict[str, LayerCoverage]:
     """The share of a row's visible keys in the top-N sets of the heads. A key of weight 0 is selected by no head, and
     rows with broken weights are left out."""
-    chosen = measured(call, normalizers)
+    chosen = resolve_normalizers(call, normalizers)
     heads = call.query_BHQD.shape[1]
     sums = {one.name: torch.zeros(3, len(top_n), dtype=torch.float64) for one in chosen}
     counts = dict.fromkeys(sums, 0)

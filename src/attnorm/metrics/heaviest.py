@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.engines.waiting import runs_behind
+from attnorm.engines.device_sync import runs_asynchronously
 
 
 def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tensor:
     """The `count` largest of each row (rows, L), largest first; fewer where L is smaller. `scratch` is overwritten."""
     count = min(count, rows.shape[-1])
-    if runs_behind(rows):
+    if runs_asynchronously(rows):
         return rows.topk(count, dim=-1).values
     # numpy selects with vector instructions: ten times as fast as torch's topk.
     part = torch.empty_like(rows) if scratch is None else scratch

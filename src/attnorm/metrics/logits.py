@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.waiting import runs_behind
+from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.metrics.call import AttentionCall
 from attnorm.theory.selection import at_least_float32
 
@@ -25,7 +25,7 @@ CUDA_BLOCK_ELEMENTS = 2**25
 FEW_ROWS = 64  # up to here a GPU is done with more than is needed before the program has waited to know what is
 
 
-class Workspace:
+class LogitWorkspace:
     """Memory that is used again for every block: fresh memory costs more than what is computed in it."""
 
     def __init__(self, like: Tensor) -> None:
@@ -41,7 +41,7 @@ class Workspace:
 
 def too_few_to_wait(queries: Tensor) -> bool:
     """Whether rows are better computed as if the worst were true than looked at first."""
-    return len(queries) <= FEW_ROWS and runs_behind(queries)
+    return len(queries) <= FEW_ROWS and runs_asynchronously(queries)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def logit_blocks(
     if all_heads and not query.is_cuda:
         elements *= 4  # few rows of many heads read the keys too often
     reach = _reaches(visibility, rows)
-    workspace = Workspace(query)
+    workspace = LogitWorkspace(query)
     for item in range(batch):
         start = 0
         while start < len(rows):
@@ -164,7 +164,7 @@ def logit_blocks(
 def _block(
     call: AttentionCall,
     visibility: Visibility,
-    workspace: "Workspace",
+    workspace: "LogitWorkspace",
     query: Tensor,
     key: Tensor,
     item: int,

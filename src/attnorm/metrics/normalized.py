@@ -46,7 +46,7 @@ class RowsBlock(Block):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredNormalizer:
     """A normalizer under the name that its results go by; None is softmax with the model's own sinks."""
 
     name: str
@@ -89,9 +89,9 @@ class Measured:
         return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
 
 
-def measured(call: AttentionCall, choices: Sequence[Choice]) -> list[Measured]:
+def resolve_normalizers(call: AttentionCall, choices: Sequence[Choice]) -> list[MeasuredNormalizer]:
     """The normalizers asked for, on the call's device, by name."""
-    found: list[Measured] = []
+    found: list[MeasuredNormalizer] = []
     for choice in choices:
         own = choice is None or choice == MODEL
         normalizer = call.normalizer if own else resolve(choice)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def measured(call: AttentionCall, choices: Sequence[Choice]) -> list[Measured]:
         name = MODEL if own or normalizer is None else normalizer.name
         if any(other.name == name for other in found):
             raise ValueError(f"two normalizers are called {name!r}; give each a name of its own")
-        found.append(Measured(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
+        found.append(MeasuredNormalizer(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
     if not found:
         raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
     return found
@@ -130,7 +130,7 @@ def _offset(call: AttentionCall) -> int:
     return call.key_BGKD.shape[-2] - call.query_BHQD.shape[-2]
 
 
-def as_normalizer(one: Measured, call: AttentionCall) -> Normalizer:
+def as_normalizer(one: MeasuredNormalizer, call: AttentionCall) -> Normalizer:
     """The normalizer itself; for the model's own softmax one that has its sinks."""
     if one.normalizer is not None:
         return one.normalizer
@@ -142,7 +142,7 @@ def as_normalizer(one: Measured, call: AttentionCall) -> Normalizer:
 
 
 def weights_and_logs(
-    one: Measured, call: AttentionCall, block: LogitBlock, view: RowsBlock
+    one: MeasuredNormalizer, call: AttentionCall, block: LogitBlock, view: RowsBlock
 ) -> tuple[Tensor, Tensor | None]:
     """Weights (h, r, w), and their logarithms up to a constant per row where the weights could underflow to 0.
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnorm.metrics.logits import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, Workspace
+from attnorm.metrics.logits import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, LogitWorkspace
 from attnorm.theory.closeness import near_one, relative_weights
 from attnorm.theory.selection import SelectedRows
 
 
-def deal(visible: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+def draw_permutations(visible: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
     """The new key of every key of visible (h, r, w) in each draw: (draws, h, r, w).
 
     Visible keys change places among themselves, the others stay. Row after row, so that the size of a block does not
@@ -45,7 +45,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     # On the sphere y_i = a_i x_i / ||x_i||: the same vectors with other weights.
     kinds = torch.stack([torch.ones_like(norms), torch.where(norms > 0, 1 / norms, 0.0)])
     shares, beyond = (
-        _dealt(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * kinds  # (d, r, 2, w)
+        _permuted(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * kinds  # (d, r, 2, w)
         for keys in (rows.visible, rows.outside)
     )
 
@@ -72,7 +72,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     return distinguishable
 
 
-def _dealt(weights: Tensor, targets: Tensor) -> Tensor:
+def _permuted(weights: Tensor, targets: Tensor) -> Tensor:
     return torch.empty(targets.shape, dtype=weights.dtype, device=weights.device).scatter_(
         -1, targets, weights.expand(targets.shape)
     )
@@ -100,7 +100,7 @@ def _nearest(context: Tensor, x: Tensor, twice: Tensor, own: Tensor) -> Tensor:
     """The largest twice_i x_i.s + own_i of each context (d, r, 2, N, E); twice and own (d, r, 2, w)."""
     kinds, sizes, width = context.shape[-3:]
     at_once = max(1, (CUDA_BLOCK_ELEMENTS if x.is_cuda else BLOCK_ELEMENTS) // (kinds * sizes * len(x)))
-    workspace = Workspace(x)
+    workspace = LogitWorkspace(x)
     found = []
     for s, c, squares in zip(*(t.flatten(0, 1).split(at_once) for t in (context, twice, own)), strict=True):
         along = workspace.array(*s.shape[:-1], len(x))

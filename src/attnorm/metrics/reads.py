@@ -12,7 +12,7 @@ from torch import Tensor
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.heaviest import heaviest_keys
 from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.normalized import Choice, as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.threads import in_threads
 
 NO_KEY = -1
@@ -35,7 +35,7 @@ def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tens
     """
     if count < 1:
         raise ValueError(f"expected a count of keys of at least 1, got {count}.")
-    chosen = measured(call, normalizers)
+    chosen = resolve_normalizers(call, normalizers)
     shape = (*call.query_BHQD.shape[:2], len(rows), count)
     device = call.query_BHQD.device
     keys = {one.name: torch.full(shape, NO_KEY, device=device) for one in chosen}

@@ -14,8 +14,8 @@ from torch import Tensor
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
-from attnorm.metrics.logits import LogitBlock, Workspace, logit_blocks
-from attnorm.metrics.normalized import Choice, Measured, measured, rows_block
+from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
+from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
 from attnorm.metrics.threads import in_threads
@@ -53,7 +53,7 @@ def measure_rows(
     """
     if not top_n or min(top_n) < 1:
         raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
-    chosen = measured(call, normalizers)
+    chosen = resolve_normalizers(call, normalizers)
     # Softmax of the logits as they are comes last: it overwrites them.
     chosen.sort(key=lambda one: one.scaled_softmax and not one.rescales)
     together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
@@ -61,7 +61,7 @@ def measure_rows(
     limits, *found = (_Arrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
 
     def measure(key_heads: range) -> None:
-        workspace = Workspace(query)
+        workspace = LogitWorkspace(query)
         blocks = logit_blocks(
             call, rows.to(query.device), all_heads=together, key_heads=key_heads, block_elements=block_elements
         )
@@ -109,13 +109,13 @@ class _Arrays:
 
 
 def _scaled_softmax(
-    one: Measured,
+    one: MeasuredNormalizer,
     call: AttentionCall,
     block: LogitBlock,
     logits: Tensor,
     apart: SetApart,
     top_n: Sequence[int],
-    workspace: Workspace,
+    workspace: LogitWorkspace,
     *,
     last: bool,
 ) -> dict[str, Tensor]:

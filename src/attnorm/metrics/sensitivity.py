@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.threads import in_threads
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
@@ -36,7 +36,7 @@ def measure_sensitivity(
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
     if any(not eps > 0 for eps in epsilons):
         raise ValueError(f"epsilons must be positive, got {tuple(epsilons)}")
-    chosen = measured(call, normalizers)
+    chosen = resolve_normalizers(call, normalizers)
     like = at_least_float32(call.query_BHQD)
     shape = (*like.shape[:2], len(rows), len(temperatures))
     names = ["jacobian_norm", "bound", *(f"gain_{eps:g}" for eps in epsilons)]

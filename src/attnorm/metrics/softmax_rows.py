@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.metrics.heaviest import heaviest
-from attnorm.metrics.logits import GROUP, LOW, LogitBlock, Workspace, too_few_to_wait
+from attnorm.metrics.logits import GROUP, LOW, LogitBlock, LogitWorkspace, too_few_to_wait
 from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
 # exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
@@ -78,7 +78,7 @@ def row_sums(
     block: LogitBlock,
     apart: SetApart,
     top_n: Sequence[int],
-    workspace: Workspace,
+    workspace: LogitWorkspace,
     learned_sink: Tensor | None = None,
 ) -> Tensor:
     """The fields of RowSums, then the sums of the N - 1 heaviest others for each N and of the N - 2, as columns.

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
-from attnorm.metrics.normalized import Choice, measured, rows_block, weights_and_logs
-from attnorm.metrics.null import deal, separabilities
+from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
+from attnorm.metrics.null import draw_permutations, separabilities
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.threads import in_threads
 from attnorm.theory.distance import (
@@ -75,7 +75,7 @@ def measure_vectors(
         raise ValueError(f"permutations must be at least 1, got {permutations}")
     if not top_n or min(top_n) < 1:
         raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
-    chosen = measured(call, normalizers)
+    chosen = resolve_normalizers(call, normalizers)
     mixed = _mixed_vectors(call, vectors)
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
     results = {one.name: {name: mixed.new_full(shape, torch.nan) for name in NUMBERS} for one in chosen}
@@ -84,7 +84,7 @@ def measure_vectors(
     few = spread(torch.arange(len(rows)), NULL_ROWS)
     for block in logit_blocks(call, rows.to(mixed.device), all_heads=True):
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
-        targets = deal(block.visible[:, local], permutations, generator)
+        targets = draw_permutations(block.visible[:, local], permutations, generator)
         columns = [column for column, N in enumerate(top_n) if int(block.n.max()) > N]
         if not columns:
             continue

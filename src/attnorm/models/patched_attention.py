@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from attnorm.attention import attend
-from attnorm.engines.inputs import Inputs, checked
+from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.models.dispatch import KERNEL as KERNEL
 from attnorm.models.dispatch import NORMALIZER, mask_kernel
 from attnorm.models.head_subset import ByHead
@@ -85,7 +85,7 @@ def patched_attention(
     if indices is not None:
         chosen = chosen_keys(indices, key.shape[2])
         mask = chosen if mask is None else mask & chosen
-    inputs = checked(
+    inputs = validate_inputs(
         query, key, value,
         mask=mask, causal=causal, scale=None if scaling is None else float(scaling), positions=None,
     )  # fmt: skip

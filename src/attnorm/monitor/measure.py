@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import GROUP, logit_blocks
-from attnorm.metrics.normalized import MODEL, as_normalizer, measured, rows_block
+from attnorm.metrics.normalized import MODEL, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import spread
 from attnorm.monitor.sample import Sample
-from attnorm.monitor.told_apart import random_scores, told_apart
+from attnorm.monitor.separability_null import random_scores, separability_and_null
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory.selection import at_least_float32
@@ -82,7 +82,7 @@ def _means(values: Tensor, long: Tensor) -> Tensor:
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     """(2, H, R): of the rows' N heaviest keys, and with their weights dealt out anew."""
-    (one,) = measured(call, [None])
+    (one,) = resolve_normalizers(call, [None])
     normalizer = as_normalizer(one, call)
     values = at_least_float32(call.value_BGKE[0])
     beyond = -values.shape[-2] % GROUP  # as blocks are padded
@@ -99,7 +99,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
                 logs = (block.logits if factor is None else block.logits * factor).to(weights.dtype)
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
             x = values[:, keys].to(weights.dtype)
-            found.append(told_apart(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
+            found.append(separability_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
     return torch.cat(found, -1)
 
 

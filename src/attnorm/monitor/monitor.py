@@ -20,7 +20,7 @@ from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAle
 from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.terminal import keep_off_the_terminal
-from attnorm.monitor.watch import Layers, Watch, trained_model, watch
+from attnorm.monitor.watch import ForwardWatch, Layers, trained_model, watch
 
 PREFIX = "attn/"
 FORGOTTEN = 10  # measurements out of a state after which entering it is news again; at a threshold numbers waver
@@ -73,7 +73,7 @@ class AttentionMonitor(TrainerCallback):
         self._checked: nn.Module | None = None
         self._attached = False
         self._open: ExitStack | None = None
-        self._watch: Watch | None = None
+        self._watch: ForwardWatch | None = None
         self._pending: dict[str, float] = {}
         self._pending_step = 0
 

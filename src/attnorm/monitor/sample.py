@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnorm.analysis.sequences import one_sequence
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.normalized import Measured
+from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.sampling import length_bins, spread
 from attnorm.normalizers.contract import Mechanism
 
@@ -131,4 +131,4 @@ def _scales_softmax(call: AttentionCall) -> bool:
     normalizer = call.normalizer
     if isinstance(normalizer, Mechanism):
         return False
-    return normalizer is None or (normalizer.sink is None and Measured("", normalizer).scaled_softmax)
+    return normalizer is None or (normalizer.sink is None and MeasuredNormalizer("", normalizer).scaled_softmax)

@@ -27,10 +27,10 @@ Layers = dict[str, dict[str, list[float]]]  # layer -> metric -> one number per 
 
 
 @contextmanager
-def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["Watch"]:
+def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["ForwardWatch"]:
     """Compiled models run uncompiled meanwhile: compiled code asks for no kernel, so there is nothing to look at."""
     model = trained_model(model)
-    watched = Watch(rows, top_n)
+    watched = ForwardWatch(rows, top_n)
     with ExitStack() as until_exit:
         until_exit.enter_context(torch.compiler.set_stance("force_eager"))
         until_exit.enter_context(watched.observation)
@@ -52,7 +52,7 @@ def trained_model(model: nn.Module) -> nn.Module:
     return next(learning, models[0] if models else model)
 
 
-class Watch:
+class ForwardWatch:
     """What was seen of the forward."""
 
     def __init__(self, rows: int, top_n: int) -> None:

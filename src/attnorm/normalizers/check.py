@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attnorm.normalizers.checks import CHECKS, CheckFunction, Subject
+from attnorm.normalizers.checks import CHECKS, CheckedNormalizer, CheckFunction
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
 
@@ -82,7 +82,7 @@ def check_normalizer(
     them. exceptions: {check name: reason}; the built-in ones have theirs in EXCEPTIONS. compile: compare with
     torch.compile too, which takes a while.
     """
-    subject = Subject.of(_row_normalizer(normalizer), heads, width)
+    subject = CheckedNormalizer.of(_row_normalizer(normalizer), heads, width)
     name = subject.normalizer.name
     excepted = EXCEPTIONS.get(name, {}) if exceptions is None else _known(exceptions)
     wanted = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
@@ -99,7 +99,7 @@ def check_normalizer(
     return report
 
 
-def _run(name: str, function: CheckFunction, subject: Subject) -> Check:
+def _run(name: str, function: CheckFunction, subject: CheckedNormalizer) -> Check:
     try:
         complaints = list(function(subject))
     except Exception as error:  # a normalizer that raises has failed the check; the others may still say why

@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Factory)
 
 
 @dataclass(frozen=True)
-class Entry:
+class NormalizerEntry:
     """Where a normalizer is made (module:name, or the factory itself), and the paper it comes from."""
 
     target: str | Factory
@@ -62,8 +62,8 @@ def _arxiv(number: str) -> str:
     return f"https://arxiv.org/abs/{number}"
 
 
-BUILT_IN: dict[str, Entry] = {
-    name: Entry(f"attnorm.{target}", paper, url)
+BUILT_IN: dict[str, NormalizerEntry] = {
+    name: NormalizerEntry(f"attnorm.{target}", paper, url)
     for name, target, paper, url in [
         ("softmax", "normalizers.softmax:softmax", "Vaswani et al. 2017", _arxiv("1706.03762")),
         ("sparsemax", "normalizers.entmax:sparsemax", "Martins & Astudillo 2016", _arxiv("1602.02068")),
@@ -112,7 +112,7 @@ RowName = Literal[
 ]  # fmt: skip
 MechanismName = Literal["gaussian", "soft", "linear", "selective", "differential"]
 
-_registered: dict[str, Entry] = {}
+_registered: dict[str, NormalizerEntry] = {}
 
 
 def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
@@ -125,7 +125,7 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
             raise ValueError(f"a normalizer's name must be a Python identifier, got {name!r}")
         if name in BUILT_IN:
             raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
-        entry, known = Entry(factory, paper, url), _registered.get(name)
+        entry, known = NormalizerEntry(factory, paper, url), _registered.get(name)
         if known is not None and known.target is not factory and not _defined_again(known, entry):
             raise ValueError(f"{name!r} is already registered by {known.target!r}; choose another name")
         _registered[name] = entry
@@ -134,12 +134,12 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
     return add
 
 
-def _defined_again(known: Entry, entry: Entry) -> bool:
+def _defined_again(known: NormalizerEntry, entry: NormalizerEntry) -> bool:
     """Whether it is the same definition, run once more: a cell of a notebook, or a module that is reloaded."""
     return known.address == entry.address and "<lambda>" not in entry.address
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, NormalizerEntry]:
     """All known normalizers: built in, registered, and found through entry points."""
     found = {**BUILT_IN, **_registered}
     for point in _entry_points(tuple(sys.path)):
@@ -148,7 +148,7 @@ def entries() -> dict[str, Entry]:
                 f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer; "
                 "uninstall that package or have it rename its entry point"
             )
-        found.setdefault(point.name, Entry(point.value))
+        found.setdefault(point.name, NormalizerEntry(point.value))
     return found
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.normalizers.contract import Mechanism, RowSum
-from attnorm.normalizers.registry import Entry, as_normalizer, entries
+from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries
 
 KEYS = 1024  # the row length at which Lipschitz constants are told
 
@@ -39,7 +39,7 @@ def catalogue() -> list[Description]:
     return [describe(name, entry) for name, entry in entries().items()]
 
 
-def describe(name: str, entry: Entry) -> Description:
+def describe(name: str, entry: NormalizerEntry) -> Description:
     factory = entry.factory()
     normalizer = as_normalizer(factory(), name)
     declared = normalizer.properties

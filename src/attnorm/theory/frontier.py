@@ -26,7 +26,7 @@ Lipschitz = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Contender:
+class FrontierContender:
     """A map on the frontier: the gap it needs for a weight, and how fast it may move."""
 
     name: str
@@ -62,13 +62,15 @@ def frontier_effort(n: int, weight: float) -> float:
     return (n * weight - 1) / (n - 1)
 
 
-def frontier(contenders: Iterable[Contender], lengths: Iterable[int], weights: Iterable[float]) -> list[FrontierPoint]:
+def frontier(
+    contenders: Iterable[FrontierContender], lengths: Iterable[int], weights: Iterable[float]
+) -> list[FrontierPoint]:
     """One point per contender, length and weight, in that order."""
     lengths, weights = list(lengths), list(weights)
     return [_point(contender, n, weight) for contender in contenders for n in lengths for weight in weights]
 
 
-def _point(contender: Contender, n: int, weight: float) -> FrontierPoint:
+def _point(contender: FrontierContender, n: int, weight: float) -> FrontierPoint:
     least = frontier_effort(n, weight)
     gap, constant = contender.gap(weight, n), contender.lipschitz(n)
     effort = gap * constant

@@ -15,7 +15,14 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.topk import TopK
-from attnorm.theory.frontier import Contender, FrontierPoint, frontier, frontier_effort, gap_to_keep, measured_lipschitz
+from attnorm.theory.frontier import (
+    FrontierContender,
+    FrontierPoint,
+    frontier,
+    frontier_effort,
+    gap_to_keep,
+    measured_lipschitz,
+)
 
 LENGTHS = (16, 64, 256, 1024, 4096, 32_768, 1_000_000)
 WEIGHTS = (0.5, 0.9)
@@ -117,7 +124,7 @@ def _registered() -> Iterator[tuple[str, Normalizer | Mechanism]]:
         yield name, normalizer.double() if isinstance(normalizer, Normalizer) else normalizer
 
 
-def _contender(normalizer: Normalizer) -> Contender:
+def _contender(normalizer: Normalizer) -> FrontierContender:
     """The normalizer as it runs. The gap is looked for near that of the length before, and K found once a length."""
     gaps: dict[float, float] = {}
     constants: dict[int, float] = {}
@@ -134,4 +141,4 @@ def _contender(normalizer: Normalizer) -> Contender:
             constants[n] = measured_lipschitz(normalizer, n) if declared is None else declared
         return constants[n]
 
-    return Contender(normalizer.name, gap, constant)
+    return FrontierContender(normalizer.name, gap, constant)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnorm.engines.waiting import runs_behind
+from attnorm.engines.device_sync import runs_asynchronously
 
 # Largest relative error after 0, 1, 2, 3, 4 passes over 200,000 adversarial rows: 8e-2, 1e-3, 3e-7, 2e-14, 7e-16.
 PASSES_FLOAT32 = 3
@@ -94,7 +94,7 @@ def rank_one_root(
         q = b.abs() + torch.addcmul(b.square(), A, twice, value=2).sqrt()
         before, d = d, torch.where(b >= 0, twice / q, q / (2 * A))
         # NaN: the two largest are equal.
-        if not runs_behind(d) and not bool(((d - before).abs() > enough * x).any()):
+        if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * x).any()):
             break
     value = torch.where(second < first, second + d, first)
     return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.threads import one_thread
-from attnorm.theory.catalogue import Case, Claim, claims
+from attnorm.theory.catalogue import Claim, ClaimCase, claims
 from attnorm.theory.catalogue.cases import draw_case
 
 ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
@@ -147,7 +147,7 @@ def _search_all(
         search.run_round()
 
 
-def replay(claim: Claim, seed: int, round_number: int) -> tuple[Case, Tensor]:
+def replay(claim: Claim, seed: int, round_number: int) -> tuple[ClaimCase, Tensor]:
     """The case of one round and its ratios, as the search saw them."""
     if not claim.searched:
         raise ValueError(f"{claim.id} is an argument, not a number: there is no round to make again; see {claim.proof}")
@@ -173,7 +173,7 @@ class _Search:
         self.random_ratios: list[Tensor] = []
         self.smallest: Counterexample | None = None
 
-    def case_of(self, round_number: int) -> tuple[Case, Tensor]:
+    def case_of(self, round_number: int) -> tuple[ClaimCase, Tensor]:
         """What the round tries, and its ratios (rows, bounds)."""
         cycle, step = divmod(round_number, len(STRATEGIES))
         strategy = STRATEGIES[step]
@@ -187,12 +187,12 @@ class _Search:
         with torch.no_grad():
             return case, self._by_bound(case)
 
-    def _by_bound(self, case: Case) -> Tensor:
+    def _by_bound(self, case: ClaimCase) -> Tensor:
         assert self.claim.ratio is not None
         ratio = self.claim.ratio(case)
         return ratio if ratio.dim() == 2 else ratio.unsqueeze(-1)
 
-    def _ratio(self, case: Case) -> Tensor:
+    def _ratio(self, case: ClaimCase) -> Tensor:
         return self._by_bound(case).amax(-1)
 
     def run_round(self) -> None:
@@ -216,7 +216,7 @@ class _Search:
         self.rounds += 1
         self.seconds += time.monotonic() - began
 
-    def _keep_smallest(self, case: Case, ratios: Tensor) -> None:
+    def _keep_smallest(self, case: ClaimCase, ratios: Tensor) -> None:
         row = int(ratios.argmax())
         found = Counterexample(
             claim=self.claim.id,
@@ -261,7 +261,7 @@ def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
     return low, middle, high
 
 
-def _ascend(ratio: Callable[[Case], Tensor], case: Case) -> Case:
+def _ascend(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase) -> ClaimCase:
     """Gradient ascent on log ratio in all numbers of the case; the best point of each row is kept."""
     free = [t.clone().requires_grad_() for t in _numbers(case)]
     optimizer = torch.optim.Adam(free, lr=0.1)
@@ -282,7 +282,7 @@ def _ascend(ratio: Callable[[Case], Tensor], case: Case) -> Case:
     return best
 
 
-def _climb(ratio: Callable[[Case], Tensor], case: Case, seed: int) -> Case:
+def _climb(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase, seed: int) -> ClaimCase:
     """Random changes of each row, kept where they raise the ratio."""
     generator = torch.Generator().manual_seed(seed + 1)
 
@@ -305,12 +305,12 @@ def _climb(ratio: Callable[[Case], Tensor], case: Case, seed: int) -> Case:
     return best
 
 
-def _numbers(case: Case) -> list[Tensor]:
+def _numbers(case: ClaimCase) -> list[Tensor]:
     """What an ascent may move, each free of constraints."""
     return [case.logits, case.vectors, case.dial.log(), case.matrices]
 
 
-def _with_numbers(case: Case, numbers: list[Tensor]) -> Case:
+def _with_numbers(case: ClaimCase, numbers: list[Tensor]) -> ClaimCase:
     logits, vectors, log_dial, matrices = numbers
     dial = log_dial.clamp(-MOST_LOG_DIAL, MOST_LOG_DIAL).exp()
     return replace(case, logits=logits, vectors=vectors, dial=dial, matrices=matrices)
@@ -320,7 +320,7 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.reshape(-1, *([1] * (new.dim() - 1))), new, old)
 
 
-def _better(best: Case, best_ratio: Tensor, trial: Case, found: Tensor) -> tuple[Case, Tensor]:
+def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, found: Tensor) -> tuple[ClaimCase, Tensor]:
     """Row by row the case with the higher ratio."""
     gain = torch.nan_to_num(found, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
     merged = replace(

@@ -1,7 +1,7 @@
 """The checks of the normalizer contract, by name: small functions that yield a complaint for each broken promise."""
 
 from attnorm.normalizers.checks import gradients, masking, precision, promises, shapes
-from attnorm.normalizers.checks.subject import CheckFunction, Complaints, Subject
+from attnorm.normalizers.checks.subject import CheckedNormalizer, CheckFunction, Complaints
 
 CHECKS: dict[str, CheckFunction] = {
     check.__name__: check
@@ -33,4 +33,4 @@ CHECKS: dict[str, CheckFunction] = {
     )
 }
 
-__all__ = ["CHECKS", "CheckFunction", "Complaints", "Subject"]
+__all__ = ["CHECKS", "CheckFunction", "CheckedNormalizer", "Complaints"]

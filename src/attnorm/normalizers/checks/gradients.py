@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, some_mask
 
 
-def first_derivative(subject: Subject) -> Complaints:
+def first_derivative(subject: CheckedNormalizer) -> Complaints:
     """Gradients for logits and parameters agree with finite differences in float64."""
     yield from _against_differences(subject, torch.autograd.gradcheck)
 
 
-def second_derivative(subject: Subject) -> Complaints:
+def second_derivative(subject: CheckedNormalizer) -> Complaints:
     """So do the gradients of these gradients, in random directions."""
     yield from _against_differences(subject, partial(torch.autograd.gradgradcheck, fast_mode=True))
 
 
-def compiled(subject: Subject) -> Complaints:
+def compiled(subject: CheckedNormalizer) -> Complaints:
     """torch.compile gives the same weights and gradients in float32, up to rounding."""
     eager, fast = subject.to(torch.float32), subject.to(torch.float32)
     torch.compiler.reset()
@@ -34,7 +34,7 @@ def compiled(subject: Subject) -> Complaints:
             yield f"compiled, a {kind} differs by {largest(a - b):.3g} > {allowed:.3g}"
 
 
-def _against_differences(subject: Subject, check: Callable[..., bool]) -> Complaints:
+def _against_differences(subject: CheckedNormalizer, check: Callable[..., bool]) -> Complaints:
     learned = subject.parameters()
     for spread in (0.3, 3.0):
         logits = subject.logits(2, 5, batch=1, spread=spread)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, some_mask
 
 ROUNDING = 1e-10
 
 
-def hidden_keys(subject: Subject) -> Complaints:
+def hidden_keys(subject: CheckedNormalizer) -> Complaints:
     """A hidden key gets exactly 0, as weight and as gradient."""
     logits = subject.logits()
     hidden = ~some_mask(logits).expand(logits.shape)
@@ -22,7 +22,7 @@ def hidden_keys(subject: Subject) -> Complaints:
         yield f"a hidden key gets gradient {largest(gradient[hidden])!r} instead of 0"
 
 
-def hidden_values(subject: Subject) -> Complaints:
+def hidden_values(subject: CheckedNormalizer) -> Complaints:
     """What stands in a hidden logit, NaN and infinity included, reaches neither weights nor any gradient."""
     logits = subject.logits()
     mask = some_mask(logits)
@@ -38,7 +38,7 @@ def hidden_values(subject: Subject) -> Complaints:
                 yield f"{value} in hidden logits changes the gradient of {name} to {found.tolist()}"
 
 
-def visible_nan(subject: Subject) -> Complaints:
+def visible_nan(subject: CheckedNormalizer) -> Complaints:
     """A NaN in a visible logit makes its row NaN, and no other row: a broken model must not look healthy."""
     logits = subject.logits()
     mask = some_mask(logits)
@@ -55,7 +55,7 @@ def visible_nan(subject: Subject) -> Complaints:
             yield f"a NaN in the hidden logit of key {key} gives a NaN weight"
 
 
-def _by_position(subject: Subject, logits: Tensor, mask: Tensor) -> Tensor:
+def _by_position(subject: CheckedNormalizer, logits: Tensor, mask: Tensor) -> Tensor:
     """The mask without the keys that a selection hides because of their position, whatever their logits."""
     block = Block.of(logits, mask)
     for selection in subject.normalizer.selections:
@@ -64,7 +64,7 @@ def _by_position(subject: Subject, logits: Tensor, mask: Tensor) -> Tensor:
     return mask
 
 
-def empty_rows(subject: Subject) -> Complaints:
+def empty_rows(subject: CheckedNormalizer) -> Complaints:
     """A row that sees no key is all zeros, has gradient 0, disturbs no other row and no parameter's gradient."""
     logits = subject.logits()
     mask = some_mask(logits).clone()
@@ -86,7 +86,7 @@ def empty_rows(subject: Subject) -> Complaints:
             yield f"with empty rows only the gradient of {name} is {found.tolist()} instead of 0"
 
 
-def padding(subject: Subject) -> Complaints:
+def padding(subject: CheckedNormalizer) -> Complaints:
     """Hidden keys before, behind or between the others change no weight, tokens keeping their positions."""
     queries, keys = 5, 7
     logits = subject.logits(queries, keys)
@@ -110,7 +110,7 @@ def padding(subject: Subject) -> Complaints:
         yield f"padding (left), positions counted by default, changes a weight by {change:.3g}"
 
 
-def mask_shapes(subject: Subject) -> Complaints:
+def mask_shapes(subject: CheckedNormalizer) -> Complaints:
     """A mask that broadcasts gives what the same mask gives when expanded."""
     logits = subject.logits()
     full = some_mask(logits)

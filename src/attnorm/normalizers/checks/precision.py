@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, seeded, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, seeded, some_mask
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-def half_precision(subject: Subject) -> Complaints:
+def half_precision(subject: CheckedNormalizer) -> Complaints:
     """float16 and bfloat16 logits are computed in float32 and rounded once, whatever the dtype of the parameters."""
     for dtype in HALF:
         yield from _compare(subject, subject.to(torch.float32), dtype)
@@ -26,12 +26,12 @@ def half_precision(subject: Subject) -> Complaints:
         yield from _compare(low.to(torch.float64), low, dtype)
 
 
-def single_precision(subject: Subject) -> Complaints:
+def single_precision(subject: CheckedNormalizer) -> Complaints:
     """float32 weights err at most twice as much as the plain version's."""
     yield from _compare(subject, subject.to(torch.float32), torch.float32)
 
 
-def large_logits(subject: Subject) -> Complaints:
+def large_logits(subject: CheckedNormalizer) -> Complaints:
     """Logits of 1e4, of either sign or both, give finite weights and gradients."""
     for what, logits in _large(subject).items():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -41,18 +41,18 @@ def large_logits(subject: Subject) -> Complaints:
                     yield f"{dtype} logits around {what} give a {kind} of {found[~found.isfinite()][0].item()}"
 
 
-def large_precision(subject: Subject) -> Complaints:
+def large_precision(subject: CheckedNormalizer) -> Complaints:
     """They keep their digits in float32 too."""
     yield from _compare(subject, subject.to(torch.float32), torch.float32, list(_large(subject).values()))
 
 
-def _large(subject: Subject) -> dict[str, Tensor]:
+def _large(subject: CheckedNormalizer) -> dict[str, Tensor]:
     near = subject.logits(5, 67)
     return {"+-1e4": near.sign() * 1e4, "1e4": near + 1e4, "-1e4": near - 1e4}
 
 
 def _compare(
-    reference: Subject, subject: Subject, dtype: torch.dtype, cases: list[Tensor] | None = None
+    reference: CheckedNormalizer, subject: CheckedNormalizer, dtype: torch.dtype, cases: list[Tensor] | None = None
 ) -> Iterator[str]:
     for logits in cases or [reference.logits(7, 257, spread=spread) for spread in (1e-3, 0.3, 1.0, 10.0)]:
         low, mask = logits.to(dtype), some_mask(logits)
@@ -63,7 +63,7 @@ def _compare(
             yield f"{dtype} weights err by {error:.3g} for logits up to {largest(low):.3g}; plain allows {allowed:.3g}"
 
 
-def _plain(reference: Subject, low: Tensor, mask: Tensor, exact: Tensor) -> Tensor:
+def _plain(reference: CheckedNormalizer, low: Tensor, mask: Tensor, exact: Tensor) -> Tensor:
     if low.dtype in HALF:
         return exact.to(low.dtype)
     eps, log_n = torch.finfo(low.dtype).eps, math.log(low.shape[-1])

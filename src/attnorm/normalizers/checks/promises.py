@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, seeded, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, seeded, some_mask
 
 ROUNDING = 1e-10
 LARGEST_CLIMB = 5  # keys; a search by random steps finds little in more dimensions
 CLIMBERS, TRIALS, CLIMB_ROUNDS = 4, 6, 16
 
 
-def _rows(subject: Subject) -> list[Tensor]:
+def _rows(subject: CheckedNormalizer) -> list[Tensor]:
     """Rows of several spreads, of either sign and of both."""
     spreads = [subject.logits(spread=spread, seed=seed) for seed, spread in enumerate((1e-3, 0.5, 3.0, 30.0))]
     return [*spreads, subject.logits().abs(), -subject.logits().abs()]
 
 
-def row_sums(subject: Subject) -> Complaints:
+def row_sums(subject: CheckedNormalizer) -> Complaints:
     """Rows sum to 1, or to at most 1, if so declared."""
     declared = subject.normalizer.properties.row_sum
     for logits in _rows(subject):
@@ -29,7 +29,7 @@ def row_sums(subject: Subject) -> Complaints:
             yield f"row sums are declared to be at most 1, but one is {sums.max().item()!r}"
 
 
-def sign(subject: Subject) -> Complaints:
+def sign(subject: CheckedNormalizer) -> Complaints:
     """No weight is negative unless the normalizer is declared signed."""
     if subject.normalizer.properties.signed:
         return
@@ -39,7 +39,7 @@ def sign(subject: Subject) -> Complaints:
             yield f"not declared signed, but a weight is {lowest!r}"
 
 
-def exact_zeros(subject: Subject) -> Complaints:
+def exact_zeros(subject: CheckedNormalizer) -> Complaints:
     """Visible keys get exactly 0 in a long, widely spread row if so declared, and never in an even one if not."""
     declared = subject.normalizer.properties.exact_zeros
     wide = 40 * torch.arange(-260.0, 261.0, dtype=torch.float64).expand(1, subject.heads, 1, 521)
@@ -50,7 +50,7 @@ def exact_zeros(subject: Subject) -> Complaints:
         yield f"no exact zeros are declared, but a key gets 0 among logits up to {largest(even):.3g}"
 
 
-def permutation(subject: Subject) -> Complaints:
+def permutation(subject: CheckedNormalizer) -> Complaints:
     """Permuting the keys permutes the weights, if so declared."""
     if not subject.normalizer.properties.permutation_equivariant:
         return
@@ -61,7 +61,7 @@ def permutation(subject: Subject) -> Complaints:
         yield f"declared permutation equivariant, but permuting the keys changes a weight by {change:.3g}"
 
 
-def shift(subject: Subject) -> Complaints:
+def shift(subject: CheckedNormalizer) -> Complaints:
     """Adding a constant to a row changes nothing, if so declared, up to what the arithmetic must lose.
 
     The logits are multiples of 1/8, so the sum with the offset is exact. A rule then multiplies numbers as large as the
@@ -83,7 +83,7 @@ def shift(subject: Subject) -> Complaints:
                 yield f"declared shift invariant, but adding {offset:g} {found}"
 
 
-def lipschitz(subject: Subject) -> Complaints:
+def lipschitz(subject: CheckedNormalizer) -> Complaints:
     """No Jacobian of a row of n visible keys, wherever they stand, has a larger norm than lipschitz(n)."""
     for n in (1, 2, 5, 31):
         bound = subject.normalizer.lipschitz(n)
@@ -102,7 +102,7 @@ def _allowed(bound: float) -> float:
     return bound * (1 + 1e-5) + 1e-12
 
 
-def _climb(subject: Subject, rows: Tensor, bound: float) -> float:
+def _climb(subject: CheckedNormalizer, rows: Tensor, bound: float) -> float:
     """The largest norm on a random walk uphill from the rows, with steps from 1 to 1e-4; stops above the bound."""
     best, generator = _jacobian_norms(subject, rows, apart=1), seeded(6)
     for step in torch.logspace(0, -4, CLIMB_ROUNDS).tolist():
@@ -133,7 +133,7 @@ def _two_level_rows(n: int) -> Tensor:
     return torch.cat([torch.where(torch.arange(n) < k, 0.0, -gaps[:, None]) for k in tops])
 
 
-def _jacobian_norms(subject: Subject, rows: Tensor, apart: int) -> Tensor:
+def _jacobian_norms(subject: CheckedNormalizer, rows: Tensor, apart: int) -> Tensor:
     """The largest norm over the heads for each row, with `apart` - 1 hidden keys before each visible one."""
     logits = torch.zeros(len(rows), subject.heads, 1, rows.shape[-1] * apart, dtype=torch.float64)
     visible = torch.arange(apart - 1, logits.shape[-1], apart)

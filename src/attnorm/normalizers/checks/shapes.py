@@ -3,12 +3,12 @@
 import torch
 
 from attnorm.normalizers.block import Positions
-from attnorm.normalizers.checks.subject import Complaints, Subject, exceeds, largest, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, some_mask
 
 ROUNDING = 1e-10
 
 
-def runs(subject: Subject) -> Complaints:
+def runs(subject: CheckedNormalizer) -> Complaints:
     """Weights have the logits' shape and dtype, whatever that of the parameters, and the inputs stay as they were."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         logits = subject.logits().to(dtype)
@@ -21,7 +21,7 @@ def runs(subject: Subject) -> Complaints:
             yield f"the {dtype} logits passed in were written to"
 
 
-def single_key(subject: Subject) -> Complaints:
+def single_key(subject: CheckedNormalizer) -> Complaints:
     """One key, or one visible key among others, is a row like any other: finite, and 1 if rows sum to 1."""
     alone, among, long = subject.logits(1, 1), subject.logits(5, 5), subject.logits(7, 263)
     own = torch.arange(263) == torch.arange(256, 263)[:, None]
@@ -36,7 +36,7 @@ def single_key(subject: Subject) -> Complaints:
             yield f"one visible key of {logits.shape[-1]} should get weight 1, got {sums.flatten()[0].item()!r}"
 
 
-def rows_alone(subject: Subject) -> Complaints:
+def rows_alone(subject: CheckedNormalizer) -> Complaints:
     """A row gives the same weights alone as among others, at prime sizes too: what decoding with a cache relies on."""
     for queries, keys in ((3, 5), (7, 13), (2, 131), (1, 257)):
         logits = subject.logits(queries, keys, batch=3)
@@ -53,7 +53,7 @@ def rows_alone(subject: Subject) -> Complaints:
                 yield f"row {i} of {queries} x {keys} alone differs from the same row among others by {change:.3g}"
 
 
-def strided(subject: Subject) -> Complaints:
+def strided(subject: CheckedNormalizer) -> Complaints:
     """Views - transposed, every second key, expanded - give what their contiguous copies give, gradients too."""
     logits = subject.logits(6, 14)
     views = {
@@ -69,7 +69,7 @@ def strided(subject: Subject) -> Complaints:
                 yield f"{name} logits differ from their contiguous copy by {change:.3g}"
 
 
-def empty_batch(subject: Subject) -> Complaints:
+def empty_batch(subject: CheckedNormalizer) -> Complaints:
     """No batch entries, or no queries, give empty weights and gradients, not an error."""
     for logits in (subject.logits(batch=0), subject.logits(queries=0)):
         for mask in (None, torch.ones(logits.shape[-2:], dtype=torch.bool)):

@@ -12,7 +12,7 @@ from attnorm.normalizers.contract import Normalizer
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedNormalizer:
     """A normalizer in one dtype. Logits are (batch, heads, queries, keys); `width` is that of the hidden states."""
 
     normalizer: Normalizer
@@ -20,12 +20,12 @@ class Subject:
     width: int | None = None
 
     @classmethod
-    def of(cls, normalizer: Normalizer, heads: int, width: int | None) -> "Subject":
+    def of(cls, normalizer: Normalizer, heads: int, width: int | None) -> "CheckedNormalizer":
         """In float64, with parameters that float32 can hold too."""
         return cls(copy.deepcopy(normalizer).float().double(), heads, width)
 
-    def to(self, dtype: torch.dtype) -> "Subject":
-        return Subject(copy.deepcopy(self.normalizer).to(dtype), self.heads, self.width)
+    def to(self, dtype: torch.dtype) -> "CheckedNormalizer":
+        return CheckedNormalizer(copy.deepcopy(self.normalizer).to(dtype), self.heads, self.width)
 
     def logits(self, queries: int = 5, keys: int = 7, *, batch: int = 2, spread: float = 2.0, seed: int = 0) -> Tensor:
         shape = (batch, self.heads, queries, keys)
@@ -70,7 +70,7 @@ class Subject:
 
 # A check yields one complaint, with the numbers, for every promise it finds broken.
 Complaints = Iterator[str]
-CheckFunction = Callable[[Subject], Complaints]
+CheckFunction = Callable[[CheckedNormalizer], Complaints]
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -1,7 +1,7 @@
 """The table of claims: every statement of the papers, printed and corrected, and what our normalizers declare."""
 
 from attnorm.theory.catalogue import coverage, dispersion, distance, frontier, geometry, gradient, kneemax
-from attnorm.theory.catalogue.claim import Case, Claim
+from attnorm.theory.catalogue.claim import Claim, ClaimCase
 from attnorm.theory.catalogue.normalizers import normalizer_claims
 
 
@@ -11,4 +11,4 @@ def claims() -> list[Claim]:
     return [claim for family in families for claim in family.CLAIMS] + list(normalizer_claims())
 
 
-__all__ = ["Case", "Claim", "claims"]
+__all__ = ["Claim", "ClaimCase", "claims"]

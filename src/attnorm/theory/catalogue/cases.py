@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnorm.theory.catalogue.claim import Case, Sizes
+from attnorm.theory.catalogue.claim import CaseSizes, ClaimCase
 
 ROWS = 32
 KEYS = (2, 3, 4, 6, 9, 16, 33, 64)
@@ -18,7 +18,7 @@ HEAD_SIZE = 2
 CHOICES = 12  # of `pick`: a multiple of every number of variants that a claim has
 
 
-def draw_case(seed: int, sizes: Sizes, *, structured: bool) -> Case:
+def draw_case(seed: int, sizes: CaseSizes, *, structured: bool) -> ClaimCase:
     """A batch of rows of one size. `structured`: ties, two levels, one winner, equal or orthogonal vectors, ..."""
     generator = torch.Generator().manual_seed(seed)
     least_keys = max(sizes.least_keys, sizes.least_top_n + 1)
@@ -26,7 +26,7 @@ def draw_case(seed: int, sizes: Sizes, *, structured: bool) -> Case:
     width = _choice([size for size in WIDTHS if size >= sizes.least_width], generator)
     top_n = _choice(range(sizes.least_top_n, min(keys - 1, sizes.most_top_n) + 1), generator)
     temperature = math.exp(_uniform(-2.5, 1.5, generator)) if _integer(2, generator) else 1.0
-    return Case(
+    return ClaimCase(
         logits=(_structured_logits if structured else _random_logits)(keys, generator),
         vectors=(_structured_vectors if structured else _random_vectors)(keys, width, generator),
         temperature=temperature,

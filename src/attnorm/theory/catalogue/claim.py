@@ -23,7 +23,7 @@ Form = Literal["printed", "corrected", "added"]
 
 
 @dataclass(frozen=True)
-class Case:
+class ClaimCase:
     """Rows to test a claim on. Every claim reads what it needs; no row knows of another."""
 
     logits: Tensor  # (rows, L)
@@ -64,7 +64,7 @@ class Case:
         """NaN for every row."""
         return torch.full_like(self.dial, torch.nan)
 
-    def rows(self, which: slice) -> "Case":
+    def rows(self, which: slice) -> "ClaimCase":
         """Some of the rows as a case of their own."""
         return replace(
             self,
@@ -86,7 +86,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CaseSizes:
     """The cases a claim is about, or can be searched on in reasonable time."""
 
     least_keys: int = 2
@@ -108,10 +108,12 @@ class Claim:
     proof: str  # a heading of a chapter: docs/theory/chapter.md#heading
     counterexample: str = ""
     correction: str = ""  # the id of the claim to use instead, or what to do
-    ratio: Callable[[Case], Tensor] | None = None  # (rows,) or (rows, bounds); None: an argument, see `proof`
+    ratio: Callable[[ClaimCase], Tensor] | None = None  # (rows,) or (rows, bounds); None: an argument, see `proof`
     attained: tuple[float | None, ...] = ()  # for each bound the ratio that a search must reach, or it became looser
-    says_nothing: Callable[[Case], Tensor] | None = None  # 1 for rows where the bound is trivially true, NaN: not asked
-    sizes: Sizes = Sizes()
+    says_nothing: Callable[[ClaimCase], Tensor] | None = (
+        None  # 1 for rows where the bound is trivially true, NaN: not asked
+    )
+    sizes: CaseSizes = CaseSizes()
     differentiable: bool = True
 
     @property

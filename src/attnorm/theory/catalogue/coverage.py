@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import coverage
-from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, at_least, between
+from attnorm.theory.catalogue.claim import EXACTLY, Claim, ClaimCase, at_least, between
 
 HEADS = 4
 
 claim = partial(Claim, family="coverage", proof="docs/theory/coverage.md", differentiable=False)
 
 
-def _coverage(case: Case) -> coverage.Coverage:
+def _coverage(case: ClaimCase) -> coverage.Coverage:
     """Groups of four rows as four heads over one context."""
     return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
 
@@ -22,12 +22,12 @@ def _per_row(ratio: Tensor) -> Tensor:
     return ratio.repeat_interleave(HEADS, 0)
 
 
-def _independence(case: Case) -> Tensor:
+def _independence(case: ClaimCase) -> Tensor:
     found = _coverage(case)
     return _per_row(at_least(found.union, found.independent))
 
 
-def _union(case: Case) -> Tensor:
+def _union(case: ClaimCase) -> Tensor:
     found = _coverage(case)
     lower, upper = coverage.union_bounds(found.per_head)
     rounding = torch.finfo(upper.dtype).eps * 8

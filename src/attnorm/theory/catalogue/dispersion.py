@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import dispersion, spread
-from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, at_least, at_most, equals
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Claim, ClaimCase, at_least, at_most, equals
 
 ROUNDING = 1e-12  # of an entropy in nats
 
@@ -20,7 +20,7 @@ DOC = "docs/theory/dispersion.md"
 claim = partial(Claim, family="dispersion")
 
 
-def _lemma1(case: Case) -> Tensor:
+def _lemma1(case: ClaimCase) -> Tensor:
     """One of three positive functions on each row; F stays a positive number in float64."""
     ratios = []
     for name in ("exp", "softplus", "elu+1"):
@@ -36,7 +36,7 @@ def weights_between(weights: Tensor, bounds: dispersion.Bounds) -> Tensor:
     return torch.stack([at_least(weights.amin(-1), bounds.lower), at_most(weights.amax(-1), bounds.upper)], -1)
 
 
-def _corollary1(case: Case) -> Tensor:
+def _corollary1(case: ClaimCase) -> Tensor:
     """Some queries are so small that the bounds are attained: e^(2D) = 1 up to rounding there."""
     query = torch.where((case.pick % 6 == 0)[:, None], SMALL, 1.0) * case.vectors[:, 0]
     keys = case.vectors
@@ -46,27 +46,27 @@ def _corollary1(case: Case) -> Tensor:
     return weights_between(weights, dispersion.corollary1_bounds(size, largest, float(case.keys), case.temperature))
 
 
-def _lemma21(case: Case) -> Tensor:
+def _lemma21(case: ClaimCase) -> Tensor:
     return weights_between(case.weights, dispersion.lemma21_bounds(case.spread, float(case.keys), case.temperature))
 
 
-def _lemma21_sharp(case: Case) -> Tensor:
+def _lemma21_sharp(case: ClaimCase) -> Tensor:
     return weights_between(
         case.weights, dispersion.sharp_weight_bounds(case.spread, float(case.keys), case.temperature)
     )
 
 
-def _entropy_floor(case: Case) -> Tensor:
+def _entropy_floor(case: ClaimCase) -> Tensor:
     floor = dispersion.entropy_floor(case.spread, float(case.keys), case.temperature)
     return at_least(dispersion.entropy_nats(case.weights), floor, ROUNDING)
 
 
-def _entropy_deficit(case: Case) -> Tensor:
+def _entropy_deficit(case: ClaimCase) -> Tensor:
     deficit = math.log(case.keys) - dispersion.entropy_nats(case.weights)
     return at_most(deficit, dispersion.entropy_floor_deficit(case.spread, case.temperature), ROUNDING)
 
 
-def _horizon(case: Case) -> Tensor:
+def _horizon(case: ClaimCase) -> Tensor:
     """On some rows one key leads by the spread at which the horizon is n, up to 0.1 %: there it is attained."""
     n, leads = case.keys, (case.pick % 4 == 0) & (case.keys > 2)
     nearly = math.log(n - 1) + 1e-3 * case.dial.log().clamp(-1, 1)
@@ -76,14 +76,14 @@ def _horizon(case: Case) -> Tensor:
     return torch.where(beyond, torch.softmax(logits / case.temperature, -1).amax(-1) / 0.5, torch.nan)
 
 
-def _uniform_limit(case: Case) -> Tensor:
+def _uniform_limit(case: ClaimCase) -> Tensor:
     """The row with every key eight times: as dispersed as eight times the length allows, and as far from uniform."""
     longer = torch.softmax(case.scaled.repeat_interleave(8, -1), dim=-1)
     before, after = ((weights - 1 / weights.shape[-1]).abs().sum(-1) / 2 for weights in (case.weights, longer))
     return torch.where(before > ROUNDING, after / (before / 2), torch.nan)
 
 
-def _effective_gap(case: Case) -> Tensor:
+def _effective_gap(case: ClaimCase) -> Tensor:
     """Its two bounds, and that weights and logits give the same gap where every weight has all its digits."""
     gap = dispersion.effective_gap_from_logits(case.logits, temperature=case.temperature)
     same = equals(dispersion.effective_gap(case.weights), gap, 1e-9 * (1 + gap.abs()))
@@ -91,7 +91,7 @@ def _effective_gap(case: Case) -> Tensor:
     return torch.stack([-gap / ROUNDING, at_most(gap, case.spread / case.temperature, ROUNDING), same], -1)
 
 
-def _proposition31(case: Case, bound: Callable[..., Tensor]) -> Tensor:
+def _proposition31(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     query_weight, key_weight = case.matrices[:, :1], case.matrices[:, 1:]
     queries = case.vectors[:, :1]
     q, k = queries.unsqueeze(1) @ query_weight.mT, case.vectors.unsqueeze(1) @ key_weight.mT

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import distance, random_set
-from attnorm.theory.catalogue.claim import EXACTLY, Case, Claim, Sizes, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, CaseSizes, Claim, ClaimCase, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/distance.md"
@@ -17,17 +17,17 @@ RELATIVE, COROLLARY = f"{DOC}#relative-distance", f"{DOC}#corollary-2"
 
 claim = partial(Claim, family="distance")
 on_random_sets = partial(
-    claim, domain="I uniform among the sets of N keys", sizes=Sizes(most_keys=6), differentiable=False
+    claim, domain="I uniform among the sets of N keys", sizes=CaseSizes(most_keys=6), differentiable=False
 )
 
 
-def _any_set(case: Case) -> SelectedRows:
+def _any_set(case: ClaimCase) -> SelectedRows:
     """The N lightest keys instead of the heaviest."""
     lightest = case.weights.argsort(stable=True, dim=-1)[:, : case.top_n]
     return case.selected.with_indices(lightest.unsqueeze(-2))
 
 
-def _signed(case: Case) -> SelectedRows:
+def _signed(case: ClaimCase) -> SelectedRows:
     """Unnormalised weights of both signs: the logits themselves, and their top-N set."""
     return select(case.logits, case.vectors, case.top_n)
 
@@ -36,7 +36,7 @@ def _tight(rows: SelectedRows) -> Tensor:
     return at_most(distance.d_tilde(rows), distance.theorem1_fixed_tight(rows), ROUNDING)
 
 
-def _collapse(case: Case) -> Tensor:
+def _collapse(case: ClaimCase) -> Tensor:
     """Every key doubled, half of its weight each, N = L/2: the distance must not grow if it is to collapse."""
     if case.keys % 2:
         return case.not_applicable
@@ -46,21 +46,21 @@ def _collapse(case: Case) -> Tensor:
     return at_most(distance.d_tilde(select(*doubled, case.keys)), before)
 
 
-def _sub_linear(case: Case) -> Tensor:
+def _sub_linear(case: ClaimCase) -> Tensor:
     lengths = torch.tensor([32.0, 64, 128, 256, 512, 1024], dtype=torch.float64)
     law = distance.fit_power_law(lengths, 0.06 * lengths)
     # Sub-linear growth has an exponent clearly below 1; 0.99 leaves room for rounding.
     return torch.full_like(case.dial, law.exponent / 0.99)
 
 
-def _corollary2_limit(case: Case) -> Tensor:
+def _corollary2_limit(case: ClaimCase) -> Tensor:
     """N = 1 among at least 9 keys, E exact: within a quarter of the printed value, in either direction?"""
     rows = select(case.weights, case.vectors, 1)
     exact, printed = random_set.random_set_exact(rows), random_set.corollary2_printed(rows)
     return between(exact, printed / 1.25, 1.25 * printed, ROUNDING)
 
 
-def _more_keys(case: Case) -> Tensor:
+def _more_keys(case: ClaimCase) -> Tensor:
     """E with N + 1 keys selected over E with N."""
     fewer, more = (
         random_set.random_set_exact(select(case.weights, case.vectors, case.top_n + extra)) for extra in (0, 1)
@@ -68,32 +68,32 @@ def _more_keys(case: Case) -> Tensor:
     return at_most(more, fewer, ROUNDING)
 
 
-def _exact(case: Case) -> Tensor:
+def _exact(case: ClaimCase) -> Tensor:
     return random_set.random_set_exact(case.selected)
 
 
-def _random_printed(case: Case) -> Tensor:
+def _random_printed(case: ClaimCase) -> Tensor:
     """E = main term + eps with 0 <= eps <= the printed bound."""
     main = random_set.theorem1_random_printed(case.selected)
     return between(_exact(case), main, main + random_set.theorem1_random_epsilon(case.selected))
 
 
-def _random_corrected(case: Case, heaviest: int) -> Tensor:
+def _random_corrected(case: ClaimCase, heaviest: int) -> Tensor:
     bounds = random_set.theorem1_random_bounds(case.selected, heaviest)
     return between(_exact(case), bounds.lower, bounds.upper, ROUNDING)
 
 
-def _random_epsilon(case: Case) -> Tensor:
+def _random_epsilon(case: ClaimCase) -> Tensor:
     main = random_set.theorem1_random_bounds(case.selected).lower
     return at_most(_exact(case) - main, random_set.theorem1_random_epsilon(case.selected) + 1e-9 * main)
 
 
-def _corollary2_corrected(case: Case) -> Tensor:
+def _corollary2_corrected(case: ClaimCase) -> Tensor:
     bounds = random_set.corollary2_bounds(case.selected)
     return between(_exact(case), bounds.lower, bounds.upper, ROUNDING)
 
 
-def _corollary2_lower_end(case: Case) -> Tensor:
+def _corollary2_lower_end(case: ClaimCase) -> Tensor:
     """Where the proof's two lower bounds on sum ||mu_i||, lines in t = ||x_bar||, meet: found by halving."""
     rows, N, n = case.selected, case.top_n, case.keys
     total, share = rows.norms.sum(-1)[..., 0], N / (n - 1)
@@ -106,7 +106,7 @@ def _corollary2_lower_end(case: Case) -> Tensor:
     return equals(random_set.corollary2_bounds(rows).lower, meeting, 1e-9 * total + ROUNDING)
 
 
-def _relative(case: Case) -> Tensor:
+def _relative(case: ClaimCase) -> Tensor:
     bounds = distance.relative_distance_bounds(case.selected)
     return between(distance.relative_distance(case.selected), bounds.lower, bounds.upper, ROUNDING)
 
@@ -222,7 +222,7 @@ CLAIMS = [
         form="corrected",
         statement="E minus the corrected main term is at most the printed eps",
         status="holds",
-        sizes=Sizes(least_keys=4, most_keys=6, most_top_n=2),
+        sizes=CaseSizes(least_keys=4, most_keys=6, most_top_n=2),
         ratio=_random_epsilon,
     ),
     claim(
@@ -237,7 +237,7 @@ CLAIMS = [
         correction="corollary-2-corrected",
         ratio=_corollary2_limit,
         differentiable=False,
-        sizes=Sizes(least_keys=9, most_keys=16),
+        sizes=CaseSizes(least_keys=9, most_keys=16),
     ),
     claim(
         id="corollary-2-ii",
@@ -258,7 +258,7 @@ CLAIMS = [
         status="false",
         counterexample="a one-hot row: E = (1 - N/L)(N + 1), at N = L - 1 as much as with nothing selected",
         correction="corollary-2-corrected",
-        sizes=Sizes(least_keys=6, most_keys=6, most_top_n=2),
+        sizes=CaseSizes(least_keys=6, most_keys=6, most_top_n=2),
         ratio=_more_keys,
     ),
     on_random_sets(

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnorm.normalizers.entmax import entmax_rows
 from attnorm.normalizers.kneemax import kneemax
 from attnorm.theory import frontier
-from attnorm.theory.catalogue.claim import Case, Claim, equals
+from attnorm.theory.catalogue.claim import Claim, ClaimCase, equals
 
 claim = partial(
     Claim, family="law", source="added", form="added", status="holds", proof="docs/theory/frontier.md#the-law",
@@ -24,7 +24,7 @@ def _rows_with_a_leader(keys: int, gaps: Tensor) -> Tensor:
     return torch.where(torch.arange(keys) == 0, gaps[:, None], 0.0)
 
 
-def _attained(case: Case) -> Tensor:
+def _attained(case: ClaimCase) -> Tensor:
     """Sparsemax has K = 1: its weight against the law, and the effort of that weight against the gap."""
     gaps, n = case.dial, case.keys
     kept = entmax_rows(_rows_with_a_leader(n, gaps), 2.0)[:, 0]
@@ -33,7 +33,7 @@ def _attained(case: Case) -> Tensor:
     return torch.stack([equals(kept, weight, ROUNDING), equals(effort, gaps.clamp(max=1.0), ROUNDING)], -1)
 
 
-def _gaps(case: Case) -> Tensor:
+def _gaps(case: ClaimCase) -> Tensor:
     """The gap that a formula states for the weight that the map itself gives at this gap."""
     n, gaps = case.keys, case.dial.clamp(max=MOST_GAP)
     logits = _rows_with_a_leader(n, gaps)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry
-from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import (
+    EXACTLY,
+    NEARLY,
+    CaseSizes,
+    Claim,
+    ClaimCase,
+    at_least,
+    at_most,
+    between,
+    equals,
+)
 from attnorm.theory.selection import SelectedRows, select
 
 DOC = "docs/theory/geometry.md"
@@ -23,13 +33,13 @@ ROUNDING = 1e-12
 FEW_ROWS = 4  # an exact law, or all permutations, for each
 
 
-def _sphere(case: Case) -> tuple[SelectedRows, Tensor]:
+def _sphere(case: ClaimCase) -> tuple[SelectedRows, Tensor]:
     """The rows with vectors of length 1, and a radius of the size of the selected mass."""
     rows = select(case.weights, geometry.on_sphere(case.vectors), case.top_n)
     return rows, case.dial * rows.mass[..., 0]
 
 
-def _printed(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def _printed(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
     """N_s/N with the printed bounds, for vectors whose own smallest distance is delta."""
     rows, radius = _sphere(case)
     separation = geometry.minimum_separation(rows.vectors)
@@ -37,19 +47,19 @@ def _printed(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return geometry.separability(rows, radius), bounds.lower, bounds.upper
 
 
-def _lower_is_negative(case: Case) -> Tensor:
+def _lower_is_negative(case: ClaimCase) -> Tensor:
     """1 where it is, in the paper's setting: N of 5 or more, r the distance of the nearest key not selected."""
     rows, _ = _sphere(case)
     separation = geometry.minimum_separation(rows.vectors)
     return (geometry.theorem2_printed(rows, geometry.nearest_outsider(rows), 1.0, separation).lower <= 0).double()
 
 
-def _lower_printed(case: Case) -> Tensor:
+def _lower_printed(case: ClaimCase) -> Tensor:
     found, lower, _ = _printed(case)
     return at_least(found, lower)
 
 
-def _upper_printed(case: Case) -> Tensor:
+def _upper_printed(case: ClaimCase) -> Tensor:
     """Only where r >= every xi_i, so that N_s = N for certain and no expectation is needed."""
     rows, radius = _sphere(case)
     xi = geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors))
@@ -57,7 +67,7 @@ def _upper_printed(case: Case) -> Tensor:
     return torch.where(radius > xi.amax(-1), found / upper, torch.nan)
 
 
-def _upper_printed_below(case: Case) -> Tensor:
+def _upper_printed_below(case: ClaimCase) -> Tensor:
     """r below every xi_i and delta = 0, which independent vectors respect for certain: the exact law decides."""
     # The more equal the weights, the further ||Y_i|| stays below xi_i.
     few = replace(case.rows(slice(2 * FEW_ROWS)), temperature=8 * case.temperature)
@@ -68,7 +78,7 @@ def _upper_printed_below(case: Case) -> Tensor:
     return case.padded(at_most(certain, geometry.theorem2_printed(rows, radius, 1.0, 0.0).upper))
 
 
-def _xi(case: Case) -> Tensor:
+def _xi(case: ClaimCase) -> Tensor:
     """||Y_i|| of every selected key against xi_i; the others are added up, as s - y_i would cancel."""
     rows, _ = _sphere(case)
     chosen = rows.indices[:, 0, :, None].expand(-1, -1, case.width)
@@ -77,7 +87,7 @@ def _xi(case: Case) -> Tensor:
     return at_most(found, geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors)), ROUNDING).amax(-1)
 
 
-def _exact_law(case: Case) -> Tensor:
+def _exact_law(case: ClaimCase) -> Tensor:
     """Corrected bounds against the exact law, its own error allowed for."""
     few = case.rows(slice(FEW_ROWS))
     rows, _ = _sphere(few)
@@ -91,7 +101,7 @@ def _exact_law(case: Case) -> Tensor:
     return case.padded(torch.stack(sides, -1))
 
 
-def _cantelli(case: Case) -> Tensor:
+def _cantelli(case: ClaimCase) -> Tensor:
     """Laws of ||Y||^2 that attain each bound: two values for Cantelli, a rare huge value beside them for Markov."""
     share = 0.1 + 0.8 * case.dial / (1 + case.dial)  # of the higher value
     low = 0.1 + case.logits[:, 0].abs().clamp(max=10)
@@ -105,18 +115,18 @@ def _cantelli(case: Case) -> Tensor:
     return torch.stack([at_most(1 - share, below), at_most(share, 1 - above), at_most(share, 1 - markov)], -1)
 
 
-def _permuted(case: Case) -> Tensor:
+def _permuted(case: ClaimCase) -> Tensor:
     """Bounds from moments against all permutations of the vectors."""
     orders = list(itertools.permutations(range(case.keys)))
     return _dealt(case, "permuted", [list(order) for order in orders])
 
 
-def _independent(case: Case) -> Tensor:
+def _independent(case: ClaimCase) -> Tensor:
     """Bounds from moments against all ways to give every selected key one of the vectors, repeats allowed."""
     return _dealt(case, "independent", [list(draw) for draw in itertools.product(range(case.keys), repeat=case.keys)])
 
 
-def _dealt(case: Case, draws: Literal["permuted", "independent"], ways: list[list[int]]) -> Tensor:
+def _dealt(case: ClaimCase, draws: Literal["permuted", "independent"], ways: list[list[int]]) -> Tensor:
     few = case.rows(slice(FEW_ROWS))
     rows = few.selected
     radius = few.dial.sqrt() * rows.distances.mean((-2, -1))
@@ -132,7 +142,7 @@ def _dealt(case: Case, draws: Literal["permuted", "independent"], ways: list[lis
     return case.padded(between(share, bounds.lower, bounds.upper, ROUNDING))
 
 
-def _isotropic_moments(case: Case) -> Tensor:
+def _isotropic_moments(case: ClaimCase) -> Tensor:
     """Against every way to give the N keys one of the 2d unit vectors +-e_k, which have the sphere's second moments."""
     few = case.rows(slice(FEW_ROWS))
     rows, _ = _sphere(few)
@@ -141,7 +151,7 @@ def _isotropic_moments(case: Case) -> Tensor:
     return case.padded(_same_moments(rows, axes[ways].unsqueeze(1), geometry.isotropic_moments(rows, 1.0)))
 
 
-def _row_moments(case: Case, *, repeats: bool) -> Tensor:
+def _row_moments(case: ClaimCase, *, repeats: bool) -> Tensor:
     """Against every way to give the N keys one of the row's vectors each, with or without repeats."""
     few = case.rows(slice(FEW_ROWS))
     rows, keys = few.selected, range(case.keys)
@@ -167,7 +177,7 @@ def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Ten
     return torch.stack(ratios).amax((0, -1))
 
 
-def _more_than_80_percent(case: Case) -> Tensor:
+def _more_than_80_percent(case: ClaimCase) -> Tensor:
     return geometry.separability(case.selected) / 0.85
 
 
@@ -182,7 +192,7 @@ CLAIMS = [
         status="vacuous",
         counterexample="negative on ordinary rows: xi_i takes every inner product at its maximum",
         correction="theorem-2-corrected",
-        sizes=Sizes(least_top_n=5),
+        sizes=CaseSizes(least_top_n=5),
         ratio=_lower_printed,
         says_nothing=_lower_is_negative,
     ),
@@ -196,7 +206,7 @@ CLAIMS = [
         status="false",
         counterexample="r > max xi_i: N_s = N for certain, while the bound falls to 0",
         correction="theorem-2-corrected",
-        sizes=Sizes(least_width=2),
+        sizes=CaseSizes(least_width=2),
         ratio=_upper_printed,
     ),
     on_sphere(
@@ -208,7 +218,7 @@ CLAIMS = [
         status="false",
         counterexample="N = 100, d = 768, r = 0.11: bound 0.9963, exact value 0.999997",
         correction="theorem-2-corrected",
-        sizes=Sizes(most_keys=6, least_width=8, least_top_n=4),
+        sizes=CaseSizes(most_keys=6, least_width=8, least_top_n=4),
         ratio=_upper_printed_below,
     ),
     claim(
@@ -229,7 +239,7 @@ CLAIMS = [
         form="corrected",
         statement="Cantelli and Markov on ||Y_i||^2 with mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4)",
         status="holds",
-        sizes=Sizes(most_keys=6, least_width=2),
+        sizes=CaseSizes(most_keys=6, least_width=2),
         ratio=_exact_law,
         attained=(EXACTLY, EXACTLY),
     ),
@@ -252,7 +262,7 @@ CLAIMS = [
         statement="||Y_i||^2 has mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4)",
         domain="independent directions with the second moments of the sphere",
         status="holds",
-        sizes=Sizes(most_keys=4, least_top_n=2, most_top_n=3),
+        sizes=CaseSizes(most_keys=4, least_top_n=2, most_top_n=3),
         ratio=_isotropic_moments,
     ),
     claim(
@@ -263,7 +273,7 @@ CLAIMS = [
         statement="mean and variance of ||Y_i||^2 of Theorem B",
         domain="any vectors, dealt to the weights at random without repeats",
         status="holds",
-        sizes=Sizes(most_keys=6, least_top_n=2, most_top_n=4),
+        sizes=CaseSizes(most_keys=6, least_top_n=2, most_top_n=4),
         ratio=lambda case: _row_moments(case, repeats=False),
     ),
     claim(
@@ -274,7 +284,7 @@ CLAIMS = [
         statement="mean and variance of ||Y_i||^2 of Theorem A",
         domain="any vectors, drawn for every weight independently",
         status="holds",
-        sizes=Sizes(most_keys=6, least_top_n=2, most_top_n=3),
+        sizes=CaseSizes(most_keys=6, least_top_n=2, most_top_n=3),
         ratio=lambda case: _row_moments(case, repeats=True),
     ),
     claim(
@@ -285,7 +295,7 @@ CLAIMS = [
         statement="the same from the first four moments of the row's own vectors, dealt to the weights at random",
         domain="any vectors, r fixed in advance",
         status="holds",
-        sizes=Sizes(most_keys=4),
+        sizes=CaseSizes(most_keys=4),
         ratio=_permuted,
         attained=(EXACTLY, EXACTLY),
     ),
@@ -297,7 +307,7 @@ CLAIMS = [
         statement="the same where every weight draws its vector independently",
         domain="any vectors, r fixed in advance",
         status="holds",
-        sizes=Sizes(most_keys=4, most_top_n=3),
+        sizes=CaseSizes(most_keys=4, most_top_n=3),
         ratio=_independent,
         attained=(EXACTLY, EXACTLY),
     ),
@@ -311,7 +321,7 @@ CLAIMS = [
         status="false",
         counterexample="orthonormal vectors, N = 50: N_s/N = 1",
         correction="judge a head against its own null: geometry.separability_null",
-        sizes=Sizes(least_top_n=5),
+        sizes=CaseSizes(least_top_n=5),
         ratio=_more_than_80_percent,
     ),
 ]

@@ -10,7 +10,7 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kernel import FUNCTIONS
 from attnorm.theory import entmax_worst_case, gradient
-from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_most, between, equals
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, CaseSizes, Claim, ClaimCase, at_most, between, equals
 
 DOC = "docs/theory/gradient.md"
 EXACT, KERNEL = f"{DOC}#3-the-exact-norm-of-a-threshold-map-in-ol", f"{DOC}#4-the-exact-norm-of-fsum-f-in-ol"
@@ -24,7 +24,7 @@ KERNELS = 4  # F that _kernel knows
 ROUNDING = 1e-12
 
 
-def _kernel(case: Case) -> tuple[Tensor, Tensor]:
+def _kernel(case: ClaimCase) -> tuple[Tensor, Tensor]:
     """F and F' on each row: softplus, elu + 1, or the line F(l) = l on positive logits, of any shape or one winner."""
     z = case.scaled
     known = [(FUNCTIONS[name].value(z), FUNCTIONS[name].derivative(z)) for name in ("softplus", "elu+1")]
@@ -38,12 +38,12 @@ def _kernel(case: Case) -> tuple[Tensor, Tensor]:
     return values, slopes
 
 
-def _lemma2(case: Case, bound: Callable[..., Tensor]) -> Tensor:
+def _lemma2(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     row = _kernel(case)
     return at_most(gradient.kernel_jacobian_norm(*row), bound(*row))
 
 
-def _kernel_norm(case: Case) -> Tensor:
+def _kernel_norm(case: ClaimCase) -> Tensor:
     """The O(L) norm against the singular value of the matrix, which is exact to rounding of its largest entries."""
     values, slopes = _kernel(case)
     total = values.sum(-1, keepdim=True)
@@ -55,25 +55,25 @@ def _kernel_norm(case: Case) -> Tensor:
     )
 
 
-def _softmax_norm(case: Case) -> Tensor:
+def _softmax_norm(case: ClaimCase) -> Tensor:
     return gradient.entmax_jacobian_norm(case.weights, temperature=case.temperature)
 
 
-def _slopes(case: Case) -> Tensor:
+def _slopes(case: ClaimCase) -> Tensor:
     """u = a^(2 - alpha) for softmax, entmax15 or sparsemax weights a."""
     return torch.stack(
         [gradient.entmax_slopes(_entmax_weights(case, alpha), alpha) for alpha in (1.0, 1.5, 2.0)]
     ).gather(0, (case.pick % 3)[None, :, None].expand(1, -1, case.keys))[0]
 
 
-def _threshold_norm(case: Case) -> Tensor:
+def _threshold_norm(case: ClaimCase) -> Tensor:
     u = _slopes(case)
     jacobian = torch.diag_embed(u) - u[..., :, None] * (u / u.sum(-1, keepdim=True))[..., None, :]
     found = gradient.threshold_jacobian_norm(u, case.temperature) * case.temperature
     return equals(found, torch.linalg.matrix_norm(jacobian, ord=2), 1e-9 * u.amax(-1))
 
 
-def _bracket(case: Case) -> Tensor:
+def _bracket(case: ClaimCase) -> Tensor:
     ratios = []
     for alpha in (1.0, 1.5, 2.0):
         weights = _entmax_weights(case, alpha)
@@ -82,7 +82,7 @@ def _bracket(case: Case) -> Tensor:
     return case.picked(ratios)
 
 
-def _gain(case: Case, bound: Callable[..., Tensor]) -> Tensor:
+def _gain(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     """The finite difference along the worst direction of the Jacobian, either way."""
     a = case.weights
     jacobian = torch.diag_embed(a) - a[..., :, None] * a[..., None, :]
@@ -101,7 +101,7 @@ def _gain(case: Case, bound: Callable[..., Tensor]) -> Tensor:
     return torch.stack(ratios)
 
 
-def _toy(case: Case, *, printed: bool) -> Tensor:
+def _toy(case: ClaimCase, *, printed: bool) -> Tensor:
     """Two leading logits 30 T above the rest that trade places, a small step; "about": within 2 %, 0.2 % of our own."""
     ratios = []
     for dial in case.dial.clamp(max=10).tolist():
@@ -113,12 +113,12 @@ def _toy(case: Case, *, printed: bool) -> Tensor:
     return torch.tensor(ratios, dtype=torch.float64)
 
 
-def _entmax_weights(case: Case, alpha: float) -> Tensor:
+def _entmax_weights(case: ClaimCase, alpha: float) -> Tensor:
     weights: Tensor = Normalizer(Entmax(alpha))(case.scaled) if alpha > 1 else case.weights
     return weights
 
 
-def _entmax(case: Case, bound: Callable[[int, float], float]) -> Tensor:
+def _entmax(case: ClaimCase, bound: Callable[[int, float], float]) -> Tensor:
     """T ||J|| of entmax, for one alpha on each row."""
     ratios = []
     for alpha in ALPHAS:
@@ -127,7 +127,7 @@ def _entmax(case: Case, bound: Callable[[int, float], float]) -> Tensor:
     return case.picked(ratios)
 
 
-def _entmax_worst(case: Case) -> Tensor:
+def _entmax_worst(case: ClaimCase) -> Tensor:
     """No row exceeds the constant, and the row that is said to attain it does, for this very alpha and n."""
     searched = _entmax(case, entmax_worst_case.entmax_worst_norm)
     at_worst = []
@@ -292,7 +292,7 @@ CLAIMS = [
         counterexample="alpha = 1.5 from 48 keys on: 0.726 at 64, 0.868 at 1024",
         correction="entmax-worst-case",
         ratio=lambda case: _entmax(case, lambda n, alpha: 2 ** (alpha - 2)),
-        sizes=Sizes(least_keys=64),
+        sizes=CaseSizes(least_keys=64),
     ),
     claim(
         id="entmax-worst-case",

@@ -7,7 +7,17 @@ from torch import Tensor
 
 from attnorm.normalizers.kneemax import kneemax
 from attnorm.theory import frontier
-from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import (
+    EXACTLY,
+    NEARLY,
+    CaseSizes,
+    Claim,
+    ClaimCase,
+    at_least,
+    at_most,
+    between,
+    equals,
+)
 from attnorm.theory.catalogue.jacobian import jacobian_norm
 
 DOC = "docs/theory/kneemax.md"
@@ -18,13 +28,13 @@ claim = partial(Claim, family="kneemax", source="attnorm", form="added", domain=
 ROUNDING = 1e-9  # of a weight found by Newton's method
 
 
-def _weights(case: Case, logits: Tensor) -> Tensor:
+def _weights(case: ClaimCase, logits: Tensor) -> Tensor:
     # The temperature is divided out in float64: a parameter would hold it in float32.
     weights: Tensor = kneemax()(logits / case.temperature)
     return weights
 
 
-def _leader(case: Case) -> tuple[Tensor, Tensor]:
+def _leader(case: ClaimCase) -> tuple[Tensor, Tensor]:
     """Gap in units of T, and the weight kept by a key that leads n-1 equal ones by it."""
     gap = case.dial * 2
     logits = torch.where(torch.arange(case.keys) == 0, (gap * case.temperature)[:, None], 0.0)
@@ -35,42 +45,42 @@ def _formula(gaps: Tensor, keys: int) -> Tensor:
     return torch.tensor([frontier.kneemax_weight(gap, keys) for gap in gaps.tolist()], dtype=torch.float64)
 
 
-def _kept(case: Case) -> Tensor:
+def _kept(case: ClaimCase) -> Tensor:
     gap, weight = _leader(case)
     return (weight - (gap / 2).clamp(max=1)).abs() * case.keys
 
 
-def _kept_exactly(case: Case) -> Tensor:
+def _kept_exactly(case: ClaimCase) -> Tensor:
     gap, weight = _leader(case)
     return equals(weight, _formula(gap, case.keys), ROUNDING)
 
 
-def _kept_among_any(case: Case) -> Tensor:
+def _kept_among_any(case: ClaimCase) -> Tensor:
     top = case.scaled.topk(2, dim=-1).values
     least = _formula((top[:, 0] - top[:, 1]).clamp(min=0), case.keys)
     return at_least(_weights(case, case.logits).amax(-1), least - ROUNDING)
 
 
-def _near_the_law(case: Case) -> Tensor:
+def _near_the_law(case: ClaimCase) -> Tensor:
     gap, weight = _leader(case)
     allowed = torch.tensor([frontier.frontier_weight(case.keys, g / 2) for g in gap.tolist()], dtype=torch.float64)
     return at_most(allowed - weight, (2 - (gap / 2).clamp(max=1)) / case.keys)
 
 
-def _norm(case: Case) -> Tensor:
+def _norm(case: ClaimCase) -> Tensor:
     weights = _weights(case, case.logits)
     norm = jacobian_norm(lambda z: _weights(case, z), case.logits) * 2 * case.temperature
     return between(norm, (1 - weights.amax(-1)).clamp(min=0).sqrt() - 1e-6, torch.ones_like(norm))
 
 
-def _certain_zero(case: Case) -> Tensor:
+def _certain_zero(case: ClaimCase) -> Tensor:
     """The deepest key that still has weight, against the depth from which on none has any."""
     depth = case.logits.amax(-1, keepdim=True) - case.logits
     deepest = torch.where(_weights(case, case.logits) > 0, depth, 0.0).amax(-1)
     return at_most(deepest, torch.full_like(deepest, 2 * case.temperature * (1 + 1 / case.keys)))
 
 
-def _no_zero(case: Case) -> Tensor:
+def _no_zero(case: ClaimCase) -> Tensor:
     """Where a key has no weight: the spread below which that cannot be, against the spread of the row."""
     n = case.keys
     least = torch.full_like(case.dial, 2 * case.temperature * (1 / n + 1 / (n - 1)))
@@ -118,7 +128,7 @@ CLAIMS = [
         statement="sqrt(1 - max p)/(2T) <= ||J|| <= 1/(2T), for every row of every length",
         ratio=_norm,
         differentiable=False,
-        sizes=Sizes(most_keys=16),
+        sizes=CaseSizes(most_keys=16),
         attained=(None, EXACTLY),
     ),
     claim(

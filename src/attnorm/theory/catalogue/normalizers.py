@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, entries, get
-from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Case, Claim, Sizes, at_most
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, CaseSizes, Claim, ClaimCase, at_most
 from attnorm.theory.catalogue.dispersion import weights_between
 from attnorm.theory.catalogue.jacobian import jacobian_norm
 from attnorm.theory.dispersion import Bounds
@@ -54,7 +54,7 @@ def _constant(normalizer: Normalizer, keys: int) -> Tensor:
 
 
 def _lemma1_claim(normalizer: Normalizer) -> Claim:
-    def ratio(case: Case) -> Tensor:
+    def ratio(case: ClaimCase) -> Tensor:
         """A few rows: the range of F on each row's interval is searched for, not taken from the row."""
         logits = case.logits[:FEW_ROWS].clamp(-MOST_LOGIT, MOST_LOGIT)
         ends = zip(logits.amin(-1).tolist(), logits.amax(-1).tolist(), strict=True)
@@ -75,12 +75,12 @@ def _lemma1_claim(normalizer: Normalizer) -> Claim:
         ratio=ratio,
         attained=(EXACTLY, EXACTLY),
         differentiable=False,
-        sizes=Sizes(most_keys=16),
+        sizes=CaseSizes(most_keys=16),
     )
 
 
 def _lipschitz_claim(normalizer: Normalizer) -> Claim:
-    def ratio(case: Case) -> Tensor:
+    def ratio(case: ClaimCase) -> Tensor:
         """Some rows have two equal leaders far above the rest and above 0: the worst of softmax, with a sink too."""
         leaders = torch.where(torch.arange(case.keys) < 2, FAR, -FAR)
         logits = torch.where((case.pick % 6 == 0)[:, None], leaders, case.scaled)
@@ -105,7 +105,7 @@ def _lipschitz_claim(normalizer: Normalizer) -> Claim:
 
 
 def _frontier_claim(normalizer: Normalizer) -> Claim:
-    def ratio(case: Case) -> Tensor:
+    def ratio(case: ClaimCase) -> Tensor:
         n, gap = case.keys, case.dial
         logits = torch.where(torch.arange(n) == 0, gap[:, None], 0.0)
         return at_most(normalizer(logits)[:, 0], 1 / n + _constant(normalizer, n) * gap * (n - 1) / n)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnorm.monitor.told_apart import _sources, random_scores, told_apart
+from attnorm.monitor.separability_null import _sources, random_scores, separability_and_null
 from attnorm.theory.geometry import separability
 from attnorm.theory.selection import select
 
@@ -29,7 +29,7 @@ def expected(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
 
 def test_it_is_the_share_of_the_theory() -> None:
     weights, visible, x = rows_of_weights()
-    found, _ = told_apart(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
+    found, _ = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
     assert found[0, 0].isnan()
     assert 0 < found.nanmean() < 1
     torch.testing.assert_close(found, expected(weights, visible, x), equal_nan=True)
@@ -45,14 +45,14 @@ def test_by_chance_it_is_that_of_weights_dealt_out_anew() -> None:
     assert torch.equal(dealt.sort(-1).values, keys)
     assert torch.equal(dealt[~visible], keys[~visible])
     assert not torch.equal(dealt, keys)
-    found = told_apart(weights, visible, x, scores, TOP_N)
+    found = separability_and_null(weights, visible, x, scores, TOP_N)
     torch.testing.assert_close(found[1], expected(weights.gather(-1, dealt), visible, x), equal_nan=True)
 
 
 def test_a_row_that_is_not_finite_has_none() -> None:
     weights, visible, x = rows_of_weights()
     weights[2, 3, 0] = torch.nan
-    found = told_apart(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
+    found = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
     assert found[:, 2, 3].isnan().all()
     assert found.isnan().sum() == 4
 
@@ -60,7 +60,7 @@ def test_a_row_that_is_not_finite_has_none() -> None:
 def test_a_value_that_is_not_finite_leaves_nothing_to_tell() -> None:
     weights, visible, x = rows_of_weights()
     x[0, 3] = torch.inf
-    found = told_apart(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
+    found = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
     sees_it = visible[:2, :, 3]
     assert found[:, :2][:, sees_it].isnan().all()
     assert found[:, 2:].isfinite().all()

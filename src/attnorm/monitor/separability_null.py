@@ -15,7 +15,7 @@ def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
     return torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu").to(device)
 
 
-def told_apart(
+def separability_and_null(
     weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int, log_weights: Tensor | None = None
 ) -> Tensor:
     """(2, h, r) from weights (h, r, w), visibility (1 or h, r, w) and vectors (g, w, E); NaN where n <= N.

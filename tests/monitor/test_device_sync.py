@@ -46,7 +46,7 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
 
     expected = measured()
     looked: list[int] = []
-    take, measure = watching.Sampler.take, watching.Watch._measure
+    take, measure = watching.Sampler.take, watching.ForwardWatch._measure
 
     def unseen(function: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -57,8 +57,8 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
         return run
 
     for module in (heaviest, logits, secular):
-        monkeypatch.setattr(module, "runs_behind", lambda tensor: True)
+        monkeypatch.setattr(module, "runs_asynchronously", lambda tensor: True)
     monkeypatch.setattr(watching.Sampler, "take", unseen(take))
-    monkeypatch.setattr(watching.Watch, "_measure", unseen(measure))
+    monkeypatch.setattr(watching.ForwardWatch, "_measure", unseen(measure))
     assert measured() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len(looked) == 3  # two layers, and all that is measured of them
