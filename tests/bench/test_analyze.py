@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_measured_becomes_a_note(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(bench_analyze, "_against_plain", lambda *_: iter(()))
     monkeypatch.setattr(bench_analyze, "_in_own_processes", lambda *_: iter(()))
-    monkeypatch.setattr(bench_analyze, "told_by", fails)
+    monkeypatch.setattr(bench_analyze, "run_and_read_json", fails)
     notes: list[str] = []
     assert list(measure_analysis(notes=notes, model=tmp_path)) == []
     assert notes == [

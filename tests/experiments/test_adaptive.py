@@ -12,12 +12,12 @@ from scipy import stats
 from attnorm.experiments.adaptive.experiment import AS_IT_RUNS, EXPERIMENT, judge_claims
 from attnorm.experiments.adaptive.measure import MOST_KEYS, PRINTED, REACH, REFIT, Adaptive, acting, measure, versions
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.losses import losses, mean, windows_of
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
 
-QUICK = Subject(quick=True)
+QUICK = ExperimentSubject(quick=True)
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -104,7 +104,7 @@ def test_the_interval_of_a_mean_is_students() -> None:
 
 def test_a_text_too_short_for_two_windows_has_two_shorter_ones(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 8)
-    subject = Subject(texts=(tmp_path / "t.txt",))
+    subject = ExperimentSubject(texts=(tmp_path / "t.txt",))
     tokens = subject.tokens(10_000)
     windows = windows_of(subject, tokens - 10, 8)
     assert windows.shape == (2, tokens // 2)

@@ -19,13 +19,13 @@ from attnorm.experiments.dispersion.measure import (
     reach,
     wanted,
 )
-from attnorm.experiments.experiment import Outcome, Subject
+from attnorm.experiments.experiment import ExperimentSubject, Outcome
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.rotation import before_rotation
 from tests.models.tiny import tiny
 
-QUICK = Subject(quick=True)
+QUICK = ExperimentSubject(quick=True)
 
 
 def silent(what: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from attnorm.experiments.attention_rows import LastRows, joined, last_rows
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2.critical_n import (
     accepted,
     bootstrap_heads,
@@ -191,7 +191,7 @@ def test_the_last_row_is_the_models_own() -> None:
     from attnorm.models.inputs import run
     from attnorm.models.observe import observe
 
-    subject = Subject()
+    subject = ExperimentSubject()
     layers = last_rows(subject, 40)
     outputs = []
 
@@ -216,10 +216,10 @@ def test_the_last_row_is_the_models_own() -> None:
 
 
 def test_a_window_of_the_text_starts_where_it_is_asked_to() -> None:
-    first, later = last_rows(Subject(), 24), last_rows(Subject(), 24, start=24)
+    first, later = last_rows(ExperimentSubject(), 24), last_rows(ExperimentSubject(), 24, start=24)
     assert later[0].keys == 24
     assert not torch.allclose(first[0].weights, later[0].weights)
-    inputs = last_rows(Subject(), 24, vectors="inputs")
+    inputs = last_rows(ExperimentSubject(), 24, vectors="inputs")
     assert inputs[0].vectors.shape == (1, 24, 192)
     assert torch.allclose(inputs[0].weights.flatten(0, 1), first[0].weights.flatten(0, 1))
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judge_claims, measure, table
 from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.theory.gradient import finite_difference_corrected
 
-QUICK = Subject(quick=True)
+QUICK = ExperimentSubject(quick=True)
 
 
 def silent(what: str, done: int, total: int) -> None:

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnorm.experiments import catalogue, run
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.index_page import render
 from attnorm.experiments.run import reproduce
 from tests.experiments.toy_experiments import Toy
 
-SUBJECT = Subject(quick=True)
+SUBJECT = ExperimentSubject(quick=True)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_all_means_the_papers_and_leaves_out_what_trains() -> None:
 def test_names_are_checked_before_anything_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no experiment is called 'fig22'; did you mean 'fig2'\?"):
         reproduce(["toy", "fig22"], SUBJECT, tmp_path)
-    monkeypatch.setitem(catalogue.EXPERIMENTS, "gone", catalogue.Entry("attnorm.experiments.gone", ""))
+    monkeypatch.setitem(catalogue.EXPERIMENTS, "gone", catalogue.ExperimentEntry("attnorm.experiments.gone", ""))
     with pytest.raises(ValueError, match="'gone' is not part of this installation"):
         reproduce(["toy", "gone"], SUBJECT, tmp_path)
     with pytest.raises(ValueError, match="name an experiment"):
@@ -243,7 +243,7 @@ def test_every_experiment_that_is_too_long_for_the_text_is_named_before_the_firs
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 4)
-    subject = Subject(texts=(tmp_path / "t.txt",))
+    subject = ExperimentSubject(texts=(tmp_path / "t.txt",))
     tokens = subject.tokens(10_000)
     short = Toy("short", needs_model=True, tokens=10).enter(monkeypatch)
     for name, fewest in (("long", 3000), ("longer", 4000)):
@@ -264,7 +264,7 @@ def test_a_model_of_too_few_positions_is_told_as_such(tmp_path: Path, monkeypatc
     (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     Toy("long", needs_model=True, tokens=2000).enter(monkeypatch)
     with pytest.raises(ValueError, match="bundled has positions for 1,024; use another model"):
-        reproduce(["long"], Subject(texts=(tmp_path / "t.txt",)), tmp_path / "out")
+        reproduce(["long"], ExperimentSubject(texts=(tmp_path / "t.txt",)), tmp_path / "out")
 
 
 def test_fig2_needs_three_lengths() -> None:
@@ -287,14 +287,14 @@ def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is
 
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two models are named 'bundled'"):
-        Subject(others=("bundled",)).identity(with_model=True)
+        ExperimentSubject(others=("bundled",)).identity(with_model=True)
 
 
 def test_another_second_model_is_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Subject, "described", lambda self: {"name": self.model, "fingerprint": f"weights of {self.model}"}
+        ExperimentSubject, "described", lambda self: {"name": self.model, "fingerprint": f"weights of {self.model}"}
     )
-    one, two, alone = (Subject(others=others).identity(with_model=True) for others in (("a",), ("b",), ()))
+    one, two, alone = (ExperimentSubject(others=others).identity(with_model=True) for others in (("a",), ("b",), ()))
     assert one != two
     assert one["others"][0][:2] == ["a", "weights of a"]
     assert "others" not in alone
@@ -308,7 +308,7 @@ def test_one_model_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.models.dispatch.check_observable", lambda model: None)
     monkeypatch.setattr("attnorm.models.load.load", lambda name, device: held_when_read.append(dict(module._held)))
     with contextlib.suppress(AttributeError):  # nothing was loaded, so there is nothing to observe
-        Subject(model="next").loaded()
+        ExperimentSubject(model="next").loaded()
     assert held_when_read == [{}]
 
 
@@ -322,12 +322,12 @@ def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> N
 @pytest.mark.parametrize(
     ("subject", "told"),
     [
-        (Subject(texts=(Path("missing.txt"),)), "cannot read the text missing.txt"),
-        (Subject(model="./no-such-folder"), "there is no folder './no-such-folder'"),
-        (Subject(device="abacus"), "cannot use the device 'abacus'"),
+        (ExperimentSubject(texts=(Path("missing.txt"),)), "cannot read the text missing.txt"),
+        (ExperimentSubject(model="./no-such-folder"), "there is no folder './no-such-folder'"),
+        (ExperimentSubject(device="abacus"), "cannot use the device 'abacus'"),
     ],
 )
-def test_wrong_subjects_are_told_in_one_sentence(subject: Subject, told: str) -> None:
+def test_wrong_subjects_are_told_in_one_sentence(subject: ExperimentSubject, told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         subject.identity(with_model=True)
 
@@ -336,11 +336,11 @@ def test_a_text_too_short_is_told_with_its_length(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("It was the best of times.")
     with pytest.raises(ValueError, match=r"'short\.txt' has \d+ tokens .* at least 32.*--text"):
-        Subject(texts=(text,)).lengths((32, 64))
+        ExperimentSubject(texts=(text,)).lengths((32, 64))
 
 
 def test_lengths_stop_where_text_or_model_end() -> None:
-    assert Subject().lengths((4096, 64, 32, 1024, 2048)) == (32, 64, 1024)
+    assert ExperimentSubject().lengths((4096, 64, 32, 1024, 2048)) == (32, 64, 1024)
 
 
 def test_two_texts_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -348,13 +348,13 @@ def test_two_texts_of_one_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "t.txt").write_text("words")
     with pytest.raises(ValueError, match=r"two texts are named 't\.txt'"):
-        Subject(texts=(tmp_path / "a" / "t.txt", tmp_path / "b" / "t.txt")).passages()
+        ExperimentSubject(texts=(tmp_path / "a" / "t.txt", tmp_path / "b" / "t.txt")).passages()
 
 
 def test_a_text_that_is_not_utf8_is_told_where(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=r"not UTF-8 text .* at byte 3"):
-        Subject(texts=(tmp_path / "t.txt",)).passages()
+        ExperimentSubject(texts=(tmp_path / "t.txt",)).passages()
 
 
 def test_parameters_that_are_no_plain_values_are_refused() -> None:

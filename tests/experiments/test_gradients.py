@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnorm.experiments.attention_rows import SampledRows
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judge_claims, measure, toy
 
 OWN = TEMPERATURES.index(1.0)
@@ -62,7 +62,7 @@ def test_a_row_above_a_quarter_refutes_corollary_3() -> None:
 
 
 def test_on_the_bundled_model_nothing_exceeds_the_corrected_bounds(tmp_path: Path) -> None:
-    outcome = EXPERIMENT.run(Subject(quick=True), silent, tmp_path)
+    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path)
     table = outcome.tables["rows"].to_pydict()
     norm = np.array(table["jacobian_norm"])
     assert len(norm) == 36 * outcome.parameters["rows_per_head"]

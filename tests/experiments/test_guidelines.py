@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from attnorm.experiments.cooling import TEMPERATURES
-from attnorm.experiments.experiment import Finding, Outcome, Subject
+from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome
 from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
 from attnorm.experiments.guidelines.measure import (
     SHARES,
     Cooled,
     Covered,
     EarlySign,
-    Numbers,
+    GuidelineNumbers,
     Selected,
     _covered,
     _triples,
 )
 from attnorm.theory.selection import select
 
-QUICK = Subject(quick=True)
+QUICK = ExperimentSubject(quick=True)
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -36,11 +36,11 @@ def early(entropy: list[float], apart: list[float], chance: list[float]) -> Earl
 WINDOWS = np.array([3.0, 2.5, 3.5, 3.1])  # losses
 
 
-def numbers() -> Numbers:
+def numbers() -> GuidelineNumbers:
     """A model on which every guideline holds."""
     few = np.linspace(0.9, 1, len(SHARES))
     cooled = np.stack([np.full(3, 1 / T) for T in TEMPERATURES])
-    return Numbers(
+    return GuidelineNumbers(
         Selected(few, few, few, dict.fromkeys((*SHARES, 1.0), WINDOWS)),
         early([0.1, 0.2, 0.8, 0.9], [0.9, 0.95, 0.5, 0.4], [0.5] * 4),
         Cooled(np.full((len(TEMPERATURES), 3), 0.8), cooled, 8.0),
@@ -58,13 +58,13 @@ def test_each_answer_can_be_no() -> None:
     blind = early([0.9, 0.8, 0.2, 0.1], [0.9, 0.95, 0.5, 0.4], [0.5] * 4)
     apart = np.stack([np.full(3, 1 - T / 4) for T in TEMPERATURES])
     frozen = Cooled(apart, 1 / good.cooled.norm, 8.0)
-    bad = Numbers(lossy, blind, frozen, Covered(0.8, 0.992, 0.85, 0.8))
+    bad = GuidelineNumbers(lossy, blind, frozen, Covered(0.8, 0.992, 0.85, 0.8))
     assert [finding.verdict for finding in judge_claims(bad)] == ["does not"] * 4
     assert all(finding.ours.startswith("no: ") for finding in judge_claims(bad))
 
 
 def test_the_first_guideline_is_judged_by_the_mean_of_windows_and_its_error() -> None:
-    def with_changes(*changes: float) -> Finding:
+    def with_changes(*changes: float) -> ExperimentFinding:
         good = numbers().selected
         lossy = replace(good, losses={**good.losses, 0.06: WINDOWS + np.array(changes)})
         return judge_claims(replace(numbers(), selected=lossy))[0]

@@ -16,8 +16,8 @@ from attnorm.experiments.language_models.evaluate import attention_statistics, s
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
 from attnorm.experiments.language_models.plan import FULL, QUICK, LanguageModelPlan, change_plan
 from attnorm.experiments.language_models.train import Worker, best_rate, trained_model
-from attnorm.experiments.language_models.workspace import Workspace
-from attnorm.experiments.subject import Subject
+from attnorm.experiments.language_models.workspace import LMWorkspace
+from attnorm.experiments.subject import ExperimentSubject
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.model import build_model
@@ -44,8 +44,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    workspace = Workspace.open(tmp_path_factory.mktemp("lm"), TINY)
+def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> LMWorkspace:
+    workspace = LMWorkspace.open(tmp_path_factory.mktemp("lm"), TINY)
     stages.prepare(workspace, texts[:1], texts[1], texts[2:])
     assert not stages.everything(workspace, max_minutes=0.0, device="cpu")
     assert [line["stage"] for line in workspace.results()] == ["texts"]
@@ -55,12 +55,12 @@ def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFa
 
 
 def test_two_texts_of_one_name_are_named(texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path, TINY)
+    workspace = LMWorkspace.open(tmp_path, TINY)
     with pytest.raises(ValueError, match="two texts are named 'other'; "):
         stages.prepare(workspace, texts[:1], texts[1], [texts[2], texts[2]])
 
 
-def test_every_piece_of_work_is_one_line(finished: Workspace) -> None:
+def test_every_piece_of_work_is_one_line(finished: LMWorkspace) -> None:
     done = [(line["stage"], line.get("normalizer"), line.get("at_inference")) for line in finished.results()]
     assert len(done) == 1 + 2 * 2 + 2 + 3 + 3
     assert done.count(("rate", "softmax", None)) == 2
@@ -77,16 +77,16 @@ def test_every_piece_of_work_is_one_line(finished: Workspace) -> None:
     assert {"torch", "transformers", "python"} <= main["versions"].keys()
 
 
-def test_what_is_finished_is_not_done_again(finished: Workspace) -> None:
+def test_what_is_finished_is_not_done_again(finished: LMWorkspace) -> None:
     before = len(finished.results())
     assert stages.everything(finished, device="cpu")
     assert len(finished.results()) == before
 
 
-def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished: Workspace, tmp_path: Path) -> None:
+def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished: LMWorkspace, tmp_path: Path) -> None:
     tried = {line["learning_rate"]: line["valid_loss"] for line in finished.results(stage="rate", normalizer="softmax")}
     assert best_rate(finished, "softmax") == min(tried, key=lambda rate: tried[rate])
-    workspace = Workspace.open(tmp_path, TINY)
+    workspace = LMWorkspace.open(tmp_path, TINY)
     workspace.add({"stage": "rate", "normalizer": "softmax", "learning_rate": 1e-3, "valid_loss": 3.0})
     with pytest.raises(ValueError, match=r"no short run at the learning rate 0\.01 yet"):
         best_rate(workspace, "softmax")
@@ -94,7 +94,7 @@ def test_the_best_learning_rate_is_that_of_the_lowest_loss_that_is_one(finished:
     assert best_rate(workspace, "softmax") == 1e-3
 
 
-def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workspace) -> None:
+def test_losses_at_all_lengths_are_of_the_same_tokens(finished: LMWorkspace) -> None:
     losses = finished.results(stage="measure", normalizer="softmax", at_inference=None)[0]["losses"]
     assert {name: list(by) for name, by in losses.items()} == {
         "valid": ["96", "192", "384"], "other": ["96", "192", "384"],
@@ -110,7 +110,7 @@ def test_losses_at_all_lengths_are_of_the_same_tokens(finished: Workspace) -> No
         spread_chunks(tokens, 100_000, 3)
 
 
-def test_models_are_exported_in_half_precision_with_what_they_learned(finished: Workspace) -> None:
+def test_models_are_exported_in_half_precision_with_what_they_learned(finished: LMWorkspace) -> None:
     assert stages.export(finished, ["kneemax:knee=0.25"], device="cpu")
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
     trained, _ = trained_model(worker, "kneemax:knee=0.25", 0)
@@ -122,23 +122,23 @@ def test_models_are_exported_in_half_precision_with_what_they_learned(finished: 
     assert {normalizer_of(module).name for module in patched_modules(exported.model).values()} == {"kneemax"}
 
 
-def test_two_processes_do_not_do_the_same(finished: Workspace, tmp_path: Path) -> None:
+def test_two_processes_do_not_do_the_same(finished: LMWorkspace, tmp_path: Path) -> None:
     with finished.claimed("softmax-seed-7") as mine:
         assert mine
-        other = Workspace.open(finished.folder, TINY)
+        other = LMWorkspace.open(finished.folder, TINY)
         with other.claimed("softmax-seed-7") as also_mine:
             assert not also_mine
         assert not stages.main(other, ["softmax"], seeds=[7], device="cpu")
     assert not finished.results(seed=7)
 
 
-def test_a_folder_belongs_to_one_plan(finished: Workspace) -> None:
+def test_a_folder_belongs_to_one_plan(finished: LMWorkspace) -> None:
     with pytest.raises(ValueError, match="holds another plan: width is 64 here and 32 there"):
-        Workspace.open(finished.folder, replace(TINY, width=64))
+        LMWorkspace.open(finished.folder, replace(TINY, width=64))
 
 
-def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Workspace, tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path, replace(TINY, normalizers=("local", "softmax")))
+def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: LMWorkspace, tmp_path: Path) -> None:
+    workspace = LMWorkspace.open(tmp_path, replace(TINY, normalizers=("local", "softmax")))
     (tmp_path / "data").symlink_to(finished.data)
     for rate in TINY.rates:
         for name in ("local", "softmax"):
@@ -155,7 +155,7 @@ def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: Works
     assert workspace.results(stage="main", normalizer="softmax")
 
 
-def test_the_statistics_are_those_of_analyze(finished: Workspace) -> None:
+def test_the_statistics_are_those_of_analyze(finished: LMWorkspace) -> None:
     worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
     model, _ = trained_model(worker, "kneemax:knee=0.25", 0)
     window = torch.from_numpy(worker.texts.valid[:96].astype("int64"))
@@ -176,8 +176,8 @@ def test_every_normalizer_has_statistics(name: str) -> None:
     assert found["mean"]["jacobian_norm"] > 0
 
 
-def test_a_trial_chooses_a_way_that_runs(finished: Workspace, tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path, TINY)
+def test_a_trial_chooses_a_way_that_runs(finished: LMWorkspace, tmp_path: Path) -> None:
+    workspace = LMWorkspace.open(tmp_path, TINY)
     choose_engines(workspace, ["kneemax:knee=0.25"], device="cpu")
     (line,) = workspace.results(stage="trial")
     assert line["attention"] == "dense"
@@ -187,13 +187,13 @@ def test_a_trial_chooses_a_way_that_runs(finished: Workspace, tmp_path: Path) ->
 
 
 def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path, FULL)
+    workspace = LMWorkspace.open(tmp_path, FULL)
     for name, loss in {"softmax": 3.0, "ssmax": 2.0, "sigmoid": 2.5, "sink": 4.0, "kneemax": None}.items():
         workspace.add({"stage": "main", "normalizer": name, "seed": 0, "valid_loss": loss})
     assert stages.closest(workspace, 2) == ("softmax", "ssmax", "sigmoid")
 
 
-def test_the_outcome_compares_with_softmax(finished: Workspace) -> None:
+def test_the_outcome_compares_with_softmax(finished: LMWorkspace) -> None:
     made = outcome(finished.results(), TINY)
     assert {finding.claim.split(" models")[0] for finding in made.findings} == {
         "kneemax:knee=0.25",
@@ -220,7 +220,7 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
     packed.write_bytes(lzma.compress(b"to train on"))
     first.write_text("held out")
     second.write_bytes(lzma.compress(b"also held out"))
-    subject = Subject(texts=(packed,), valid=(first, second))
+    subject = ExperimentSubject(texts=(packed,), valid=(first, second))
     assert texts_of(subject, tmp_path) == ([packed], first, [second])
     assert [text.content for text in subject.passages()] == ["to train on"]
     before = subject.identity(with_model=False)
@@ -229,17 +229,17 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
     assert subject.identity(with_model=False) != before
     packed.write_bytes(b"no xz")
     with pytest.raises(ValueError, match=r"train\.txt\.xz is no xz file"):
-        Subject(texts=(packed, first)).passages()
+        ExperimentSubject(texts=(packed, first)).passages()
     with pytest.raises(ValueError, match="give both"):
-        texts_of(Subject(texts=(packed,)), tmp_path)
+        texts_of(ExperimentSubject(texts=(packed,)), tmp_path)
 
 
-def test_the_stages_run_by_name(finished: Workspace, texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_the_stages_run_by_name(finished: LMWorkspace, texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
     def run(stage: str, folder: Path, **options: Any) -> bool:
         return stages.run_stage(stage, folder, TINY, device="cpu", **options)
 
     assert run("prepare", tmp_path, texts=texts[:1], held_out=texts[1:])
-    assert list(stages.read_texts(Workspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
+    assert list(stages.read_texts(LMWorkspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
     assert not run("main", tmp_path, only=["softmax"], max_minutes=0.0)
     for stage in ("rates", "main", "measure", "needle", "everything"):
         assert run(stage, finished.folder)
@@ -252,7 +252,7 @@ def test_the_stages_run_by_name(finished: Workspace, texts: tuple[Path, Path, Pa
             run(stage, tmp_path / stage, **options)
 
 
-def test_the_tables_need_nothing_but_the_lines(finished: Workspace, tmp_path: Path) -> None:
+def test_the_tables_need_nothing_but_the_lines(finished: LMWorkspace, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text((finished.folder / "results.jsonl").read_text())
     assert stages.run_stage("tables", tmp_path, FULL)
     assert "## Loss" in (tmp_path / "tables.md").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2 import experiment as fig2
 from attnorm.experiments.paper_setting import EXPERIMENTS, default_model, setting
 
@@ -61,8 +61,8 @@ def test_the_default_is_gpt2_under_the_name_that_is_on_the_disk(
 
 def test_later_windows_of_the_text_need_tokens_not_positions() -> None:
     """GPT-2's 1,024 positions are one window long; the novel goes on."""
-    sizes = fig2.Sizes(lengths=(1024,), ratio=8.0, resamples=2, draws=2, windows=9, heaviest=1)
-    choices = fig2._choices(Subject(quick=True), 1024, sizes, lambda what, done, total: None)
+    sizes = fig2.Fig2Sizes(lengths=(1024,), ratio=8.0, resamples=2, draws=2, windows=9, heaviest=1)
+    choices = fig2._choices(ExperimentSubject(quick=True), 1024, sizes, lambda what, done, total: None)
     assert [choice["what"] for choice in choices] == ["values, tokens 1025 to 2048"]  # its passage has 3,000 tokens
 
 
@@ -76,4 +76,4 @@ def test_the_shared_novel_is_recognised(shared: Path) -> None:
     text = shared / "data" / "war-and-peace.txt"
     if not text.is_file():
         pytest.skip(f"no novel at {text}")
-    assert told(text=Subject(texts=(text,)).passages()[0].content)["same"] is True  # type: ignore[arg-type]
+    assert told(text=ExperimentSubject(texts=(text,)).passages()[0].content)["same"] is True  # type: ignore[arg-type]

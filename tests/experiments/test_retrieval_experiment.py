@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.figure_style import style
 from attnorm.experiments.retrieval import experiment as answer
 from attnorm.experiments.retrieval import measure as collect
-from attnorm.experiments.retrieval.experiment import Numbers, findings, summary
+from attnorm.experiments.retrieval.experiment import RetrievalNumbers, findings, summary
 from attnorm.experiments.retrieval.lines import lines_of, scales_of
 from attnorm.experiments.retrieval.measure import Found
 from attnorm.experiments.retrieval.plan import (
@@ -73,7 +73,7 @@ def test_a_run_gives_tables_figures_and_pages_of_what_was_trained(
 ) -> None:
     monkeypatch.setattr(answer, "plan", lambda **options: SMALL)
     with style():
-        outcome = answer.run(Subject(quick=True, device="cpu"), quiet, trained)
+        outcome = answer.run(ExperimentSubject(quick=True, device="cpu"), quiet, trained)
     assert set(outcome.figures) == {"accuracy", "parts", "errors", "scale", "tasks"} - (
         set() if outcome.tables["scale"].num_rows else {"scale"}
     )
@@ -110,7 +110,7 @@ def test_records_of_a_gpu_are_enough_and_what_they_lack_is_named(
         [found(SMALL.trainings[0], {"own": (98, 94), "hard": (99, 95)}, device="cuda"), half],
     )
     with style():
-        outcome = answer.run(Subject(), quiet, tmp_path / "parts" / "retrieval-key")
+        outcome = answer.run(ExperimentSubject(), quiet, tmp_path / "parts" / "retrieval-key")
     assert outcome.parameters["device"] == "cuda"
     assert [one["complete"] for one in outcome.parameters["trainings"]] == [True, False, True]
     assert "Not finished: paper: ssmax; parts: our recipe; ours: all; recall: all; majority: all." in outcome.summary
@@ -190,7 +190,7 @@ def judge_claims(own: list[float], hard: list[float], adaptive: list[float], our
             right = hard[at.index(one["size"])] / 100 if member is members[0] else one["accuracy"]
             one["logits_wrong"] = min(1 - right, 1 - one["accuracy"])
             one["dispersed"] = 1 - one["accuracy"] - one["logits_wrong"]
-    numbers = Numbers(lines_of(members), scales_of(members))
+    numbers = RetrievalNumbers(lines_of(members), scales_of(members))
     assert summary(numbers, [], quick=False)
     return {one.claim.split()[0]: one.verdict for one in findings(numbers, quick=False)}
 
@@ -213,7 +213,7 @@ def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
     at, tests = tuple(PRINTED_SIZES), ("hard", "adaptive_temperature")
     short = found(training("paper", "softmax", at, tests), dict.fromkeys(("own", *tests), PRINTED))
     long = found(training("steps", PAPERS_RECIPE, at, tests, steps=9), dict.fromkeys(("own", *tests), GOOD))
-    numbers = Numbers(lines_of([short, long]), scales_of([short, long]))
+    numbers = RetrievalNumbers(lines_of([short, long]), scales_of([short, long]))
     fall = findings(numbers, quick=False)[0]
     assert fall.verdict == "does not"
     assert fall.ours.startswith("99.0, 99.0")

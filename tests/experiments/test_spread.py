@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import Subject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.spread.experiment import EXPERIMENT, judge_claims, summary
 from attnorm.experiments.spread.figure import figure
 from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
@@ -24,11 +24,11 @@ def silent(what: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Spreads:
-    return measure(Subject(quick=True), silent, 96, 8)
+    return measure(ExperimentSubject(quick=True), silent, 96, 8)
 
 
 def test_the_last_rows_spread_is_the_range_of_its_logits(found: Spreads) -> None:
-    subject = Subject(quick=True)
+    subject = ExperimentSubject(quick=True)
     expected = []
 
     def look(call: AttentionCall) -> None:
@@ -67,7 +67,7 @@ def test_the_table_has_the_papers_models_and_ours(found: Spreads, tmp_path: Path
     assert rows[0]["proposition31_holds"] is None
     assert rows[2]["mean"] == pytest.approx(float(found.last.mean()))
     assert (rows[2]["keys"], rows[2]["heads"], rows[2]["proposition31_holds"]) == (96, 36, 36)
-    outcome = EXPERIMENT.run(Subject(quick=True), silent, tmp_path)
+    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path)
     assert outcome.tables["heads"].num_rows == 36
     assert set(outcome.figures) == {"spread"}
 

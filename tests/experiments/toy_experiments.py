@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attnorm.experiments import catalogue
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, ExperimentSubject, Outcome, ProgressCallback
 
 FINDINGS = (
-    Finding("a | b <i>", "1 of 2", "does not", "because"),
-    Finding("c", "2 of 2", "reproduces"),
+    ExperimentFinding("a | b <i>", "1 of 2", "does not", "because"),
+    ExperimentFinding("c", "2 of 2", "reproduces"),
 )
 
 
@@ -38,7 +38,7 @@ class Toy:
             name, f"The {name}", "Someone 2025", "Is it so?", self.run, needs_model, (tokens, -(-tokens // 2)), passing
         )
 
-    def run(self, subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+    def run(self, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
         self.runs += 1
         self.parts.append(parts)
         progress("playing", 1, 2)
@@ -56,5 +56,5 @@ class Toy:
         module.EXPERIMENT = self.experiment  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         for table in (catalogue.EXPERIMENTS, catalogue.PAPERS):
-            monkeypatch.setitem(table, self.name, catalogue.Entry(module.__name__, "a toy", self.takes))
+            monkeypatch.setitem(table, self.name, catalogue.ExperimentEntry(module.__name__, "a toy", self.takes))
         return self

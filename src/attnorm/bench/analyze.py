@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from attnorm.bench.fresh import told_by
 from attnorm.bench.memory import MEGABYTE
 from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_fresh_process, pass_of, random_model, tokens
 from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio
+from attnorm.bench.subprocess_measure import run_and_read_json
 from attnorm.bench.timing import time_alternating
 
 CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
@@ -119,7 +119,7 @@ def _whole_run(folder: Path, text: Path | None, length: int, target: float | Non
     """Measure from the start of Python to the tables, including loading the model."""
     arguments = f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
     start = time.perf_counter()
-    measured = told_by(f"from attnorm.bench.analyze import report; report({arguments})")
+    measured = run_and_read_json(f"from attnorm.bench.analyze import report; report({arguments})")
     return ModelRun(
         setting=f"{folder.name}, everything, rows=last, from the start of Python to the tables",
         what=f"{length:,} tokens, {measured['heads']} heads", seconds=time.perf_counter() - start,

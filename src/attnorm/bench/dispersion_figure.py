@@ -31,7 +31,7 @@ LABEL_WIDTH = 44  # characters
 
 
 @dataclass(frozen=True)
-class Line:
+class DispersionLine:
     """One or more curves that coincide, softmax first."""
 
     curves: tuple[Curve, ...]
@@ -74,7 +74,7 @@ def dispersion_figure(dispersion: Dispersion) -> Figure:
     return figure
 
 
-def merged(dispersion: Dispersion) -> list[Line]:
+def merged(dispersion: Dispersion) -> list[DispersionLine]:
     """Return the lines to draw, from the most to the least weight kept."""
     lines: list[list[Curve]] = []
     for _, curves in dispersion.groups():
@@ -84,7 +84,7 @@ def merged(dispersion: Dispersion) -> list[Line]:
                 lines.append([curve])
             else:
                 twin.append(curve)
-    return [Line(tuple(sorted(line, key=lambda curve: curve.name != "softmax"))) for line in lines]
+    return [DispersionLine(tuple(sorted(line, key=lambda curve: curve.name != "softmax"))) for line in lines]
 
 
 def _coincide(a: Curve, b: Curve) -> bool:
@@ -124,7 +124,7 @@ def _angle(axes: Axes, at: int) -> float:
     return math.degrees(math.atan2(y1 - y0, x1 - x0))
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
+def _draw_line(axes: Axes, line: DispersionLine) -> None:
     curve = line.shape
     width = 3.2 if line.is_softmax else 2.4 if curve.verdict == "stays" else 1.4
     kept = [max(value, FLOOR * FLOOR) for value in curve.kept]
@@ -132,9 +132,9 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(curve.lengths, kept, color=line.colour, linewidth=width, linestyle=style, solid_capstyle="round")
 
 
-def _label_ends(axes: Axes, lines: list[Line]) -> None:
+def _label_ends(axes: Axes, lines: list[DispersionLine]) -> None:
     """Write names at the right under the heading of their group, each connected to the end of its line."""
-    entries: list[tuple[Line, bool]] = []  # a line, and whether this is the heading above it
+    entries: list[tuple[DispersionLine, bool]] = []  # a line, and whether this is the heading above it
     for before, line in pairwise([None, *lines]):
         assert line is not None
         if before is None or before.shape.verdict != line.shape.verdict:
@@ -167,7 +167,7 @@ def _write_heading(axes: Axes, verdict: Verdict, place: float) -> None:
     )
 
 
-def _write_label(axes: Axes, line: Line, text: list[str], end: float, top: float) -> None:
+def _write_label(axes: Axes, line: DispersionLine, text: list[str], end: float, top: float) -> None:
     write: dict[str, Any] = {
         "transform": axes.transAxes, "color": line.colour, "fontsize": SMALL, "va": "center",
         "fontweight": "bold" if line.is_softmax else "normal",
@@ -180,7 +180,7 @@ def _write_label(axes: Axes, line: Line, text: list[str], end: float, top: float
         axes.text(1.153, top - row * LINE_HEIGHT, part, **write)
 
 
-def _label_falls(axes: Axes, lines: list[Line]) -> None:
+def _label_falls(axes: Axes, lines: list[DispersionLine]) -> None:
     """Write names beside the lines that leave the plot at the bottom."""
     for row, line in enumerate(sorted(lines, key=lambda line: _crossing(line.shape, FLOOR))):
         height = FLOOR * 2.6 * 2**row

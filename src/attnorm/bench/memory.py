@@ -22,8 +22,8 @@ import torch
 
 from attnorm.attention import attention
 from attnorm.bench.attention import WIDTH, blocked_normalizers
-from attnorm.bench.fresh import told_by
 from attnorm.bench.results import Footprint
+from attnorm.bench.subprocess_measure import run_and_read_json
 from attnorm.normalizers.registry import get
 
 MEGABYTE = 10**6
@@ -37,7 +37,7 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryUse:
     forward_mb: float
     backward_mb: float
     seconds: float
@@ -64,10 +64,10 @@ def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Foo
         )
 
 
-def in_fresh_process(name: str, length: int) -> Measured:
+def in_fresh_process(name: str, length: int) -> MemoryUse:
     """The peak of `name` at this length, in a process that has done nothing else."""
     code = f"from attnorm.bench.memory import report; report({name!r}, {length}, {torch.get_num_threads()})"
-    return Measured(**told_by(code))
+    return MemoryUse(**run_and_read_json(code))
 
 
 def report(name: str, length: int, threads: int) -> None:
@@ -76,7 +76,7 @@ def report(name: str, length: int, threads: int) -> None:
     sys.stdout.write(json.dumps(asdict(measure(name, length))))
 
 
-def measure(name: str, length: int) -> Measured:
+def measure(name: str, length: int) -> MemoryUse:
     normalizer = get(name)
 
     def run(queries: int, backward: bool) -> None:
@@ -92,7 +92,7 @@ def measure(name: str, length: int) -> Measured:
     start = time.perf_counter()
     forward = peak_above(lambda: run(length, False))
     both = peak_above(lambda: run(length, True))
-    return Measured(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)
+    return MemoryUse(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)
 
 
 def peak_above(call: Callable[[], object]) -> int:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnorm.bench.fresh import told_by
 from attnorm.bench.memory import MEGABYTE, peak_above, resident
+from attnorm.bench.subprocess_measure import run_and_read_json
 from attnorm.bench.timing import Call
 
 Way = Literal["plain", "core", "full", "eager"]
@@ -135,7 +135,7 @@ def _timed(call: Callable[[], object], seconds: list[float]) -> None:
 
 def cost_in_fresh_process(way: Way, shape: Shape) -> Cost:
     arguments = f"{way!r}, {shape!r}, {torch.get_num_threads()}"
-    return Cost(**told_by(f"from attnorm.bench.model_passes import Shape, report; report({arguments})"))
+    return Cost(**run_and_read_json(f"from attnorm.bench.model_passes import Shape, report; report({arguments})"))
 
 
 def report(way: Way, shape: Shape, threads: int) -> None:

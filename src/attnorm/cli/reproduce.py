@@ -133,10 +133,10 @@ def reproduce(
     from attnorm.experiments.index_page import INDEX
     from attnorm.experiments.option_checks import check_options
     from attnorm.experiments.run import reproduce as run
-    from attnorm.experiments.subject import Subject
+    from attnorm.experiments.subject import ExperimentSubject
 
     first, *others = _models(model, names, quick)
-    subject = Subject(
+    subject = ExperimentSubject(
         model=first,
         others=tuple(others),
         texts=tuple(text or ()),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.experiments.experiment import ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback
 from attnorm.experiments.forward_pass import run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
@@ -64,7 +64,7 @@ def permute_weights(weights: Tensor, visible: Tensor, scores: Tensor) -> Tensor:
 
 
 def last_rows(
-    subject: Subject,
+    subject: ExperimentSubject,
     length: int,
     *,
     start: int = 0,
@@ -133,7 +133,7 @@ class SampledRows:
         return SampledRows(self.logits[chosen], self.visible[chosen], self.layer[chosen], self.head[chosen])
 
 
-def sample_rows(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> SampledRows:
+def sample_rows(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int) -> SampledRows:
     """Sample `rows` rows of every head, spread over context lengths up to `length`."""
     logits: list[Tensor] = []
     visible: list[Tensor] = []

@@ -17,7 +17,7 @@ ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
 
 
 @dataclass(frozen=True)
-class Entry:
+class ExperimentEntry:
     module: str
     what: str  # short description, for a list that imports nothing
     takes: Mapping[str, int | None] = field(
@@ -27,30 +27,34 @@ class Entry:
 
 # The papers' figures, tables and guidelines: "all" runs these, in this order.
 PAPERS = {
-    "fig1": Entry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
-    "fig2": Entry("attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"),
-    "fig3": Entry("attnorm.experiments.fig3.experiment", "separability of the selected keys, with its nulls"),
-    "fig4": Entry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
-    "dispersion": Entry(
+    "fig1": ExperimentEntry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
+    "fig2": ExperimentEntry(
+        "attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"
+    ),
+    "fig3": ExperimentEntry("attnorm.experiments.fig3.experiment", "separability of the selected keys, with its nulls"),
+    "fig4": ExperimentEntry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
+    "dispersion": ExperimentEntry(
         "attnorm.experiments.dispersion.experiment",
         "entropy and effective gap against context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
-    "spread": Entry(
+    "spread": ExperimentEntry(
         "attnorm.experiments.spread.experiment",
         "the spread of the logits, next to Proposition 3.1",
         {**ONE_OF_EACH, MODEL: None},
     ),
-    "adaptive": Entry("attnorm.experiments.adaptive.experiment", "where the adaptive temperature acts"),
-    "gradients": Entry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
-    "guidelines": Entry("attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"),
+    "adaptive": ExperimentEntry("attnorm.experiments.adaptive.experiment", "where the adaptive temperature acts"),
+    "gradients": ExperimentEntry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
+    "guidelines": ExperimentEntry(
+        "attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"
+    ),
 }
 # Experiments that train models for hours: they run only by name.
 TRAINED = {
-    "retrieval": Entry(
+    "retrieval": ExperimentEntry(
         "attnorm.experiments.retrieval.experiment", "models that pick from sets, on sets far larger", {ONLY: None}
     ),
-    "language-models": Entry(
+    "language-models": ExperimentEntry(
         "attnorm.experiments.language_models.experiment",
         "small language models of every normalizer",
         {TEXT: None, VALID: None, ONLY: None},

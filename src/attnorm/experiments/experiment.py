@@ -10,16 +10,16 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnorm.experiments.subject import ProgressCallback, Subject
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
-__all__ = ["Experiment", "Finding", "Outcome", "ProgressCallback", "Subject", "Verdict"]
+__all__ = ["Experiment", "ExperimentFinding", "ExperimentSubject", "Outcome", "ProgressCallback", "Verdict"]
 
 Verdict = Literal["reproduces", "partly", "does not", "not tested"]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ExperimentFinding:
     """One claim of a paper and our result."""
 
     claim: str  # what the paper says, with its number and section
@@ -36,7 +36,7 @@ class Outcome:
     """The result of a run. Figures and tables are named by the stem of their files."""
 
     summary: str  # one paragraph
-    findings: tuple[Finding, ...]
+    findings: tuple[ExperimentFinding, ...]
     figures: Mapping[str, Figure]
     tables: Mapping[str, pa.Table]
     parameters: Mapping[str, Any]  # everything needed to repeat it: lengths, N, rows, seeds, ...
@@ -50,7 +50,7 @@ class Experiment:
     title: str
     source: str  # "Mudarisov et al. 2025, Figure 2"
     question: str
-    run: Callable[[Subject, ProgressCallback, Path], Outcome]
+    run: Callable[[ExperimentSubject, ProgressCallback, Path], Outcome]
     needs_model: bool = True
     tokens: tuple[int, int] = (1, 1)  # fewest tokens of the text: in full, and with --quick
     passing: bool = False  # its intermediate results are removed at the end

@@ -20,7 +20,14 @@ from matplotlib.patches import Circle
 from torch import Tensor
 
 from attnorm.experiments.attention_rows import LastRows, last_rows
-from attnorm.experiments.experiment import Experiment, Finding, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import INK, PALE, note
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
@@ -119,7 +126,7 @@ def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
     return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
 
 
-def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     (length,) = subject.lengths([LENGTH])
     layers = [one.on_sphere() for one in last_rows(subject, length, progress=progress) if one.keys == length]
     if not layers:
@@ -150,7 +157,7 @@ def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     )
 
 
-def _by_dimension(layers: list[LastRows], subject: Subject, progress: ProgressCallback) -> dict[int, float]:
+def _by_dimension(layers: list[LastRows], subject: ExperimentSubject, progress: ProgressCallback) -> dict[int, float]:
     """Return the mean N_s / N of the heads' weights on uniform directions, in two dimensions and in the model's."""
     generator = torch.Generator().manual_seed(subject.seed)
     found = {}
@@ -165,11 +172,11 @@ def _by_dimension(layers: list[LastRows], subject: Subject, progress: ProgressCa
     return found
 
 
-def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> Finding:
+def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> ExperimentFinding:
     plane, model = chance.items()
     phrases = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
     some = 0 < float((shares < 1).mean()) < 1
-    return Finding(
+    return ExperimentFinding(
         "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
         "; ".join(phrases) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
         f"{(shares == 1).mean():.0%}",

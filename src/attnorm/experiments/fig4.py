@@ -17,7 +17,14 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnorm.experiments.experiment import Experiment, Finding, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
 from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
@@ -47,7 +54,9 @@ class Sensitivity:
     trained_temperature: float  # at which the model runs
 
 
-def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, temperatures: Floats) -> Sensitivity:
+def measure(
+    subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int, temperatures: Floats
+) -> Sensitivity:
     generator = torch.Generator().manual_seed(subject.seed)
     layers: list[int] = []
     heads: list[int] = []
@@ -77,7 +86,7 @@ def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int
     )
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
     temperatures = np.logspace(LOWEST, HIGHEST, 10 if subject.quick else 19)
@@ -105,7 +114,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     )
 
 
-def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
+def judge_claims(found: Sensitivity) -> tuple[ExperimentFinding, ...]:
     T = found.temperatures
     largest, norm = found.gain.max(1), found.norm.max(0)
     printed, corrected = (bound(T) for bound in (_printed, _corrected))
@@ -120,7 +129,7 @@ def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
     drop = [float(curve[T <= 0.1].max() / curve[T >= 1].max()) for curve in largest]
     nearest = int(np.abs(np.log(T / found.trained_temperature)).argmin())
     return (
-        Finding(
+        ExperimentFinding(
             claim="For T < 0.1 the curves follow the 1/T trend (section 3.3, Fig. 4)",
             ours="slopes of log g on log T for T <= 0.1: "
             + ", ".join(f"{slope:+.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
@@ -130,7 +139,7 @@ def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "
             "the largest g hangs on few rows and their random directions, so other seeds have other slopes",
         ),
-        Finding(
+        ExperimentFinding(
             claim="g is bounded by min{1/(4T), sqrt 2} (Corollary 3, dashed in Fig. 4)",
             ours=f"of {len(T)} temperatures the largest g lies above it at "
             + ", ".join(f"{count} (eps = {eps:g})" for count, eps in zip(above, EPSILONS, strict=False))
@@ -139,14 +148,14 @@ def judge_claims(found: Sensitivity) -> tuple[Finding, ...]:
             why="two equal logits have norm 1/(2T), and sqrt 2 bounds the difference of two rows, never a derivative; "
             f"min{{1/(2T), sqrt(2)/eps}} was exceeded {broken} times",
         ),
-        Finding(
+        ExperimentFinding(
             claim="Smaller eps yields larger gradients (section 3.3)",
             ours="largest g over all T: "
             + ", ".join(f"{curve.max():.3g} (eps = {eps:g})" for curve, eps in zip(largest, EPSILONS, strict=True)),
             verdict="reproduces" if bool(np.all(np.diff(largest.max(1)) <= 0)) else "partly",
             why=_capped(largest.max(1)),
         ),
-        Finding(
+        ExperimentFinding(
             claim="Once T >= 1 all curves collapse and drop by two orders of magnitude (section 3.3)",
             ours="largest g for T <= 0.1 over largest g for T >= 1: "
             + ", ".join(f"{ratio:.3g} (eps = {eps:g})" for ratio, eps in zip(drop, EPSILONS, strict=True)),
@@ -202,7 +211,7 @@ def _slope(T: Floats, curve: Floats, where: NDArray[np.bool_]) -> float:
     return float(np.polyfit(np.log(T[used]), np.log(curve[used]), 1)[0]) if used.sum() > 2 else float("nan")
 
 
-def _summary(found: Sensitivity, findings: tuple[Finding, ...]) -> str:
+def _summary(found: Sensitivity, findings: tuple[ExperimentFinding, ...]) -> str:
     bound = findings[1]
     largest = float((found.norm * 2 * found.temperatures).max())
     return (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnorm.experiments.experiment import ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.sampling import length_bins, spread
 from attnorm.models.dispatch import attention_sites
@@ -14,7 +14,7 @@ from attnorm.models.observe import observe
 
 
 def run_forward_pass(
-    subject: Subject,
+    subject: ExperimentSubject,
     length: int,
     on_call: Callable[[AttentionCall], None],
     progress: ProgressCallback,

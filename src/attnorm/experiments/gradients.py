@@ -17,7 +17,14 @@ from matplotlib.figure import Figure
 
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
 from attnorm.experiments.cooling import TEMPERATURES, draw_norms
-from attnorm.experiments.experiment import Experiment, Finding, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, letter, note, tidy
 from attnorm.theory.gradient import (
     corollary3_corrected,
@@ -99,7 +106,7 @@ def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
     )
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     count = 12 if subject.quick else 24
     rows = sample_rows(subject, progress, length, count)
@@ -119,7 +126,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     )  # fmt: skip
 
 
-def judge_claims(found: Gradients, example: pa.Table) -> tuple[Finding, ...]:
+def judge_claims(found: Gradients, example: pa.Table) -> tuple[ExperimentFinding, ...]:
     limit = [row for row in example.to_pylist() if row["a_over_T"] == HEIGHTS[-1]]
     small, large = limit[0], limit[-1]
     own = TEMPERATURES.index(1.0)
@@ -130,21 +137,21 @@ def judge_claims(found: Gradients, example: pa.Table) -> tuple[Finding, ...]:
     norms = [float(np.median(found.norm[part])) for part in (short, long)]
     cold = float(np.median(found.norms[:, 0]) / np.median(found.norms[:, own]))
     return (
-        Finding(
+        ExperimentFinding(
             claim="Toy of section 2.3: the weights move by about sqrt(2) eps/T = 1.414 eps/T",
             ours=f"{small['per_step']:.3f} eps/T for eps = {small['eps_over_T']:g} T",
             verdict="reproduces" if abs(small["per_step"] - 2**0.5) < 0.1 else "does not",
             why="3 sqrt(2)/4 = 1.061: at a tie the Jacobian's largest eigenvalue is 1/(2T), and only 3/sqrt(10) of the "
             "step points along it",
         ),
-        Finding(
+        ExperimentFinding(
             claim="... so for sufficiently small T the change becomes large (section 2.3)",
             ours=f"at eps = {large['eps_over_T']:g} T it is {large['weight_distance']:.3f}, "
             f"{large['per_step']:.3f} eps/T",
             verdict="partly",
             why="the change of the weights never exceeds sqrt 2, so eps/T is right only while eps < T",
         ),
-        Finding(
+        ExperimentFinding(
             claim="Nearly identical logits of a real head move its weights by O(eps/T) (section 2.3)",
             ours=f"the toy's move on the two largest logits of real rows: {np.median(found.move[:, own]):.2f} eps/T "
             f"in the median row, {np.quantile(found.move[:, own], 0.95):.2f} in the most sensitive 5 %, at most "
@@ -152,14 +159,14 @@ def judge_claims(found: Gradients, example: pa.Table) -> tuple[Finding, ...]:
             verdict="reproduces",
             why="the order is right; the constant is the rows' own, from 0 (decided rows) to 1.06 (tied winners)",
         ),
-        Finding(
+        ExperimentFinding(
             claim="||J|| <= 1/(4T) (Corollary 3)",
             ours=f"exceeded in {float((found.norm > quarter).mean()):.0%} of the rows at T = 1; largest "
             f"{found.norm.max():.3f}, rows above 1/(2T): {int((found.norm > half * (1 + ROUNDING)).sum())}",
             verdict="does not" if bool((found.norm > quarter).any()) else "reproduces",
             why="1/(4T) is the largest entry of the Jacobian, its norm reaches 1/(2T)",
         ),
-        Finding(
+        ExperimentFinding(
             claim="Lemma 2 bounds the Jacobian of any F / sum F",
             ours=f"printed form below the exact norm in {low} rows, at its cap sqrt 2 in "
             f"{float((found.printed >= 2**0.5 * (1 - ROUNDING)).mean()):.0%}; corrected form {np.median(ratio):.1f} "
@@ -167,14 +174,14 @@ def judge_claims(found: Gradients, example: pa.Table) -> tuple[Finding, ...]:
             verdict="does not" if low else "partly",
             why="with exp the printed form is so large that only its wrong cap sqrt 2 is left; it fails for other F",
         ),
-        Finding(
+        ExperimentFinding(
             claim="Lower T inflates Jacobian norms (section 2.3, Discussion)",
             ours=f"median norm at T = {TEMPERATURES[0]:g} over that at T = 1: {cold:.2g}; largest "
             f"{found.norms[:, 0].max():.3g} against {found.norms[:, own].max():.3g}",
             verdict="partly" if cold < 1 else "reproduces",
             why="only rows with tied winners follow 1/T; a row that is decided has a Jacobian near 0: it freezes",
         ),
-        Finding(
+        ExperimentFinding(
             claim="Vanishing attention makes gradients too small in long contexts (introduction)",
             ours=f"median exact norm {norms[0]:.3f} in rows of up to 64 keys, {norms[1]:.3f} in the longest",
             verdict="reproduces"

@@ -14,7 +14,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from attnorm.experiments.experiment import Floats, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
 from attnorm.models.patch import swap
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.lm.evaluate import predicted_loss
@@ -57,7 +57,7 @@ def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, st
     return verdict, f"mean ± standard error of {change.windows} windows, 95 % interval {low:.3f} to {high:.3f}{across}"
 
 
-def windows_of(subject: Subject, length: int, count: int) -> Tensor:
+def windows_of(subject: ExperimentSubject, length: int, count: int) -> Tensor:
     """Return consecutive windows of the first text, (windows, length), at most `count`.
 
     A text that is too short for two windows is cut into two shorter ones: an interval needs two.
@@ -71,7 +71,7 @@ def windows_of(subject: Subject, length: int, count: int) -> Tensor:
 
 @torch.inference_mode()
 def losses(
-    subject: Subject,
+    subject: ExperimentSubject,
     progress: ProgressCallback,
     normalizers: Mapping[str, Normalizer | None],
     windows: Sequence[Tensor] | Tensor,

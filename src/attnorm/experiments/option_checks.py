@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from attnorm.experiments.catalogue import EXPERIMENTS, LONGEST, MODEL, ONLY, TEXT, VALID
-from attnorm.experiments.experiment import Experiment, Subject
+from attnorm.experiments.experiment import Experiment, ExperimentSubject
 
 NOUNS = {MODEL: "model", TEXT: "text"}
 
 
-def check_unused_options(chosen: Sequence[Experiment], subject: Subject) -> None:
+def check_unused_options(chosen: Sequence[Experiment], subject: ExperimentSubject) -> None:
     """Raise ValueError for an option that an experiment ignores: its record would show it as used."""
     models = (subject.model, *subject.others)
     given: dict[str, Sequence[str]] = {
@@ -59,7 +59,7 @@ def _taking(option: str) -> list[str]:
     return [name for name, entry in EXPERIMENTS.items() if option in entry.takes]
 
 
-def check_text_lengths(chosen: Sequence[Experiment], subject: Subject) -> None:
+def check_text_lengths(chosen: Sequence[Experiment], subject: ExperimentSubject) -> None:
     """Compare the tokens that the experiments need with the text and the positions of the model.
 
     Raises:

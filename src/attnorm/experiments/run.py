@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from attnorm.experiments.catalogue import named
-from attnorm.experiments.experiment import Experiment, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback
 from attnorm.experiments.figure_style import save, style
 from attnorm.experiments.index_page import write_index
 from attnorm.experiments.option_checks import check_text_lengths, check_unused_options
@@ -53,7 +53,7 @@ class Written:
 
 def reproduce(
     names: Iterable[str],
-    subject: Subject,
+    subject: ExperimentSubject,
     out: Path,
     *,
     fresh: bool = False,
@@ -92,7 +92,7 @@ def reproduce(
 
 def _one(
     one: Experiment,
-    subject: Subject,
+    subject: ExperimentSubject,
     identity: dict[str, Any],
     out: Path,
     fresh: bool,
@@ -129,7 +129,7 @@ def _clear(parts: Path) -> None:
         parts.parent.rmdir()
 
 
-def _identity(one: Experiment, subject: Subject) -> dict[str, Any]:
+def _identity(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     settings = {"experiment": one.name, **subject.identity(with_model=one.needs_model)}
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
@@ -141,7 +141,7 @@ def _key(identity: Mapping[str, Any]) -> str:
     return settings_hash(decisive)[:12]
 
 
-def _model(one: Experiment, subject: Subject) -> dict[str, Any]:
+def _model(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     """Return the manifest's entries about the model or models, and whether this is the paper's setting."""
     if not one.needs_model:
         return {}

@@ -21,7 +21,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExperimentSubject:
     """A model by name and texts by path; both are loaded on first use."""
 
     model: str = BUNDLED  # "bundled", a folder or a hub name
@@ -34,7 +34,7 @@ class Subject:
     only: tuple[str, ...] = ()  # parts of a long experiment, for example normalizers; empty: all
     longest: int | None = None  # tokens of the longest pass, for dispersion
 
-    def each(self) -> "list[Subject]":
+    def each(self) -> "list[ExperimentSubject]":
         """Return one subject per model; each model is loaded when it is used."""
         return [replace(self, model=model, others=()) for model in (self.model, *self.others)]
 

@@ -24,7 +24,14 @@ from attnorm.experiments.adaptive.measure import (
     acting,
     measure,
 )
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.losses import AS_IT_RUNS, weighed
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, EntropyRule
 
@@ -33,7 +40,7 @@ WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measu
 LITTLE, MUCH = 0.01, 0.1  # nats per token: acceptable and unacceptable cost of a drop-in replacement
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 12 if subject.quick else 32
     windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
@@ -53,7 +60,7 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     )  # fmt: skip
 
 
-def judge_claims(found: Adaptive) -> tuple[Finding, ...]:
+def judge_claims(found: Adaptive) -> tuple[ExperimentFinding, ...]:
     low, high = REACH
     H, long = found.entropy, found.n > MOST_KEYS
     shares = [float(np.mean(part)) for part in (low >= H, (low < H) & (high > H), high <= H)]
@@ -68,7 +75,7 @@ def judge_claims(found: Adaptive) -> tuple[Finding, ...]:
     verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
     beta_at_3 = {name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in found.rules.items()}
     return (
-        Finding(
+        ExperimentFinding(
             claim="Adaptive temperature corrects rows whose entropy is above 0.5 nats (algorithm of [V])",
             ours=f"the printed polynomial exceeds 1 for {low:.3f} < H < {high:.3f} nats: {shares[1]:.0%} of the rows; "
             f"{shares[0]:.0%} are sharper, {shares[2]:.0%} flatter and left as they are",
@@ -76,21 +83,21 @@ def judge_claims(found: Adaptive) -> tuple[Finding, ...]:
             why="a polynomial of degree 4 with a negative leading coefficient falls again: uniform over more than "
             f"{MOST_KEYS} keys is not corrected",
         ),
-        Finding(
+        ExperimentFinding(
             claim="It delays dispersion, most in long contexts [V]",
             ours=f"{too_flat}; the median largest weight goes from {float(np.median(found.largest)):.2f} to "
             f"{after[PRINTED]:.2f} (printed), {after[REFIT]:.2f} (re-fit)",
             verdict="reproduces" if reached else "partly",
             why="the rows that need it most are beyond its reach; a monotone extension reaches them",
         ),
-        Finding(
+        ExperimentFinding(
             claim="The polynomial was fitted on one toy task and may not carry over (limitations of [V])",
             ours=f"fitted to this model's rows it acts {_where(found.rules[REFIT])}; its beta at H = 3 is "
             f"{beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
             verdict="reproduces",
             why="how much a row must be sharpened depends on its gap, which the entropy determines only in part",
         ),
-        Finding(
+        ExperimentFinding(
             claim="A drop-in replacement at inference (highlights of [V])",
             ours=f"loss {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token as it runs; it changes by "
             + ", ".join(f"{found.change(name)} ({name})" for name in found.rules)

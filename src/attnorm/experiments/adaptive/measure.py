@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, windows_of
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.adaptive_temperature import EntropyRule, adaptive_temperature, fit
@@ -60,7 +60,9 @@ REACH = acting(EntropyRule())[0]  # of the printed polynomial, in nats
 MOST_KEYS = int(math.exp(REACH[1]))  # beyond it uniform rows are not corrected
 
 
-def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]) -> Adaptive:
+def measure(
+    subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]
+) -> Adaptive:
     sampled = sample_rows(subject, progress, length, rows)
     sampled = sampled.where(sampled.n > 1)
     rules = versions(sampled, subject.seed)

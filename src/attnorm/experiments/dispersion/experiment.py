@@ -36,13 +36,20 @@ from attnorm.experiments.dispersion.measure import (
     share,
     wanted,
 )
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.models.positions import longest_context
 
 AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     limit, hard = longest_context(subject.loaded().model)
     quick, longest = subject.quick, subject.longest
     main = subject.lengths(wanted(limit, quick=quick, longest=longest))[-1]
@@ -109,7 +116,7 @@ def judge_claims(
     ceilings: pa.Table,
     groups: Mapping[str, Any],
     reach: Reach,
-) -> tuple[Finding, ...]:
+) -> tuple[ExperimentFinding, ...]:
     main = reach.main
     table = heads[main, RUNS]
     return (
@@ -139,7 +146,7 @@ def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> 
     )
 
 
-def _entropy(table: pa.Table, curves: pa.Table) -> Finding:
+def _entropy(table: pa.Table, curves: pa.Table) -> ExperimentFinding:
     cut = [(n, part) for n, part in bins(curves) if n >= SHORTEST_IN_SLOPE]
     (n0, first), (n1, last) = cut[0], cut[-1]
     ratios = [median(column(part, "entropy_ratio_q50")) for part in (first, last)]
@@ -151,7 +158,7 @@ def _entropy(table: pa.Table, curves: pa.Table) -> Finding:
     climbing = float(np.mean(rising)) if rising is not None else float("nan")
     slope = median(column(table, "entropy_slope"))
     verdict: Verdict = "reproduces" if ratios[1] > 0.9 else "partly" if slope > 0 else "does not"
-    return Finding(
+    return ExperimentFinding(
         claim="Entropy should climb toward its maximum as the context grows (rate test, comments on [M])",
         ours=f"it grows by {slope:.2f} nats per e-fold of n (median head; uniform attention: 1); entropy / log n "
         f"goes from {ratios[0]:.2f} at {n0:.0f} keys to {ratios[1]:.2f} at {n1:,.0f}, and rises in {climbing:.0%} of "
@@ -161,12 +168,12 @@ def _entropy(table: pa.Table, curves: pa.Table) -> Finding:
     )
 
 
-def _rate(table: pa.Table) -> Finding:
+def _rate(table: pa.Table) -> ExperimentFinding:
     slopes, errors = column(table, "gap_slope"), column(table, "gap_slope_error")
     low, middle, high = np.nanquantile(slopes, (0.25, 0.5, 0.75))
     predicted = float(np.nanmean(np.abs(slopes) <= 2 * errors))
     verdict: Verdict = "reproduces" if abs(middle) < 0.1 else "partly" if middle < 0.5 else "does not"
-    return Finding(
+    return ExperimentFinding(
         claim="... at the rate that theory predicts: the effective gap stays constant, slope 0 (Theorem 2.2 [V])",
         ours=f"slope {middle:.2f} (quartiles {low:.2f} and {high:.2f}); {predicted:.0%} of the heads within two "
         f"standard errors of 0, {share(slopes, 0.9):.0%} at 0.9 or more",
@@ -176,11 +183,11 @@ def _rate(table: pa.Table) -> Finding:
     )
 
 
-def _vanishing(table: pa.Table) -> Finding:
+def _vanishing(table: pa.Table) -> ExperimentFinding:
     slopes = column(table, "weight_slope")
     middle = median(slopes)
     verdict: Verdict = "reproduces" if middle < AS_1_OVER_N else "partly" if middle < NOT_AT_ALL else "does not"
-    return Finding(
+    return ExperimentFinding(
         claim="Attention weights collapse toward 1/L (introduction [M], Lemma 1)",
         ours=f"the largest weight falls as n^({middle:.2f}) in the median head; as 1/n or faster in "
         f"{float(np.nanmean(slopes <= AS_1_OVER_N)):.0%} of the heads (our lines for the median: reproduces below "
@@ -191,7 +198,7 @@ def _vanishing(table: pa.Table) -> Finding:
     )
 
 
-def _ceiling(ceilings: pa.Table, main: int) -> Finding:
+def _ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
     def shares_at(reading: str, keys: str) -> str:
         shares = _shares(ceilings, main, RUNS, keys, reading)
         known = [f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value)]
@@ -199,7 +206,7 @@ def _ceiling(ceilings: pa.Table, main: int) -> Finding:
 
     last = _shares(ceilings, main, RUNS, "all keys", "growing")["1M"]
     verdict: Verdict = "reproduces" if last > 0.9 else "partly" if last > 0.1 else "does not"
-    return Finding(
+    return ExperimentFinding(
         claim="The ceiling binds in long contexts (Lemma 2.1 [V]; is it binding for this workload?)",
         ours="heads for which no key can have half of the weight: measured "
         f"{shares_at('measured', 'all keys')}; with the spread as it is now {shares_at('as_measured', 'all keys')}; "
@@ -210,10 +217,10 @@ def _ceiling(ceilings: pa.Table, main: int) -> Finding:
     )
 
 
-def _sink(table: pa.Table) -> Finding:
+def _sink(table: pa.Table) -> ExperimentFinding:
     every, rest = (median(column(table, name)) for name in ("gap_slope", "gap_slope_without_sink"))
     parked = share(column(table, "sink_mass"), 0.5)
-    return Finding(
+    return ExperimentFinding(
         claim="A sink may hide dispersion (not in the papers)",
         ours=f"median slope {every:.2f} with the first key, {rest:.2f} without it; {parked:.0%} of the heads put "
         "most of their weight on it",
@@ -222,17 +229,17 @@ def _sink(table: pa.Table) -> Finding:
     )
 
 
-def _rotation(heads: Mapping[Key, pa.Table], main: int) -> Finding:
+def _rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFinding:
     claim = "Positional encodings could alter how the constraint manifests (comments on [M]; untouched in [V])"
     if (main, CONTENT) not in heads:
-        return Finding(claim, "not applicable: this model does not rotate queries and keys", "not tested")
+        return ExperimentFinding(claim, "not applicable: this model does not rotate queries and keys", "not tested")
     with_, without = (column(heads[main, one], "gap_slope") for one in (RUNS, CONTENT))
     entropy, spread = (
         [median(column(heads[main, one], name)) for one in (RUNS, CONTENT)]
         for name in ("entropy_ratio", "logit_spread")
     )
     moved = float(np.nanmedian(np.abs(with_ - without)))
-    return Finding(
+    return ExperimentFinding(
         claim=claim,
         ours=f"median slope {median(with_):.2f} with rotation, {median(without):.2f} from the same queries and keys "
         f"before it (median change per head {moved:.2f}); entropy / log n {entropy[0]:.2f} and {entropy[1]:.2f}, "
@@ -243,12 +250,12 @@ def _rotation(heads: Mapping[Key, pa.Table], main: int) -> Finding:
     )
 
 
-def _groups(groups: Mapping[str, Any]) -> Finding:
+def _groups(groups: Mapping[str, Any]) -> ExperimentFinding:
     claim = "Head sharing (grouped queries) could alter it (comments on [M])"
     if not groups["applies"]:
-        return Finding(claim, "not applicable: every query head has keys of its own", "not tested")
+        return ExperimentFinding(claim, "not applicable: every query head has keys of its own", "not tested")
     ratio, p = groups["within_groups_over_within_layers"], groups["p_value"]
-    return Finding(
+    return ExperimentFinding(
         claim=claim,
         ours=f"slopes of heads that share keys vary {ratio:.2f} times as much as those of a layer (random groups "
         f"{groups['random_groups']:.2f}, p = {p:.3f})",
@@ -257,17 +264,17 @@ def _groups(groups: Mapping[str, Any]) -> Finding:
     )
 
 
-def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> Finding:
+def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> ExperimentFinding:
     claim = "Beyond the length a model was made for (streaming, sampled rows)"
     longer = [length for length, variant in heads if length > main and variant == RUNS]
     if not longer:
-        return Finding(claim, f"not measured: {not_further}", "not tested")
+        return ExperimentFinding(claim, f"not measured: {not_further}", "not tested")
     one, other = heads[main, RUNS], heads[longer[0], RUNS]
     numbers = [
         f"{median(column(table, 'gap_slope')):.2f} and {median(column(table, 'entropy_ratio')):.2f} at {length:,}"
         for length, table in ((main, one), (longer[0], other))
     ]
-    return Finding(
+    return ExperimentFinding(
         claim=claim,
         ours=f"median slope and entropy / log n: {', '.join(numbers)} tokens",
         verdict="not tested",

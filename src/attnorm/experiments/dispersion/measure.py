@@ -15,7 +15,7 @@ from attnorm.analysis.collect import SHORTEST_IN_SLOPE, Collector
 from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.rows import number
-from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.forward_pass import run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.rotation import before_rotation
@@ -238,7 +238,7 @@ class Pass:
     variants: Mapping[str, Mapping[str, pa.Table]]  # RUNS, and CONTENT where the model rotates
 
 
-def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, folder: Path) -> Pass:
+def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int, folder: Path) -> Pass:
     """Run one pass and keep its tables in the folder; read them from there if they are complete."""
     done = folder / f"{length}-{rows}"
     if (done / "finished").exists():

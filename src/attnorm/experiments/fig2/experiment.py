@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from attnorm.experiments.attention_rows import LastRows, joined, last_rows
-from attnorm.experiments.experiment import Experiment, Floats, Outcome, ProgressCallback, Subject
+from attnorm.experiments.experiment import Experiment, ExperimentSubject, Floats, Outcome, ProgressCallback
 from attnorm.experiments.fig2.critical_n import (
     LEVEL,
     accepted,
@@ -38,9 +38,9 @@ from attnorm.experiments.fig2.measure import (
     NORMS,
     PRINTED,
     UPPER,
-    Comparison,
     Critical,
     Distances,
+    ExpectationComparison,
     Point,
     Result,
     at_point,
@@ -56,7 +56,7 @@ PANEL_LENGTH = 1024
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Fig2Sizes:
     lengths: tuple[int, ...]
     ratio: float  # between two N of the grid
     resamples: int
@@ -65,11 +65,11 @@ class Sizes:
     heaviest: int  # keys that the corrected bounds of panels (a) and (b) treat separately
 
 
-FULL = Sizes((32, 64, 128, 256, 512, 1024, 2048), 1.06, 400, 200, 4, 6)
-QUICK = Sizes((32, 64, 128, 256, 512), 1.2, 60, 20, 1, 3)
+FULL = Fig2Sizes((32, 64, 128, 256, 512, 1024, 2048), 1.06, 400, 200, 4, 6)
+QUICK = Fig2Sizes((32, 64, 128, 256, 512), 1.2, 60, 20, 1, 3)
 
 
-def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     sizes = QUICK if subject.quick else FULL
     lengths = subject.lengths(sizes.lengths)
     generator = torch.Generator().manual_seed(subject.seed)
@@ -132,12 +132,12 @@ PAIRS: dict[str, Callable[[Distances], tuple[Floats, Floats]]] = {
 
 
 def _layers(
-    subject: Subject, length: int, progress: ProgressCallback, start: int = 0, vectors: Vectors = "values"
+    subject: ExperimentSubject, length: int, progress: ProgressCallback, start: int = 0, vectors: Vectors = "values"
 ) -> list[LastRows]:
     return joined(whole(last_rows(subject, length, progress=progress, start=start, vectors=vectors), length))
 
 
-def _over_grid(layers: list[LastRows], sizes: Sizes, progress: ProgressCallback, what: str) -> Distances:
+def _over_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
     grid = n_grid(layers[0].keys, sizes.ratio)
     return over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
 
@@ -147,7 +147,7 @@ def _critical(distances: Distances, pair: str) -> float:
     return critical_n(first, second, distances.grid)
 
 
-def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> Comparison:
+def _compare(pair: str, distances: list[Distances], sizes: Fig2Sizes, seed: int) -> ExpectationComparison:
     """Compute the critical N at every length, with intervals from resampled heads, and the power law through it."""
     heads = min(one.heads for one in distances)
     which = bootstrap_heads(heads, heads, sizes.resamples, seed)
@@ -161,10 +161,10 @@ def _compare(pair: str, distances: list[Distances], sizes: Sizes, seed: int) -> 
         found.append(Critical(one.length, critical, interval(drawn), max(accepts, default=0)))
     lengths = tuple(one.length for one in distances)
     law = power_law_over_heads(lengths, np.array([one.top_n for one in found]), np.stack(resampled, 1))
-    return Comparison(pair, tuple(found), law)
+    return ExpectationComparison(pair, tuple(found), law)
 
 
-def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float | int | str]]:
+def _fewer_heads(at: Distances, sizes: Fig2Sizes, seed: int) -> list[dict[str, float | int | str]]:
     """Repeat the test with fewer heads: critical N, and the power at N = 5."""
     rows: list[dict[str, float | int | str]] = []
     for pair in (PRINTED, UPPER):
@@ -184,7 +184,7 @@ def _fewer_heads(at: Distances, sizes: Sizes, seed: int) -> list[dict[str, float
 
 
 def _choices(
-    subject: Subject, length: int, sizes: Sizes, progress: ProgressCallback
+    subject: ExperimentSubject, length: int, sizes: Fig2Sizes, progress: ProgressCallback
 ) -> list[dict[str, float | int | str]]:
     """Compute the critical N for other windows of the text and other vectors, which the paper does not specify."""
     rows: list[dict[str, float | int | str]] = []
@@ -201,7 +201,7 @@ def _choices(
 
 
 def _choice(
-    layers: list[LastRows], sizes: Sizes, progress: ProgressCallback, what: str
+    layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str
 ) -> dict[str, float | int | str]:
     grid = n_grid(layers[0].keys, max(sizes.ratio, 1.1))
     found = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
@@ -226,7 +226,7 @@ def _tables(result: Result) -> dict[str, pa.Table]:
     }
 
 
-def _setting(subject: Subject) -> str:
+def _setting(subject: ExperimentSubject) -> str:
     return f"{subject.loaded().name}, {subject.passages()[0].name}; last row of every head, vectors: values"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnorm.experiments.experiment import Finding, Floats, Verdict
+from attnorm.experiments.experiment import ExperimentFinding, Floats, Verdict
 from attnorm.experiments.fig2.critical_n import ks_statistic, ks_threshold
 from attnorm.experiments.fig2.measure import LOWER, NORMS, PRINTED, UPPER, Distances, Point, Result
 from attnorm.theory.distance import PowerLaw, fit_power_law
@@ -14,7 +14,7 @@ from attnorm.theory.distance import PowerLaw, fit_power_law
 PAPER_SHARE = 0.06
 
 
-def findings(result: Result) -> tuple[Finding, ...]:
+def findings(result: Result) -> tuple[ExperimentFinding, ...]:
     return (
         _linear_growth(result),
         _corollary(result),
@@ -58,14 +58,14 @@ def explained(at: Distances, top_n: float) -> float:
     return float(1 - rest.var() / ratio.var())
 
 
-def _linear_growth(result: Result) -> Finding:
+def _linear_growth(result: Result) -> ExperimentFinding:
     measured, printed, corrected = (
         _law(result.by_length, [getattr(point, name) for point in result.by_length])
         for name in ("measured", "printed", "upper")
     )
     relative = [float(np.median(point.relative)) for point in result.by_length]
     verdict: Verdict = "reproduces" if all(0.8 <= law.exponent <= 1.25 for law in (measured, printed)) else "does not"
-    return Finding(
+    return ExperimentFinding(
         f"Distance and expectation grow about linearly in L at N = {result.by_length[0].top_n} (Fig. 2a)",
         f"median distance ~ L^{measured.exponent:.2f}, printed expectation ~ L^{printed.exponent:.2f}, "
         f"corrected expectation (upper end) ~ L^{corrected.exponent:.2f} (L = {_from_to(result)})",
@@ -75,11 +75,11 @@ def _linear_growth(result: Result) -> Finding:
     )
 
 
-def _corollary(result: Result) -> Finding:
+def _corollary(result: Result) -> ExperimentFinding:
     last = result.by_length[-1]
     low, high, printed = (float(np.median(value / last.corollary)) for value in (last.lower, last.upper, last.printed))
     verdict: Verdict = "does not" if low > 1.25 or high < 0.8 else "partly"
-    return Finding(
+    return ExperimentFinding(
         "For N << L the expectation is about the sum of ||a_i x_i|| (Corollary 2 (i))",
         f"at L = {last.length}, N = {last.top_n}: the expectation is {low:.1f} to {high:.1f} times that sum "
         f"(corrected bounds), as printed {printed:.0f} times",
@@ -88,12 +88,12 @@ def _corollary(result: Result) -> Finding:
     )
 
 
-def _upper_bound(result: Result) -> Finding:
+def _upper_bound(result: Result) -> ExperimentFinding:
     points = (*result.by_length, *result.by_n)
     broken = sum(int((point.measured > point.fixed_printed * (1 + 1e-9)).sum()) for point in points)
     last = result.by_length[-1]
     loose, tight = (float(np.median(bound / last.measured)) for bound in (last.fixed_printed, last.fixed_tight))
-    return Finding(
+    return ExperimentFinding(
         "The upper bound for the true top-N set is safe but conservative (Fig. 2a, Theorem 1)",
         f"{broken} violations in {sum(len(point.measured) for point in points)} rows; at L = {last.length}, "
         f"N = {last.top_n} it is {loose:.1f} times the distance",
@@ -102,12 +102,12 @@ def _upper_bound(result: Result) -> Finding:
     )
 
 
-def _plateau(result: Result) -> Finding:
+def _plateau(result: Result) -> ExperimentFinding:
     medians = {point.top_n: float(np.median(point.measured)) for point in result.by_n}
     start = 20 if 20 in medians else min(medians)
     last = max(medians)
     change = medians[last] / medians[start] - 1
-    return Finding(
+    return ExperimentFinding(
         "Beyond N = 20 the distance plateaus (Fig. 2b)",
         f"median distance at L = {result.length}: "
         + ", ".join(f"{value:,.0f} at N = {N}" for N, value in medians.items())
@@ -117,10 +117,10 @@ def _plateau(result: Result) -> Finding:
     )
 
 
-def _tightens(result: Result) -> Finding:
+def _tightens(result: Result) -> ExperimentFinding:
     ratios = {point.top_n: float(np.median(point.fixed_printed / point.measured)) for point in result.by_n}
     first, last = ratios[min(ratios)], ratios[max(ratios)]
-    return Finding(
+    return ExperimentFinding(
         "The bound tightens as N grows to 100 (Fig. 2b)",
         "printed bound over distance: " + ", ".join(f"{value:.1f} at N = {N}" for N, value in ratios.items()),
         "reproduces" if last < 0.9 * first else "does not",
@@ -128,11 +128,11 @@ def _tightens(result: Result) -> Finding:
     )
 
 
-def _converge(result: Result) -> Finding:
+def _converge(result: Result) -> ExperimentFinding:
     last = result.by_n[-1]
     printed, low, high = (float(np.median(value / last.measured)) for value in (last.printed, last.lower, last.upper))
     meets = abs(printed - 1) <= 0.15
-    return Finding(
+    return ExperimentFinding(
         "As N approaches 100, true and expected distances converge (Fig. 2b)",
         f"at L = {last.length}, N = {last.top_n}: printed expectation {printed:.2f} of the distance, corrected "
         f"{low:.2f} to {high:.2f}",
@@ -141,13 +141,13 @@ def _converge(result: Result) -> Finding:
     )
 
 
-def _critical_share(result: Result) -> Finding:
+def _critical_share(result: Result) -> ExperimentFinding:
     printed = result.critical(PRINTED)
     low, high = printed.interval
     if math.isnan(printed.top_n):
-        return Finding("The critical N is about 0.06 L (Fig. 2c)", f"none at L = {result.length}", "does not")
+        return ExperimentFinding("The critical N is about 0.06 L (Fig. 2c)", f"none at L = {result.length}", "does not")
     close = 0.5 <= printed.share / PAPER_SHARE <= 2
-    return Finding(
+    return ExperimentFinding(
         "The critical N is about 0.06 L (Fig. 2c)",
         f"printed expectation: N = {printed.top_n:g} at L = {result.length} ({printed.share:.3f} L; resampled heads: "
         f"{low:.0f} to {high:.0f}); corrected: {result.critical(UPPER).top_n:g} to {result.critical(LOWER).top_n:g} "
@@ -163,10 +163,12 @@ def _other_choices(result: Result) -> str:
     return f"; printed for other rows and vectors: {phrases}" if phrases else ""
 
 
-def _sub_linear(result: Result) -> Finding:
+def _sub_linear(result: Result) -> ExperimentFinding:
     printed, corrected = result.comparisons[PRINTED].law, result.comparisons[UPPER].law
     if printed is None:
-        return Finding("The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not tested")
+        return ExperimentFinding(
+            "The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not tested"
+        )
     low, high = printed.exponent_interval
     verdict: Verdict = (
         "reproduces" if low > 0 and high < 1
@@ -174,7 +176,7 @@ def _sub_linear(result: Result) -> Finding:
         else "not tested" if low <= 0 and high >= 1  # anything is possible
         else "partly"
     )  # fmt: skip
-    return Finding(
+    return ExperimentFinding(
         "The critical N grows sub-linearly, about 0.06 L (Fig. 2c)",
         f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_from_to(result)}; 95 % intervals "
         f"from resampled heads){_never(result)}",
@@ -192,16 +194,16 @@ def _never(result: Result) -> str:
     return f"; at L = {', '.join(never)} the test rejects the printed one at every N, {rests}" if never else ""
 
 
-def _meaning(result: Result) -> Finding:
+def _meaning(result: Result) -> ExperimentFinding:
     printed, norms = result.critical(PRINTED), result.critical(NORMS)
     claim = "At the critical N attention behaves as if its weights were uniform: selection is no better than chance"
     if math.isnan(printed.top_n):
-        return Finding(claim, "there is no critical N", "not tested")
+        return ExperimentFinding(claim, "there is no critical N", "not tested")
     at = result.at_panel
     column = at.column(int(printed.top_n))
     rejected = [_rejects_random_sets(point) for point in result.by_n]
     mass, expected = float(np.median(at.mass[:, column])), _ratio(result, "upper")
-    return Finding(
+    return ExperimentFinding(
         claim,
         f"at N = {printed.top_n:g} the top N hold {mass:.0%} of the weight and the corrected expectation is at most "
         f"{expected:.0%} of the distance (KS statistic {_ks(at.measured, at.upper, column):.2f}, threshold "
@@ -214,7 +216,7 @@ def _meaning(result: Result) -> Finding:
     )
 
 
-def _number_of_heads(result: Result) -> Finding:
+def _number_of_heads(result: Result) -> ExperimentFinding:
     printed = [row for row in result.fewer_heads if row["compared"] == PRINTED]
     phrases = "; ".join(
         f"{row['heads']} heads: N = {row['critical_n']:g}"
@@ -225,9 +227,11 @@ def _number_of_heads(result: Result) -> Finding:
     claim = "The critical N says where attention stops selecting, whatever the number of heads (implied by Fig. 2c)"
     fewest, most = printed[0]["critical_n"], printed[-1]["critical_n"]
     if math.isnan(fewest):
-        return Finding(claim, f"there is no critical N at L = {result.length}, even with few heads", "not tested")
+        return ExperimentFinding(
+            claim, f"there is no critical N at L = {result.length}, even with few heads", "not tested"
+        )
     depends = not most <= 1.25 * fewest
-    return Finding(
+    return ExperimentFinding(
         claim,
         f"subsampled at L = {result.length}, printed expectation: {phrases}",
         "does not" if depends else "reproduces",

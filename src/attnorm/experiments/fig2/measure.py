@@ -167,7 +167,7 @@ class Critical:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExpectationComparison:
     """One pair of numbers per head that the test compares, at every length."""
 
     name: str
@@ -199,7 +199,7 @@ class Result:
     permuted: Distances  # at the same length, with permuted weights
     by_length: tuple[Point, ...]  # panel (a)
     by_n: tuple[Point, ...]  # panel (b)
-    comparisons: Mapping[str, Comparison]
+    comparisons: Mapping[str, ExpectationComparison]
     permuted_critical: Mapping[str, float]
     fewer_heads: Sequence[Mapping[str, Any]]
     choices: Sequence[Mapping[str, Any]]

@@ -13,7 +13,14 @@ import pyarrow as pa
 import torch
 
 from attnorm.experiments.attention_rows import last_rows
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.fig3.figure import figure
 from attnorm.experiments.fig3.measure import Separabilities, measure
 
@@ -24,7 +31,7 @@ SATURATED = (0.7, 0.85)
 CLOSE = 0.05  # separabilities that differ by less are the same
 
 
-def _run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     (length,) = subject.lengths([QUICK_LENGTH if subject.quick else LENGTH])
     draws = 4 if subject.quick else 40
     top_n = tuple(N for N in (TOP_N[:6] if subject.quick else TOP_N) if length > N)
@@ -64,7 +71,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def findings(sphere: Separabilities, raw: Separabilities) -> tuple[Finding, ...]:
+def findings(sphere: Separabilities, raw: Separabilities) -> tuple[ExperimentFinding, ...]:
     return (
         _decline(sphere, raw),
         _level(sphere, raw),
@@ -90,18 +97,18 @@ def summary(sphere: Separabilities, raw: Separabilities) -> str:
     )
 
 
-def _decline(sphere: Separabilities, raw: Separabilities) -> Finding:
+def _decline(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     drop = _medians(sphere)[0] - _at(sphere, TURN)
     after = abs(_medians(sphere)[-1] - _at(sphere, TURN))
     verdict: Verdict = "reproduces" if drop > CLOSE and after < 0.1 else "partly" if drop > CLOSE else "does not"
-    return Finding(
+    return ExperimentFinding(
         "N_s / N declines up to N of about 16, then saturates (Fig. 3)",
         f"median over heads, on the sphere: {_curve(sphere)}; as they are: {_curve(raw)}",
         verdict,
     )
 
 
-def _level(sphere: Separabilities, raw: Separabilities) -> Finding:
+def _level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     low, high = SATURATED
     phrases = []
     verdicts: list[Verdict] = []
@@ -115,7 +122,7 @@ def _level(sphere: Separabilities, raw: Separabilities) -> Finding:
         phrases.append(
             f"{name} {quartiles[1]:.2f} (quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f}), {share:.0%} inside"
         )
-    return Finding(
+    return ExperimentFinding(
         "It saturates between 0.7 and 0.85 (Fig. 3)",
         f"heads at N >= {TURN}: " + "; ".join(phrases),
         verdicts[0],
@@ -123,7 +130,7 @@ def _level(sphere: Separabilities, raw: Separabilities) -> Finding:
     )
 
 
-def _hard_limit(sphere: Separabilities, raw: Separabilities) -> Finding:
+def _hard_limit(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
     for name, found in (("on the sphere", sphere), ("as they are", raw)):
         at = found.measured[:, found.top_n.index(TURN)]
@@ -131,7 +138,7 @@ def _hard_limit(sphere: Separabilities, raw: Separabilities) -> Finding:
             f"{name} {(at > 0.8).mean():.0%} of the heads separate more than 80 %, {(at == 1).mean():.0%} all"
         )
     broken = bool((sphere.measured[:, sphere.top_n.index(TURN)] > 0.8).any())
-    return Finding(
+    return ExperimentFinding(
         "No more than about 80 % of the top N can be distinguished: a hard limit (contribution 2)",
         f"at N = {TURN}: " + "; ".join(phrases),
         "does not" if broken else "reproduces",
@@ -139,11 +146,11 @@ def _hard_limit(sphere: Separabilities, raw: Separabilities) -> Finding:
     )
 
 
-def _printed_upper(sphere: Separabilities) -> Finding:
+def _printed_upper(sphere: Separabilities) -> ExperimentFinding:
     broken = (sphere.certain > 0) & (sphere.printed_upper < 1 - 1e-9)
     lowest = float(sphere.printed_upper.min())
     vacuous = float((sphere.printed_upper > 0.99).mean())
-    return Finding(
+    return ExperimentFinding(
         "The exponential upper bound tracks the empirical maxima (Fig. 3, Theorem 2)",
         f"it lies between {lowest:.3f} and 1, above 0.99 in {vacuous:.0%} of the rows; the measured maxima are "
         f"{sphere.measured.max(0).min():.2f} to {sphere.measured.max():.2f}; in {broken.sum()} of {broken.size} rows "
@@ -153,10 +160,10 @@ def _printed_upper(sphere: Separabilities) -> Finding:
     )
 
 
-def _printed_lower(sphere: Separabilities) -> Finding:
+def _printed_lower(sphere: Separabilities) -> ExperimentFinding:
     negative = float((sphere.printed_lower <= 0).mean())
     above = float((sphere.printed_lower > sphere.isotropic_fixed + sphere.slack).mean())
-    return Finding(
+    return ExperimentFinding(
         "The lower bound holds and is conservative (Fig. 3, Theorem 2)",
         f"negative, so empty, in {negative:.0%} of the rows (median {np.median(sphere.printed_lower):.2f}); above the "
         f"draws in {above:.0%}",
@@ -165,14 +172,14 @@ def _printed_lower(sphere: Separabilities) -> Finding:
     )
 
 
-def _ideal(sphere: Separabilities) -> Finding:
+def _ideal(sphere: Separabilities) -> ExperimentFinding:
     """Judge the claim about Assumption 1 itself."""
     values = np.median(sphere.isotropic, axis=0)
     late = values[[N >= TURN for N in sphere.top_n]]
     low, high = SATURATED
     drawn, slack = sphere.isotropic_fixed, sphere.slack
     held = (drawn >= sphere.lower - slack) & (drawn <= sphere.upper + slack)
-    return Finding(
+    return ExperimentFinding(
         "Even with idealised spherical embeddings no more than four fifths are separated (section 3.2)",
         "uniform directions with the heads' own weights, median: "
         + ", ".join(f"{value:.2f} at N = {N}" for N, value in zip(sphere.top_n, values, strict=True)),
@@ -181,7 +188,7 @@ def _ideal(sphere: Separabilities) -> Finding:
     )
 
 
-def _chance(sphere: Separabilities, raw: Separabilities) -> Finding:
+def _chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
     for name, found in (("on the sphere", sphere), ("as they are", raw)):
         at = found.top_n.index(TURN)
@@ -192,7 +199,7 @@ def _chance(sphere: Separabilities, raw: Separabilities) -> Finding:
         )
     at = sphere.top_n.index(TURN)
     medians = abs(float(np.median(sphere.measured[:, at] - sphere.permuted[:, at])))
-    return Finding(
+    return ExperimentFinding(
         "A drop of N_s / N to 70-80 % means that the head has saturated its geometric capacity (Conclusions)",
         f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(phrases),
         "does not" if medians < 0.1 else "partly",

@@ -11,7 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.experiments.cooling import TEMPERATURES
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.guidelines.figure import figure
 from attnorm.experiments.guidelines.measure import (
     FEWEST,
@@ -21,7 +28,7 @@ from attnorm.experiments.guidelines.measure import (
     Cooled,
     Covered,
     EarlySign,
-    Numbers,
+    GuidelineNumbers,
     Selected,
     measure,
 )
@@ -35,7 +42,7 @@ WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measu
 LITTLE, MUCH = 0.02, 0.2  # nats per token: a negligible and a clear change of the loss
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
     windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
@@ -61,20 +68,20 @@ def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
     )  # fmt: skip
 
 
-def judge_claims(found: Numbers) -> tuple[Finding, ...]:
+def judge_claims(found: GuidelineNumbers) -> tuple[ExperimentFinding, ...]:
     return _active_set(found.selected), _entropy(found.early), _temperature(found.cooled), _coverage(found.covered)
 
 
-def _finding(claim: str, answer: Answer, ours: str, why: str) -> Finding:
-    return Finding(claim=claim, ours=f"{answer}: {ours}", verdict=AS_VERDICT[answer], why=why)
+def _finding(claim: str, answer: Answer, ours: str, why: str) -> ExperimentFinding:
+    return ExperimentFinding(claim=claim, ours=f"{answer}: {ours}", verdict=AS_VERDICT[answer], why=why)
 
 
-def _active_set(found: Selected) -> Finding:
+def _active_set(found: Selected) -> ExperimentFinding:
     index = SHARES.index(PAPERS_SHARE)
     lost, most = (found.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
     fading = [found.separability[at] - found.null[at] for at in (0, index, -1)]
     verdict, phrase = weighed(lost, LITTLE, MUCH)
-    return Finding(
+    return ExperimentFinding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
         f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
@@ -87,7 +94,7 @@ def _active_set(found: Selected) -> Finding:
     )
 
 
-def _entropy(found: EarlySign) -> Finding:
+def _entropy(found: EarlySign) -> ExperimentFinding:
     claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
     readings = {"at most 80 % distinguishable": found.by_level, "no better than with permuted values": found.by_null}
     areas = {name: found.area_under_curve(saturated) for name, saturated in readings.items()}
@@ -98,7 +105,7 @@ def _entropy(found: EarlySign) -> Finding:
         for name, saturated in readings.items()
     )
     if not known:
-        return Finding(claim, phrase, "not tested")
+        return ExperimentFinding(claim, phrase, "not tested")
     answer: Answer = "yes" if min(known) >= 0.8 else "partly" if max(known) >= 0.65 else "no"
     return _finding(
         claim,
@@ -111,7 +118,7 @@ def _entropy(found: EarlySign) -> Finding:
     )
 
 
-def _temperature(found: Cooled) -> Finding:
+def _temperature(found: Cooled) -> ExperimentFinding:
     cold, rest = (TEMPERATURES.index(T) for T in (0.1, 1.0))
     colder = 0
     norm = np.median(found.norm, 1)
@@ -132,7 +139,7 @@ def _temperature(found: Cooled) -> Finding:
     )
 
 
-def _coverage(found: Covered) -> Finding:
+def _coverage(found: Covered) -> ExperimentFinding:
     answer: Answer = "yes" if found.own >= 0.99 else "partly" if found.own >= 0.95 else "no"
     return _finding(
         "Three heads cover 99 % of the top-N tokens, 1 - (1 - p)^3 at p = 0.8 (Discussion)",
@@ -177,7 +184,7 @@ def _early(found: EarlySign) -> pa.Table:
     )  # fmt: skip
 
 
-def _summary(findings: tuple[Finding, ...], found: Selected) -> str:
+def _summary(findings: tuple[ExperimentFinding, ...], found: Selected) -> str:
     short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
     first, *rest = (
         f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)

@@ -18,7 +18,7 @@ from attnorm.experiments.guidelines.measure import (
     Cooled,
     Covered,
     EarlySign,
-    Numbers,
+    GuidelineNumbers,
     Selected,
 )
 
@@ -27,7 +27,7 @@ BARE = {"marker": None}
 COVERED = 0.99  # by three heads, as printed
 
 
-def figure(found: Numbers, about: str) -> Figure:
+def figure(found: GuidelineNumbers, about: str) -> Figure:
     drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
     _loss(panels[0, 0], found.selected)

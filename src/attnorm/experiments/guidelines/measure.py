@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from attnorm.experiments.attention_rows import permute_weights
 from attnorm.experiments.cooling import TEMPERATURES
-from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, windows_of
 from attnorm.metrics.call import AttentionCall
@@ -120,7 +120,9 @@ def counts_of(length: int) -> list[int]:
     return [*(max(1, round(share * length)) for share in SHARES), TOP_N]
 
 
-def measure_separability(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> HeadSeparability:
+def measure_separability(
+    subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int
+) -> HeadSeparability:
     """Measure in one pass how many of the N heaviest keys are distinguishable, also with permuted weights."""
     generator = torch.Generator().manual_seed(subject.seed)
     counts = counts_of(length)
@@ -155,7 +157,7 @@ def measure_separability(subject: Subject, progress: ProgressCallback, length: i
 
 
 def selected(
-    subject: Subject, progress: ProgressCallback, found: HeadSeparability, windows: tuple[int, int]
+    subject: ExperimentSubject, progress: ProgressCallback, found: HeadSeparability, windows: tuple[int, int]
 ) -> Selected:
     names = {share: f"the heaviest {share:.0%} of the keys" for share in SHARES} | {1.0: AS_IT_RUNS}
     wanted: dict[str, Normalizer | None] = {names[1.0]: None}
@@ -174,7 +176,9 @@ def early_sign(before: HeadSeparability, after: HeadSeparability) -> EarlySign:
     return EarlySign(*(values[known] for values in columns))
 
 
-def cooled_and_covered(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> tuple[Cooled, Covered]:
+def cooled_and_covered(
+    subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int
+) -> tuple[Cooled, Covered]:
     """Measure in one pass separability and gradients at lower temperatures, and the joint coverage of three heads."""
     apart: list[Tensor] = []
     norms: list[Tensor] = []
@@ -252,14 +256,16 @@ def _triples(heads: int) -> Sequence[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class GuidelineNumbers:
     selected: Selected
     early: EarlySign
     cooled: Cooled
     covered: Covered
 
 
-def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]) -> Numbers:
+def measure(
+    subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]
+) -> GuidelineNumbers:
     before, after = (measure_separability(subject, progress, one, rows) for one in (length // 4, length))
     cooled, covered = cooled_and_covered(subject, progress, length, rows)
-    return Numbers(selected(subject, progress, after, windows), early_sign(before, after), cooled, covered)
+    return GuidelineNumbers(selected(subject, progress, after, windows), early_sign(before, after), cooled, covered)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attnorm.experiments.language_models.train import ATTENTION, RESCALED_SOFTMAX, Log, free_memory, machine
-from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, Workspace
+from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace
 from attnorm.files import write_json
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import accelerated, chosen_device
@@ -34,7 +34,7 @@ MOST_SECONDS = 60  # of one trial
 
 
 def choose_engines(
-    workspace: Workspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
+    workspace: LMWorkspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
     device: str | None = None, log: Log = lambda words: None,
 ) -> None:  # fmt: skip
     """Record speed and memory of every way as results, and the fastest way of each normalizer for later runs."""
@@ -71,7 +71,7 @@ def choose_engines(
                 _record_choice(workspace, normalizer, max(speeds, key=lambda way: speeds[way]))
 
 
-def _timed_run(workspace: Workspace, normalizer: str, way: Attention, device: torch.device) -> dict[str, Any]:
+def _timed_run(workspace: LMWorkspace, normalizer: str, way: Attention, device: torch.device) -> dict[str, Any]:
     plan = workspace.plan
     settings = replace(
         plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0), steps=STEPS, warmup=STEPS
@@ -111,7 +111,7 @@ def _random_corpus(vocabulary: int, context: int) -> Corpus:
     return Corpus(_Vocabulary(vocabulary), tokens, tokens, {}, Path())
 
 
-def _record_choice(workspace: Workspace, normalizer: str, way: Attention) -> None:
+def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> None:
     path = workspace.folder / ATTENTION
     with workspace.locked("attention", WAIT_TO_WRITE):
         known: dict[str, str] = {}

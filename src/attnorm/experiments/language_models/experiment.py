@@ -7,13 +7,20 @@ from typing import Any
 import pyarrow as pa
 
 from attnorm.analysis.default_text import passage, topics
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
 from attnorm.experiments.language_models.plan import FULL, QUICK, SOFTMAX, LanguageModelPlan, on_this_machine
-from attnorm.experiments.language_models.results import Contender, Line, contenders
+from attnorm.experiments.language_models.results import Line, LMContender, contenders
 from attnorm.experiments.language_models.tables import in_words
-from attnorm.experiments.language_models.workspace import Workspace
+from attnorm.experiments.language_models.workspace import LMWorkspace
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 LEAST_TOKENS = 10_000_000
@@ -22,9 +29,9 @@ HELD_OUT_SHARE = 0.3  # of the bundled text
 NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between runs
 
 
-def _run(subject: Subject, progress: ProgressCallback, folder: Path) -> Outcome:
+def _run(subject: ExperimentSubject, progress: ProgressCallback, folder: Path) -> Outcome:
     plan = on_this_machine(QUICK if subject.quick else FULL)
-    workspace = Workspace.open(folder, plan)
+    workspace = LMWorkspace.open(folder, plan)
     train, valid, others = texts_of(subject, folder)
     names = plan.chosen(subject.only)
     progress("encoding the texts", 0, len(names) + 1)
@@ -62,7 +69,7 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
     )
 
 
-def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
+def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
     """Return the texts for training, for validation, and further held-out texts.
 
     Raises:
@@ -85,7 +92,7 @@ def texts_of(subject: Subject, folder: Path) -> tuple[list[Path], Path, list[Pat
     return [train], valid, [other]
 
 
-def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Finding, ...]:
+def _findings(found: Sequence[LMContender], *, judge_claims: bool) -> tuple[ExperimentFinding, ...]:
     """Compare every normalizer with softmax; no paper has this comparison under equal conditions."""
     by_name = {one.name: one for one in found}
     softmax = by_name.get(SOFTMAX)
@@ -98,7 +105,7 @@ def _findings(found: Sequence[Contender], *, judge_claims: bool) -> tuple[Findin
             continue
         first, last = (one.losses[text][n].mean - softmax.losses[text][n].mean for n in (lengths[0], lengths[-1]))
         findings.append(
-            Finding(
+            ExperimentFinding(
                 claim=f"{one.name} models text better than softmax, at the training length or beyond",
                 ours=f"{first:+.4f} nats per token at {lengths[0]:,}, {last:+.4f} at {lengths[-1]:,}",
                 verdict=_verdict(first, last) if judge_claims else "not tested",
@@ -114,7 +121,7 @@ def _verdict(*differences: float) -> Verdict:
     return "reproduces" if all(better) else "partly" if any(better) else "does not"
 
 
-def _table(found: Sequence[Contender]) -> pa.Table:
+def _table(found: Sequence[LMContender]) -> pa.Table:
     rows: list[dict[str, Any]] = []
     for one in found:
         row: dict[str, Any] = {"normalizer": one.normalizer, "at_inference": one.at_inference, "seeds": one.seeds}

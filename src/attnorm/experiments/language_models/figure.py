@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
 from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.results import Contender, most_different_length, wilson_interval
+from attnorm.experiments.language_models.results import LMContender, most_different_length, wilson_interval
 
 # Styles of lengths or texts: colour, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (
@@ -28,7 +28,7 @@ FEW = 4 * SMOOTHED  # fewer entries are not smoothed
 SETTLED = 0.06  # share of the tokens that is skipped: early differences would hide all later ones
 
 
-def comparison_figure(found: Sequence[Contender]) -> Figure:
+def comparison_figure(found: Sequence[LMContender]) -> Figure:
     """Draw one row per model, lowest loss on top: loss at every length, keys found, and entropy against keys found."""
     lengths = sorted(next(iter(found[0].losses.values())))
     asked = any(one.found for one in found)
@@ -52,7 +52,7 @@ def comparison_figure(found: Sequence[Contender]) -> Figure:
     return figure
 
 
-def _losses(axes: Axes, found: Sequence[Contender], length: int, *, named: bool) -> None:
+def _losses(axes: Axes, found: Sequence[LMContender], length: int, *, named: bool) -> None:
     texts = list(found[0].losses)
     far = FAR_OFF * median(one.losses[text][length].mean for one in found for text in texts)
     for row, one in enumerate(found):
@@ -76,17 +76,17 @@ def _losses(axes: Axes, found: Sequence[Contender], length: int, *, named: bool)
     _rows(axes, found, named=named)
 
 
-def _rows(axes: Axes, found: Sequence[Contender], *, named: bool) -> None:
+def _rows(axes: Axes, found: Sequence[LMContender], *, named: bool) -> None:
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_yticks(range(len(found)), _named(found) if named else [""] * len(found))
     tidy(axes)
 
 
-def _named(found: Sequence[Contender]) -> list[str]:
+def _named(found: Sequence[LMContender]) -> list[str]:
     return [f"{one.name}  {row}" for row, one in enumerate(found, 1)]
 
 
-def _keys(axes: Axes, found: Sequence[Contender]) -> str:
+def _keys(axes: Axes, found: Sequence[LMContender]) -> str:
     lengths = sorted({length for one in found for length in one.found})
     for row, one in enumerate(found):
         for length, look in zip(lengths, LOOKS, strict=False):
@@ -110,7 +110,7 @@ def _keys(axes: Axes, found: Sequence[Contender]) -> str:
     return "Pass keys found, by length"
 
 
-def _depths(axes: Axes, found: Sequence[Contender]) -> str:
+def _depths(axes: Axes, found: Sequence[LMContender]) -> str:
     """Draw keys found, one row per model and one column per position of the key."""
     length = most_different_length(found)
     assert length is not None
@@ -132,7 +132,7 @@ def _depths(axes: Axes, found: Sequence[Contender]) -> str:
     return f"% of keys in {length:,} tokens, by place"
 
 
-def _entropy(axes: Axes, found: Sequence[Contender]) -> str:
+def _entropy(axes: Axes, found: Sequence[LMContender]) -> str:
     length = most_different_length(found)
     assert length is not None
     points: dict[tuple[float, float], list[int]] = {}

@@ -32,7 +32,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Contender:
+class LMContender:
     """A model as trained, or with another normalizer at inference."""
 
     normalizer: str
@@ -66,7 +66,7 @@ class Contender:
         return None if found is None else found.mean
 
 
-def contenders(lines: Iterable[Line]) -> list[Contender]:
+def contenders(lines: Iterable[Line]) -> list[LMContender]:
     """Return the models with measured losses, lowest loss at the training length first."""
     every = list(lines)
     measured = [line for line in every if line["stage"] == "measure"]
@@ -75,7 +75,7 @@ def contenders(lines: Iterable[Line]) -> list[Contender]:
     return sorted(made, key=lambda one: min(next(iter(one.losses.values())).items())[1].mean)
 
 
-def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None) -> Contender:
+def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None) -> LMContender:
     here = [line for line in lines if line.get("normalizer") == normalizer]
     asked = [line for line in here if line.get("at_inference", at_inference) == at_inference]
     measured = [line for line in asked if line["stage"] == "measure"]
@@ -83,7 +83,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     main = [line for line in here if line["stage"] == "main" and not line["problem"]]
     statistics = [line["attention_statistics"]["mean"] for line in measured if line.get("attention_statistics")]
     trained = at_inference is None
-    return Contender(
+    return LMContender(
         normalizer,
         at_inference,
         seeds=len(measured),
@@ -136,7 +136,7 @@ def _largest(lines: Sequence[Line], name: str) -> float | None:
     return max(values, default=None)
 
 
-def most_different_length(found: Sequence[Contender]) -> int | None:
+def most_different_length(found: Sequence[LMContender]) -> int | None:
     """Return the length at which the shares of keys found differ most between models; None if not measured."""
     asked = [one.found for one in found if one.found]
     ranges = {n: [by_length[n].mean for by_length in asked] for n in (asked[0] if asked else ())}

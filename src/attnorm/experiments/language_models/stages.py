@@ -22,7 +22,7 @@ from attnorm.experiments.language_models.train import (
     train_main,
     try_rates,
 )
-from attnorm.experiments.language_models.workspace import RESULTS, Texts, Workspace, prepare_texts, read_texts
+from attnorm.experiments.language_models.workspace import RESULTS, LMWorkspace, Texts, prepare_texts, read_texts
 from attnorm.files import read_jsonl, write_text
 from attnorm.suggest import did_you_mean
 
@@ -40,42 +40,42 @@ class Limits(TypedDict, total=False):
     log: Log
 
 
-def prepare(workspace: Workspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
+def prepare(workspace: LMWorkspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
     """Encode the texts; all other stages need them."""
     return prepare_texts(workspace, train, valid, others)
 
 
-def rates(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def rates(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Train short runs at every learning rate."""
     return _each(workspace, [try_rates], normalizers, **limits)
 
 
-def main(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def main(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Train the long runs, at the best learning rate."""
     return _each(workspace, [train_main], normalizers, **limits)
 
 
-def needle(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def needle(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Fine-tune on pass keys and count the keys found."""
     return _each(workspace, [needle_one], normalizers, **limits)
 
 
-def measure(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def measure(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Measure losses by length and attention statistics."""
     return _each(workspace, [measure_one], normalizers, **limits)
 
 
-def export(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def export(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Write the trained models as Hugging Face folders in bfloat16."""
     return _each(workspace, [export_main], normalizers, **limits)
 
 
-def everything(workspace: Workspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
+def everything(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
     """Run all stages of one normalizer before those of the next, so that a time limit leaves complete results."""
     return _each(workspace, [try_rates, train_main, measure_one, needle_one], normalizers, **limits)
 
 
-def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
+def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...]:
     """Return softmax and the `count` normalizers whose main runs ended with the lowest loss."""
     ended = {
         each["normalizer"]: each["valid_loss"]
@@ -86,7 +86,7 @@ def closest(workspace: Workspace, count: int, seed: int = 0) -> tuple[str, ...]:
     return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
 
 
-def second_seed(workspace: Workspace, normalizers: Names = None, *, count: int = 3, **limits: Unpack[Limits]) -> bool:
+def second_seed(workspace: LMWorkspace, normalizers: Names = None, *, count: int = 3, **limits: Unpack[Limits]) -> bool:
     """Run everything for seed 1: these normalizers, or softmax and the `count` whose main runs ended lowest."""
     limits["seeds"] = [1]
     return everything(workspace, normalizers or closest(workspace, count), **limits)
@@ -143,7 +143,7 @@ def run_stage(
     if stage == "tables":
         write_tables(folder)
         return True
-    workspace = Workspace.open(folder, plan)
+    workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
         prepare(workspace, texts, held_out[0], held_out[1:])
         return True
@@ -162,7 +162,7 @@ def run_stage(
 
 
 def _each(
-    workspace: Workspace,
+    workspace: LMWorkspace,
     works: Sequence[Work],
     normalizers: Names,
     *,

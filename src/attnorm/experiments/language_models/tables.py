@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from attnorm.experiments.language_models.results import (
-    Contender,
     Line,
+    LMContender,
     contenders,
     learned_parameters,
     most_different_length,
@@ -36,7 +36,7 @@ def all_tables(lines: Iterable[Line]) -> str:
     return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
 
 
-def losses_table(found: Sequence[Contender]) -> str:
+def losses_table(found: Sequence[LMContender]) -> str:
     """Return nats per token by text and window length."""
     if not found:
         return ""
@@ -47,7 +47,7 @@ def losses_table(found: Sequence[Contender]) -> str:
     return table(["normalizer", "seeds", *(f"{text}, {length:,}" for text, length in columns)], rows)
 
 
-def needle_table(found: Sequence[Contender]) -> str:
+def needle_table(found: Sequence[LMContender]) -> str:
     """Return the percentage of keys with every character right, and of characters."""
     asked = [one for one in found if one.found]
     if not asked:
@@ -67,7 +67,7 @@ def needle_table(found: Sequence[Contender]) -> str:
     return table(["normalizer", *(f"% {heading}" for heading in headings), "% keys among many"], rows)
 
 
-def depth_table(found: Sequence[Contender]) -> str:
+def depth_table(found: Sequence[LMContender]) -> str:
     """Return the percentage of keys found by position, at the length where models differ most."""
     length = most_different_length(found)
     looked = [one for one in found if length is not None and one.by_depth.get(length)]
@@ -78,7 +78,7 @@ def depth_table(found: Sequence[Contender]) -> str:
     return table([f"key at token, of {length:,}", *(f"{depth * length:,.0f}" for depth in depths)], rows)
 
 
-def cost_table(found: Sequence[Contender]) -> str:
+def cost_table(found: Sequence[LMContender]) -> str:
     rows = [
         [
             one.name,
@@ -104,7 +104,7 @@ def cost_table(found: Sequence[Contender]) -> str:
     return table(headings, rows) if rows else ""
 
 
-def attention_table(found: Sequence[Contender]) -> str:
+def attention_table(found: Sequence[LMContender]) -> str:
     looked = [one for one in found if one.attention]
     rows = [
         [one.name, *(_number(one.attention.get(name), f"{{:.{digits}f}}") for name, (_, digits) in ATTENTION.items())]
@@ -113,7 +113,7 @@ def attention_table(found: Sequence[Contender]) -> str:
     return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows) if rows else ""
 
 
-def recall_table(found: Sequence[Contender]) -> str:
+def recall_table(found: Sequence[LMContender]) -> str:
     """Return keys found at the length where models differ most, with a 95 % interval; lowest entropy first."""
     length = most_different_length(found)
     if length is None:
@@ -129,7 +129,7 @@ def recall_table(found: Sequence[Contender]) -> str:
     return table(["normalizer", "entropy / log n", f"% keys at {length:,}", "95 %", "% characters"], rows)
 
 
-def learned_table(lines: Sequence[Line], found: Sequence[Contender]) -> str:
+def learned_table(lines: Sequence[Line], found: Sequence[LMContender]) -> str:
     """Return the normalizers' parameters over all heads, and their factor on the logits at every measured length."""
     lengths = sorted({n for one in found for by_length in one.losses.values() for n in by_length})
     rows = [
@@ -181,7 +181,7 @@ def trials_table(lines: Sequence[Line]) -> str:
     return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows) if rows else ""
 
 
-def in_words(found: Sequence[Contender]) -> str:
+def in_words(found: Sequence[LMContender]) -> str:
     """Return the summary: the best normalizers, and whether sharper heads find more keys."""
     trained = [one for one in found if one.at_inference is None]
     if len(trained) < 2:
@@ -207,7 +207,7 @@ def in_words(found: Sequence[Contender]) -> str:
     return " ".join(words for words in said if words)
 
 
-def _sharper(asked: Sequence[Contender]) -> str:
+def _sharper(asked: Sequence[LMContender]) -> str:
     length = most_different_length(asked)
     assert length is not None
     pairs = [

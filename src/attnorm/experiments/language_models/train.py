@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.workspace import Texts, Workspace
+from attnorm.experiments.language_models.workspace import LMWorkspace, Texts
 from attnorm.files import atomic_replace
 from attnorm.models.saving import save_pretrained
 from attnorm.training.checkpoints import finished_checkpoints, load_weights
@@ -38,7 +38,7 @@ class OutOfTimeError(Exception):
 class Worker:
     """What every piece of work needs: workspace, texts, device and time limit."""
 
-    workspace: Workspace
+    workspace: LMWorkspace
     texts: Texts
     device: torch.device
     deadline: float = math.inf
@@ -46,7 +46,7 @@ class Worker:
 
     @classmethod
     def at(
-        cls, workspace: Workspace, texts: Texts, *, device: str | None = None, max_minutes: float | None = None,
+        cls, workspace: LMWorkspace, texts: Texts, *, device: str | None = None, max_minutes: float | None = None,
         log: Log = lambda words: None,
     ) -> "Worker":  # fmt: skip
         deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -77,7 +77,7 @@ def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
         _train(worker, "rate", normalizer, f"rate-{rate:g}-seed-{seed}", settings, checkpoint_every=None)
 
 
-def best_rate(workspace: Workspace, normalizer: str) -> float:
+def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
     """Return the learning rate of the short run with the lowest final loss.
 
     Raises:
@@ -95,7 +95,7 @@ def best_rate(workspace: Workspace, normalizer: str) -> float:
     return min(ended, key=lambda rate: ended[rate])
 
 
-def main_settings(workspace: Workspace, normalizer: str, seed: int) -> LMSettings:
+def main_settings(workspace: LMWorkspace, normalizer: str, seed: int) -> LMSettings:
     rate = best_rate(workspace, normalizer)
     return workspace.plan.settings(normalizer, rate=rate, tokens=workspace.plan.main_tokens, seed=seed)
 

@@ -30,12 +30,12 @@ SEED = 0  # of the tokenizer's sample: all models have the same tokens, whatever
 
 
 @dataclass(frozen=True)
-class Workspace:
+class LMWorkspace:
     folder: Path
     plan: LanguageModelPlan
 
     @classmethod
-    def open(cls, folder: Path, plan: LanguageModelPlan) -> "Workspace":
+    def open(cls, folder: Path, plan: LanguageModelPlan) -> "LMWorkspace":
         """
         Raises:
             ValueError: The folder holds another plan.
@@ -100,7 +100,7 @@ class Texts:
         return self.corpus.valid
 
 
-def prepare_texts(workspace: Workspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
+def prepare_texts(workspace: LMWorkspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
     """Train the tokenizer and encode all texts once; then compute the unigram and bigram baselines.
 
     Raises:
@@ -127,7 +127,7 @@ def prepare_texts(workspace: Workspace, train: Sequence[Path], valid: Path, othe
     return texts
 
 
-def read_texts(workspace: Workspace) -> Texts:
+def read_texts(workspace: LMWorkspace) -> Texts:
     """
     Raises:
         ValueError: The texts are not encoded yet.

@@ -9,9 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.retrieval import figure as figures
-from attnorm.experiments.retrieval.lines import Line, Scale, lines_of, scales_of
+from attnorm.experiments.retrieval.lines import RetrievalLine, Scale, lines_of, scales_of
 from attnorm.experiments.retrieval.measure import Found, collect
 from attnorm.experiments.retrieval.plan import (
     BASELINE,
@@ -38,14 +45,14 @@ TABLE = "Velickovic et al. 2024, Table 1"
 ADAPTIVE = "adaptive_temperature"
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     chosen = plan(quick=subject.quick, only=subject.only, seed=subject.seed)
     everything = collect(chosen, parts / TRAINING, _records_elsewhere(parts), subject.device, progress)
     found = [one for one in everything if one.records]
     lines, scales = lines_of(found), scales_of(found)
     for stem, text in fragments(lines, scales).items():
         write_text(parts / TABLES / f"{stem}.md", text)
-    numbers = Numbers(lines, scales)
+    numbers = RetrievalNumbers(lines, scales)
     about = _about(len(chosen.seeds))
     return Outcome(
         summary=summary(numbers, _missing(everything), quick=subject.quick),
@@ -105,13 +112,13 @@ EXPERIMENT = Experiment(
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RetrievalNumbers:
     """Lookup of numbers in the lines of the experiment."""
 
-    lines: Sequence[Line]
+    lines: Sequence[RetrievalLine]
     scales: Sequence[Scale]
 
-    def line(self, section: Section, label: str, tested_with: str, size: int) -> Line | None:
+    def line(self, section: Section, label: str, tested_with: str, size: int) -> RetrievalLine | None:
         for line in self.lines:
             key = (line.section, line.label, line.row.tested_with, line.row.size)
             if key == (section, label, tested_with, size):
@@ -135,16 +142,16 @@ class Numbers:
         return next((s for s in self.scales if (s.training.section, s.training.label) == (section, label)), None)
 
 
-def findings(numbers: Numbers, *, quick: bool) -> tuple[Finding, ...]:
+def findings(numbers: RetrievalNumbers, *, quick: bool) -> tuple[ExperimentFinding, ...]:
     """Return the findings for which there are numbers; a quick run has no verdicts."""
     made = [one for one in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if one]
     if not quick:
         return tuple(made)
     reason = "Few steps and narrow models: a run without --quick answers this."
-    return tuple(Finding(one.claim, one.ours, "not tested", reason) for one in made)
+    return tuple(ExperimentFinding(one.claim, one.ours, "not tested", reason) for one in made)
 
 
-def summary(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
+def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -> str:
     paper, better = (numbers.percents(section, BASELINE) for section in ("paper", "ours"))
     long = numbers.percents("steps", PAPERS_RECIPE)
     parts = ["A small version of the experiment." if quick else ""]
@@ -167,7 +174,7 @@ def summary(numbers: Numbers, missing: Sequence[str], *, quick: bool) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _fall(numbers: Numbers) -> Finding | None:
+def _fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     ours = numbers.percents(*numbers.as_in_the_paper)
     if not ours.keys() & PRINTED_SOFTMAX.keys():
         return None
@@ -182,7 +189,7 @@ def _fall(numbers: Numbers) -> Finding | None:
             f"After {steps} with a rate that falls to 0, and nothing else: {_series(falling)}. The table measures the "
             "noise that a constant rate leaves in the order of the logits."
         )
-    return Finding(
+    return ExperimentFinding(
         f"A softmax head trained on at most 16 items is right in {_series(PRINTED_SOFTMAX)} ({TABLE}).",
         f"{_series(ours)}; {off:.1f} points apart at most",
         verdict,
@@ -195,7 +202,7 @@ def _apart(ours: dict[int, float]) -> float:
     return max(abs(ours[size] - percent) for size, percent in PRINTED_SOFTMAX.items() if size in ours)
 
 
-def _adaptive(numbers: Numbers) -> Finding | None:
+def _adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     softmax, sizes = numbers.as_in_the_paper, PRINTED_SIZES[1:]
     found = [line for size in sizes if (line := numbers.line(*softmax, ADAPTIVE, size)) and line.difference]
     if not found:
@@ -207,7 +214,7 @@ def _adaptive(numbers: Numbers) -> Finding | None:
         f"{100 * gain.mean.value:+.1f} at {size:,} (p = {gain.p:.1g})" for size, gain in sorted(gains.items())
     )
     theirs = ", ".join(f"{PRINTED_ADAPTIVE[size] - PRINTED_SOFTMAX[size]:+.1f} at {size:,}" for size in sizes)
-    return Finding(
+    return ExperimentFinding(
         f"Adaptive temperature at inference helps from 64 items on, in points: {theirs} ({TABLE}).",
         f"{phrases}; paired t-tests without correction, as printed",
         verdict,
@@ -215,7 +222,7 @@ def _adaptive(numbers: Numbers) -> Finding | None:
     )
 
 
-def _cause(numbers: Numbers) -> Finding | None:
+def _cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     split = _split(numbers)
     if split is None:
         return None
@@ -229,7 +236,7 @@ def _cause(numbers: Numbers) -> Finding | None:
         if scale
         else "."
     )
-    return Finding(
+    return ExperimentFinding(
         "The fall is dispersion: attention coefficients flatten as items are added (Section 3, Figure 2).",
         f"at {size:,} items {wrong:.0f} % logits wrong, {dispersed:.0f} % dispersed; hard attention {hard:.0f} % right",
         verdict,
@@ -237,7 +244,7 @@ def _cause(numbers: Numbers) -> Finding | None:
     )
 
 
-def _must_fail(numbers: Numbers) -> Finding | None:
+def _must_fail(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     ours = numbers.percents("ours", BASELINE)
     goals = {size: goal for size, goal in GOALS.items() if size in ours}
     if not goals:
@@ -245,7 +252,7 @@ def _must_fail(numbers: Numbers) -> Finding | None:
     reached = all(ours[size] >= goal for size, goal in goals.items())
     slopes = [scale.slope for section in ("paper", "ours") if (scale := numbers.scale(section, BASELINE))]
     steeper = f" Its logits are {slopes[1] / slopes[0]:.0f} times as steep." if len(slopes) == 2 else ""
-    return Finding(
+    return ExperimentFinding(
         "Softmax cannot stay sharp as the number of items grows (Theorem 2.2), which is why the heads fail out of "
         "distribution.",
         f"our recipe, the same architecture and normalizer, at most 16 items in training: {_series(ours)}",
@@ -254,7 +261,7 @@ def _must_fail(numbers: Numbers) -> Finding | None:
     )
 
 
-def _split(numbers: Numbers) -> tuple[int, float, float, float] | None:
+def _split(numbers: RetrievalNumbers) -> tuple[int, float, float, float] | None:
     """Return for softmax, at the paper's largest size: size, % logits wrong, % dispersed, % right by hard attention."""
     softmax = numbers.as_in_the_paper
     sizes = [size for size in numbers.percents(*softmax) if size <= PRINTED_SIZES[-1]]

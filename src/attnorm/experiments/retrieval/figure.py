@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.experiments.retrieval.lines import Line, Scale
+from attnorm.experiments.retrieval.lines import RetrievalLine, Scale
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
 from attnorm.line_labels import spread
 from attnorm.training.retrieval.evaluate import OWN
@@ -36,7 +36,7 @@ TASKS: dict[Section, tuple[str, str, str]] = {
 }
 
 
-def drawn(lines: Sequence[Line], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
+def drawn(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
     """Draw the figures for which there are numbers; return them by file stem."""
     made = {"accuracy": accuracy(lines, about)}
     if any(line.section == "parts" for line in lines):
@@ -49,7 +49,7 @@ def drawn(lines: Sequence[Line], scales: Sequence[Scale], about: str) -> dict[st
     return made
 
 
-def accuracy(lines: Sequence[Line], about: str) -> Figure:
+def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw accuracy against set size: the paper's recipe on the left, ours on the right."""
     panels = [(section, title) for section, title in PANELS.items() if any(line.section == section for line in lines)]
     figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
@@ -75,7 +75,7 @@ def accuracy(lines: Sequence[Line], about: str) -> Figure:
     return figure
 
 
-def parts(lines: Sequence[Line], about: str) -> Figure:
+def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw softmax with the paper's recipe, each part of ours alone, ours without each part, and ours."""
     figure = Figure(figsize=(9.2, 4.8), facecolor="white")
     axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
@@ -95,7 +95,7 @@ def parts(lines: Sequence[Line], about: str) -> Figure:
     return figure
 
 
-def errors(lines: Sequence[Line], about: str) -> Figure:
+def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw the errors by size, stacked: logits wrong and dispersed."""
     split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
     columns = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
@@ -166,7 +166,7 @@ def scale(scales: Sequence[Scale], about: str) -> Figure:
     return figure
 
 
-def tasks(lines: Sequence[Line], about: str) -> Figure:
+def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw accuracy at the largest size of each task, one row per normalizer with more than one task."""
     chosen = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
     several = [name for name in chosen["ours"] if sum(name in found for found in chosen.values()) > 1]
@@ -194,12 +194,12 @@ def tasks(lines: Sequence[Line], about: str) -> Figure:
     return figure
 
 
-def _at_largest(lines: Sequence[Line]) -> dict[str, Line]:
+def _at_largest(lines: Sequence[RetrievalLine]) -> dict[str, RetrievalLine]:
     largest = max((line.row.size for line in lines), default=0)
     return {line.label: line for line in lines if line.row.size == largest and line.row.tested_with == OWN}
 
 
-def _ranked(lines: Sequence[Line], section: Section) -> list[str]:
+def _ranked(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
     """Return softmax first, then the others from best to worst by mean accuracy."""
     mine = [line for line in lines if line.section == section]
     labels = list(dict.fromkeys(line.label for line in mine))
@@ -211,18 +211,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _points(lines: Sequence[Line]) -> tuple[list[int], list[float]]:
+def _points(lines: Sequence[RetrievalLine]) -> tuple[list[int], list[float]]:
     ordered = sorted(lines, key=lambda line: line.row.size)
     return [line.row.size for line in ordered], [100 * line.accuracy for line in ordered]
 
 
-def _draw_line(axes: Axes, lines: Sequence[Line], label: str, look: dict[str, Any]) -> None:
+def _draw_line(axes: Axes, lines: Sequence[RetrievalLine], label: str, look: dict[str, Any]) -> None:
     sizes, values = _points(lines)
     half = [100 * (line.row.accuracy.half_width or 0) for line in sorted(lines, key=lambda line: line.row.size)]
     axes.errorbar(sizes, values, yerr=half, **look, label=label, elinewidth=1.0, zorder=3)
 
 
-def _draw_sizes(axes: Axes, lines: Sequence[Line]) -> list[int]:
+def _draw_sizes(axes: Axes, lines: Sequence[RetrievalLine]) -> list[int]:
     sizes = sorted({line.row.size for line in lines if line.training.task == "max"})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7.5)
@@ -236,7 +236,7 @@ def _draw_sizes(axes: Axes, lines: Sequence[Line]) -> list[int]:
     return sizes
 
 
-def _list_beside(axes: Axes, lines: Sequence[Line]) -> None:
+def _list_beside(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
     """List names and values at the size where the normalizers differ most; label the line ends if it is the last."""
     sizes = sorted({line.row.size for line in lines})
     widest = max(sizes, key=lambda size: _deviation([line.accuracy for line in lines if line.row.size == size]))
@@ -257,7 +257,7 @@ def _deviation(values: Sequence[float]) -> float:
     return ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)] - ordered[len(ordered) // 4]
 
 
-def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
+def _label_ends(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
     """Write names and final values at the right, moved apart if lines end close together."""
     ends = {}
     for line in sorted(lines, key=lambda line: line.row.size):

@@ -14,7 +14,7 @@ from attnorm.experiments.retrieval.measure import Found
 from attnorm.experiments.retrieval.plan import BASELINE, PAPERS_RECIPE, Section, Training
 from attnorm.experiments.retrieval.ranking import delivered_margin, needed_margin, predicted_right
 from attnorm.training.retrieval.evaluate import OWN
-from attnorm.training.retrieval.records import Mean, Record, Row, mean_of, summarise
+from attnorm.training.retrieval.records import Mean, Record, RetrievalRow, mean_of, summarise
 
 Key = tuple[str, str]  # normalizer as labelled, tested with
 
@@ -82,9 +82,9 @@ def _mean_difference(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) 
 
 
 @dataclass(frozen=True)
-class Line:
+class RetrievalLine:
     training: Training
-    row: Row
+    row: RetrievalRow
     difference: Difference | None  # to softmax as trained, or to the paper's recipe; None for these themselves
 
     @property
@@ -115,7 +115,7 @@ class Scale:
     predicted_right: float | None  # by the leak alone
 
 
-def lines_of(found: Sequence[Found]) -> list[Line]:
+def lines_of(found: Sequence[Found]) -> list[RetrievalLine]:
     """Return the lines in the order of the trainings; differences are within a section, which shares task and data."""
     made = []
     for section in dict.fromkeys(one.training.section for one in found):
@@ -132,7 +132,7 @@ def lines_of(found: Sequence[Found]) -> list[Line]:
         for one in members:
             for row in summarise(one.records):
                 key = (one.training.label, row.tested_with)
-                made.append(Line(one.training, row, differences.get((key, row.size))))
+                made.append(RetrievalLine(one.training, row, differences.get((key, row.size))))
     return made
 
 

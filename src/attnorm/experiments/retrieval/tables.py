@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.experiments.retrieval.lines import Line, Scale, compared
+from attnorm.experiments.retrieval.lines import RetrievalLine, Scale, compared
 from attnorm.experiments.retrieval.plan import PRINTED_ADAPTIVE, PRINTED_SOFTMAX, SECTIONS, Section
 from attnorm.training.retrieval.evaluate import OWN
 from attnorm.training.retrieval.records import Mean
@@ -17,7 +17,7 @@ MARKS = (
 )
 
 
-def accuracy_table(lines: Sequence[Line]) -> pa.Table:
+def accuracy_table(lines: Sequence[RetrievalLine]) -> pa.Table:
     return pa.Table.from_pylist([_accuracy(line) for line in lines])
 
 
@@ -42,7 +42,7 @@ def scale_table(scales: Sequence[Scale]) -> pa.Table:
     )
 
 
-def _accuracy(line: Line) -> dict[str, Any]:
+def _accuracy(line: RetrievalLine) -> dict[str, Any]:
     row, difference = line.row, line.difference
     return {
         "section": line.section,
@@ -70,7 +70,7 @@ def _value(mean: Mean | None) -> float | None:
     return None if mean is None else mean.value
 
 
-def fragments(lines: Sequence[Line], scales: Sequence[Scale]) -> dict[str, str]:
+def fragments(lines: Sequence[RetrievalLine], scales: Sequence[Scale]) -> dict[str, str]:
     """Return the Markdown tables by file stem."""
     made: dict[str, str] = {}
     for section in dict.fromkeys(line.section for line in lines):
@@ -85,7 +85,7 @@ def fragments(lines: Sequence[Line], scales: Sequence[Scale]) -> dict[str, str]:
     return made
 
 
-def _section(section: Section, lines: Sequence[Line]) -> str:
+def _section(section: Section, lines: Sequence[RetrievalLine]) -> str:
     rows = _printed_rows() if section == "paper" else []
     shown = [line for line in lines if compared(line.training, line.row.tested_with)]
     for label, tested_with in dict.fromkeys((line.label, line.row.tested_with) for line in shown):
@@ -106,8 +106,8 @@ def _printed_rows() -> list[tuple[list[str], dict[int, str]]]:
     ]
 
 
-def _errors(section: Section, lines: Sequence[Line]) -> str:
-    def cell(line: Line) -> str:
+def _errors(section: Section, lines: Sequence[RetrievalLine]) -> str:
+    def cell(line: RetrievalLine) -> str:
         assert line.row.logits_wrong is not None
         assert line.row.dispersed is not None
         return f"{100 * line.row.logits_wrong.value:.1f} + {100 * line.row.dispersed.value:.1f}"
@@ -163,7 +163,7 @@ def _plain(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _cell(line: Line) -> str:
+def _cell(line: RetrievalLine) -> str:
     difference = line.difference
     mark = ""
     if difference is not None and difference.p_holm < ALPHA:
@@ -175,7 +175,7 @@ def percent(mean: Mean) -> str:
     return f"{100 * mean.value:.1f}" + ("" if mean.half_width is None else f" ± {100 * mean.half_width:.1f}")
 
 
-def _sizes(lines: Sequence[Line]) -> list[int]:
+def _sizes(lines: Sequence[RetrievalLine]) -> list[int]:
     return sorted({line.row.size for line in lines})
 
 

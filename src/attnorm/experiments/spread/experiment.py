@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from attnorm.analysis.verdicts.rows import keys
-from attnorm.experiments.experiment import Experiment, Finding, Outcome, ProgressCallback, Subject, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.spread.figure import figure
 from attnorm.experiments.spread.measure import (
     PRINTED,
@@ -29,7 +36,7 @@ LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is
 NEAR = 12.0  # nats: a horizon of 160,000 keys, contexts of today
 
 
-def run(subject: Subject, progress: ProgressCallback, parts: Path) -> Outcome:
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     rows = 16 if subject.quick else 64
     found, lengths = [], {}
     for one in subject.each():
@@ -64,10 +71,10 @@ AS_PRINTED = " and ".join(
 )
 
 
-def judge_claims(found: Sequence[Spreads]) -> tuple[Finding, ...]:
+def judge_claims(found: Sequence[Spreads]) -> tuple[ExperimentFinding, ...]:
     growths = " and ".join(f"{_growth(one):.2f}" + (f" ({one.model})" if len(found) > 1 else "") for one in found)
     return (
-        Finding(
+        ExperimentFinding(
             claim=f"The logit spread of real heads is small: {AS_PRINTED} [V]",
             ours=_each(found, [_readings(one, len(found) > 1) for one in found]),
             verdict=_together([_small(one) for one in found]),
@@ -75,7 +82,7 @@ def judge_claims(found: Sequence[Spreads]) -> tuple[Finding, ...]:
             "length says little",
         ),
         _proposition(found),
-        Finding(
+        ExperimentFinding(
             claim="... far below what floating point allows, so dispersion comes sooner than in the worst case (notes "
             "on [V])",
             ours=_each(found, [_horizons(one) for one in found]),
@@ -153,7 +160,7 @@ def _horizons(one: Spreads) -> str:
     return f"the mean spread has its horizon at {mean} keys; half of the heads have theirs below {middle}"
 
 
-def _proposition(found: Sequence[Spreads]) -> Finding:
+def _proposition(found: Sequence[Spreads]) -> ExperimentFinding:
     verdicts: list[Verdict] = []
     phrases = []
     for one in found:
@@ -171,7 +178,7 @@ def _proposition(found: Sequence[Spreads]) -> Finding:
     # One violation refutes a bound.
     verdict = "does not" if "does not" in verdicts else _together(verdicts)
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
-    return Finding(
+    return ExperimentFinding(
         "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
         _each(found, phrases),
         verdict,

@@ -28,7 +28,7 @@ LOOKS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Row:
+class SpreadRow:
     """One row of the table."""
 
     label: str
@@ -76,7 +76,7 @@ def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]
     Mean - std of a skewed distribution may be negative, which a logarithmic axis cannot show.
     """
     rows = [
-        Row(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
+        SpreadRow(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
         for model, (low, high, mean, std) in PRINTED.items()
     ]
     for one, look in zip(found, looks, strict=True):
@@ -88,7 +88,7 @@ def _table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]
             label = f"{_short(one.model)}:\n{meaning}"
             low, quarter, half, most, high = (float(one) for one in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
             mean, std = float(values.mean()), float(values.std())
-            rows.append(Row(label, (low, high), (quarter, most), half, mean, std, look))
+            rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, look))
     for index, row in enumerate(reversed(rows)):
         colour = row.look["color"]
         axes.plot(row.range, [index, index], color=colour, linewidth=0.9)

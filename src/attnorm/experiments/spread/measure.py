@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from attnorm.experiments.experiment import Floats, ProgressCallback, Subject
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
@@ -115,7 +115,7 @@ def _heads(one: Spreads) -> pa.Table:
     )  # fmt: skip
 
 
-def measure(subject: Subject, progress: ProgressCallback, length: int, rows: int) -> Spreads:
+def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int) -> Spreads:
     modules = [module for module, _ in attention_sites(subject.loaded().model).items()]
     numbered = {getattr(module, "layer_idx", None): module for module in modules}
     at = lengths_up_to(length)

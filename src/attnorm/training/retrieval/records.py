@@ -24,7 +24,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Row:
+class RetrievalRow:
     """One normalizer, test and size; errors and leak are None if the task does not define them."""
 
     normalizer: str
@@ -42,7 +42,7 @@ class Row:
         return asdict(self)
 
 
-def summarise(records: Sequence[Record]) -> list[Row]:
+def summarise(records: Sequence[Record]) -> list[RetrievalRow]:
     """Return one row per normalizer, test and size, in the order of their first records."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
@@ -52,7 +52,7 @@ def summarise(records: Sequence[Record]) -> list[Row]:
         accuracy = mean_of(group, "accuracy")
         assert accuracy is not None
         others = (mean_of(group, name) for name in ("logits_wrong", "dispersed", "winner_weight", "leak"))
-        rows.append(Row(normalizer, tested_with, size, len(group), group[0]["sets"], accuracy, *others))
+        rows.append(RetrievalRow(normalizer, tested_with, size, len(group), group[0]["sets"], accuracy, *others))
     return rows
 
 

@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from attnorm.training.retrieval.data import find_task
-from attnorm.training.retrieval.records import Mean, Row
+from attnorm.training.retrieval.records import Mean, RetrievalRow
 
 
-def tables(task: str, rows: Sequence[Row]) -> RenderableType:
+def tables(task: str, rows: Sequence[RetrievalRow]) -> RenderableType:
     """Return the tables for rows of one task and recipe."""
     seeds = max(row.seeds for row in rows)
     among = f"mean over {seeds} seeds ± 95 % confidence" if seeds > 1 else "one seed"
@@ -24,7 +24,7 @@ def tables(task: str, rows: Sequence[Row]) -> RenderableType:
     return Group(*parts)
 
 
-def _by_size(title: str, rows: Sequence[Row], cell: Callable[[Row], str], *, leak: bool) -> Table:
+def _by_size(title: str, rows: Sequence[RetrievalRow], cell: Callable[[RetrievalRow], str], *, leak: bool) -> Table:
     sizes = sorted({row.size for row in rows})
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("normalizer", no_wrap=True)
@@ -35,7 +35,7 @@ def _by_size(title: str, rows: Sequence[Row], cell: Callable[[Row], str], *, lea
         table.add_column("class leak", justify="right", no_wrap=True)
         table.caption = "class leak: sets whose two best priorities are closer than this are a guess"
         table.caption_justify = "left"
-    groups: dict[tuple[str, str], dict[int, Row]] = {}
+    groups: dict[tuple[str, str], dict[int, RetrievalRow]] = {}
     for row in rows:
         groups.setdefault((row.normalizer, row.tested_with), {})[row.size] = row
     for (normalizer, tested_with), found in groups.items():
@@ -51,7 +51,7 @@ def percent(mean: Mean) -> str:
     return f"{100 * mean.value:.1f}{spread}"
 
 
-def _errors(row: Row) -> str:
+def _errors(row: RetrievalRow) -> str:
     if row.logits_wrong is None or row.dispersed is None:
         return "-"
     return f"{100 * row.logits_wrong.value:.1f} + {100 * row.dispersed.value:.1f}"

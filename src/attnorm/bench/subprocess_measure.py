@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-def told_by(code: str) -> dict[str, Any]:
+def run_and_read_json(code: str) -> dict[str, Any]:
     """The JSON object that this code writes to its stdout; RuntimeError with its last words where it fails."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if run.returncode != 0:
