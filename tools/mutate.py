@@ -7,11 +7,11 @@ Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and
 `and` to `or`, `not x` to `x`. Each is tried in a copy of the tree and in a fork of this process, which has imported the
 libraries, so that a mutant takes seconds.
 
-First each test file runs once, unchanged, to record which functions each of its tests calls (OUT/calls). A mutant of
-a function is then tried on the tests that call it and pass; one outside functions on the tests that call anything in
-its file. Test files named after the source file come first, cheap tests before expensive ones, up to --test-seconds;
-the first failure ends the run. A mutant that uses ten times the processor time of its tests is endless and counts as
-killed. One that reaches --timeout on the clock is not decided.
+Before the mutants of an area, each of its test files runs once, unchanged, to record which functions each test calls
+(OUT/calls). A mutant of a function is then tried on the tests that call it and pass; one outside functions on the tests
+that call anything in its file. Test files named after the source file come first, cheap tests before expensive ones, up
+to --test-seconds; the first failure ends the run. A mutant that uses ten times the processor time of its tests is
+endless and counts as killed. One that reaches --timeout on the clock is not decided.
 
 OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
 with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in
@@ -40,8 +40,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-AREAS = ("theory", "normalizers", "engines", "metrics", "models")
-TESTS = ("theory", "normalizers", "attention", "mechanisms", "metrics", "models")  # folders of tests/
+# Folders of src/attnorm, and of tests/ where their tests are.
+AREAS = {
+    "theory": "theory", "normalizers": "normalizers", "engines": "attention", "metrics": "metrics", "models": "models",
+}  # fmt: skip
 EQUIVALENTS = ROOT / "tests" / "mutation" / "equivalents.txt"
 
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -141,12 +143,12 @@ def _symbol(operator: ast.AST) -> str:
 class Tests:
     """What each test calls and what it costs, from the records of `record`."""
 
-    def __init__(self, calls: Path) -> None:
+    def __init__(self, records: list[Path]) -> None:
         self.seconds: dict[str, float] = {}
         self.by_function: dict[str, set[str]] = defaultdict(set)
         self.by_file: dict[str, set[str]] = defaultdict(set)
-        for record in sorted(calls.glob("*.json")):
-            for test, entry in json.loads(record.read_text(encoding="utf-8")).items():
+        for path in records:
+            for test, entry in json.loads(path.read_text(encoding="utf-8")).items():
                 self.seconds[test] = entry["seconds"]
                 for function in entry["functions"]:
                     self.by_function[function].add(test)
@@ -197,6 +199,10 @@ def _holds(node: ast.AST, line: int, column: int) -> bool:
     return start <= (line, column) <= (node.end_lineno or 0, node.end_col_offset or 0)
 
 
+def area_of(mutant: Mutant) -> str:
+    return Path(mutant.path).parts[2]
+
+
 def equivalents() -> dict[str, str]:
     lines = EQUIVALENTS.read_text(encoding="utf-8").splitlines()
     named = (line.partition(" ") for line in lines if line.strip() and not line.startswith("#"))
@@ -217,11 +223,11 @@ def preload() -> None:
     torch.set_num_threads(1)
 
 
-def record(tree: Path, test_file: Path, calls: Path) -> None:
-    """Run one test file and record what its tests call; files that are recorded already are left alone."""
+def record(tree: Path, test_file: Path, calls: Path) -> Path:
+    """Run one test file, unless that was done, and record what its tests call; return the path of the record."""
     target = calls / (test_file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") + ".json")
     if target.exists():
-        return
+        return target
     draft = target.with_suffix(f".{os.getpid()}")
     os.environ["CALLS_OF_TESTS"] = str(draft.resolve())
     tests = ["-p", "tests.mutation.function_calls", test_file.relative_to(ROOT).as_posix()]
@@ -229,7 +235,7 @@ def record(tree: Path, test_file: Path, calls: Path) -> None:
     if code not in (0, 1, 5):  # 1: failed tests are left out; 5: every test of the file is slow
         output = (tree / "pytest.txt").read_text(encoding="utf-8")
         raise RuntimeError(f"pytest ended with code {code} on {test_file}:\n{output[-2000:]}")
-    draft.replace(target)
+    return draft.replace(target)
 
 
 def outcome(tree: Path, mutant: Mutant, tests: list[str], processor: float, clock: float) -> tuple[str, str]:
@@ -298,7 +304,9 @@ def run_tests(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--areas", default=",".join(AREAS), help=f"folders of src/attnorm (default: {','.join(AREAS)})")
+    parser.add_argument(
+        "--areas", type=lambda text: text.split(","), default=list(AREAS), help=f"default: {','.join(AREAS)}"
+    )
     parser.add_argument("--sample", type=int, help="number of mutants drawn at random (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sample (default: 0)")
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, e.g. 2/4 (default: 1/1)")
@@ -311,7 +319,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of results.jsonl and of calls/")
     given = parser.parse_args()
 
-    folders = [ROOT / "src" / "attnorm" / area for area in given.areas.split(",")]
+    folders = [ROOT / "src" / "attnorm" / area for area in given.areas]
     every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
     known = equivalents()
     chosen = every
@@ -331,18 +339,19 @@ def main() -> int:
         tree = Path(temporary) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "mutants")
         shutil.copytree(ROOT, tree, ignore=ignored)
-        test_files = sorted(path for folder in TESTS for path in (ROOT / "tests" / folder).rglob("test_*.py"))
-        for test_file in (
-            test_files[part - 1 :: parts] + test_files[::-1]
-        ):  # its own part, then what others have not done
-            record(tree, test_file, calls)
-        tests = Tests(calls)
-        for mutant in chosen:
+        tests: dict[str, Tests] = {}
+        for mutant in sorted(chosen, key=lambda mutant: given.areas.index(area_of(mutant))):
             if mutant.name in done or time.monotonic() - began > given.stop_after:
                 continue
+            area = area_of(mutant)
+            if area not in tests:
+                files = sorted((ROOT / "tests" / AREAS[area]).rglob("test_*.py"))
+                for test_file in files[part - 1 :: parts] + files[::-1]:  # its own part, then what others have not done
+                    record(tree, test_file, calls)
+                tests[area] = Tests([record(tree, test_file, calls) for test_file in files])
             start = time.monotonic()
-            selected = tests.of(mutant, given.test_seconds)
-            processor = 60 + 10 * sum(tests.seconds[test] for test in selected)
+            selected = tests[area].of(mutant, given.test_seconds)
+            processor = 60 + 10 * sum(tests[area].seconds[test] for test in selected)
             done[mutant.name], failed = outcome(tree, mutant, selected, processor, given.timeout)
             took = round(time.monotonic() - start, 1)
             entry = {"mutant": mutant.name, "outcome": done[mutant.name], "seconds": took, "tests": len(selected)}

@@ -71,7 +71,7 @@ def test_a_mutant_is_tried_on_the_tests_that_call_its_function_the_nearest_and_c
     }
     record = {name: {"seconds": seconds, "functions": functions} for name, (seconds, functions) in calls.items()}
     (tmp_path / "one.json").write_text(json.dumps(record), encoding="utf-8")
-    tests = mutate.Tests(tmp_path)
+    tests = mutate.Tests([tmp_path / "one.json"])
     mutants = list(mutate.mutants_of(ROOT / path))
     names = {mutate.function_at(ROOT / path, one.line, one.column): one for one in mutants}
     order = [name.partition("::")[2] for name in tests.of(names["union_bounds"], 60.0)]
@@ -92,7 +92,7 @@ def test_what_a_test_calls_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_folders_of_tests_exist() -> None:
-    assert all(list((ROOT / "tests" / folder).glob("test_*.py")) for folder in mutate.TESTS)
+    assert all(list((ROOT / "tests" / folder).glob("test_*.py")) for folder in mutate.AREAS.values())
 
 
 def test_every_equivalent_has_a_reason_and_exists() -> None:
