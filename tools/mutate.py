@@ -319,7 +319,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of results.jsonl and of calls/")
     given = parser.parse_args()
 
-    folders = [ROOT / "src" / "attnorm" / area for area in given.areas]
+    folders = [ROOT / "src" / "attnorm" / area for area in AREAS if area in given.areas]
     every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
     known = equivalents()
     chosen = every

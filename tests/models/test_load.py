@@ -228,6 +228,7 @@ def test_a_name_that_is_nearly_right_is_answered_with_what_is_at_hand(
     (tmp_path / "cache" / "models--someone--mistle-7b").mkdir(parents=True)
     for given, meant in {
         "bundeled": "'bundled'",
+        "bundle-of": "'bundled'",  # three quarters of the letters agree, which is just enough
         "my-modle": "'my-model'",
         "./my-modle": "'my-model'",
         "someone/mistel-7b": "'someone/mistle-7b'",

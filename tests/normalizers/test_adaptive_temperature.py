@@ -112,10 +112,15 @@ def test_fit_leaves_out_rows_whose_target_cannot_win() -> None:
 
 @pytest.mark.as_installed
 def test_fit_refuses_what_it_cannot_use() -> None:
-    with pytest.raises(ValueError, match="keep must lie strictly between 0 and 1, got 1"):
-        fit(torch.randn(50, 5), keep=1.0)
-    with pytest.raises(ValueError, match="needs more than 4 usable rows, got 3"):
-        fit(torch.randn(3, 5))
+    for keep in (0.0, 1.0, 1.5):
+        with pytest.raises(ValueError, match=f"keep .*{keep}"):
+            fit(torch.randn(50, 5), keep=keep)
+    with pytest.raises(ValueError, match=r"4 usable rows, got 4"):
+        fit(torch.randn(4, 5, dtype=torch.float64) * 3)
+
+
+def test_a_fit_has_degree_four_by_default_and_needs_one_row_more() -> None:
+    assert len(fit(torch.randn(5, 5, dtype=torch.float64) * 3)) == 5
 
 
 @pytest.mark.as_installed

@@ -115,6 +115,37 @@ def test_cases_depend_on_their_seed_alone_and_keep_to_their_sizes(structured: bo
         assert case.temperature > 0
 
 
+def test_cases_of_default_sizes_have_any_width_and_count_from_the_smallest() -> None:
+    drawn = [draw_case(seed, Sizes(), structured=False) for seed in range(200)]
+    assert {case.keys for case in drawn} == {2, 3, 4, 6, 9, 16, 33, 64}
+    assert {case.width for case in drawn} == {1, 2, 3, 8}
+    assert {case.top_n for case in drawn} == set(range(1, 9))
+    temperatures = [case.temperature for case in drawn if case.temperature != 1]
+    assert 0.08 < min(temperatures) < 0.1
+    assert 4 < max(temperatures) < 4.5
+
+
+def test_structured_vectors_are_equal_opposite_orthogonal_or_one_long_among_short() -> None:
+    """Each of the six shapes is recognized by its cosines and lengths, and each is drawn."""
+    seen = set()
+    for seed in range(40):
+        vectors = draw_case(seed, Sizes(least_keys=6, most_keys=6, least_width=8), structured=True).vectors
+        norms = vectors.norm(dim=-1)
+        cosines = (vectors @ vectors.mT) / norms[:, :, None] / norms[:, None]
+        equal = (norms / norms[:, :1] - 1).abs().amax(-1) < 1e-9
+        signs = 1 - 2.0 * (torch.arange(6) % 2).double()
+        alike, opposite = (((cosines - one).abs() < 1e-9).flatten(1).all(-1) for one in (1.0, signs[:, None] * signs))
+        axis = ((cosines - torch.eye(6)).abs() < 1e-9).flatten(1).all(-1)
+        unit = ((norms - 1).abs() < 1e-9).all(-1)
+        near = cosines.amin((1, 2)) > 0.3
+        longest = norms[:, 0] / norms[:, 1:].mean(-1)
+        winner = (longest > 20) & (longest < 500)
+        shapes = torch.stack([equal & alike, equal & opposite, axis & unit, unit & ~axis, winner, near & ~alike], -1)
+        assert shapes.any(-1).all()
+        seen |= set(shapes.any(0).nonzero().flatten().tolist())
+    assert seen == set(range(6))
+
+
 def test_ratios_exceed_one_exactly_where_the_bound_fails() -> None:
     quantity, bound = torch.tensor([1.0, 2.0, 0.0, 3.0, -1.0]), torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
     assert at_most(quantity, bound).tolist() == [0.5, 2.0, 0.0, float("inf"), -1.0]

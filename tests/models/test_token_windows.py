@@ -1,0 +1,62 @@
+"""Windows of a text: where they start, in whole texts and in pieces of long ones, and the inputs they become."""
+
+import pytest
+import torch
+
+from attnorm.models import token_windows
+from attnorm.models.inputs import Text
+from attnorm.models.loaded import LoadedModel
+from attnorm.models.token_windows import Tokens, tokens_of, window_inputs
+from tests.models.families import tiny, tiny_tokenizer
+
+
+def tokens(count: int, **options: object) -> Tokens:
+    return Tokens(torch.arange(count)[None], **options)  # type: ignore[arg-type]
+
+
+def test_special_tokens_count_and_pieces_stand_for_the_whole_text() -> None:
+    assert tokens(10).count == 10
+    assert tokens(10, before=(1,), after=(2, 3)).count == 13
+    assert tokens(10, before=(1,), after=(2,), share=0.25, piece_ends=(5, 10)).count == 42
+
+
+@pytest.mark.parametrize(
+    ("windows", "length", "starts"),
+    [(1, 6, [0]), (2, 6, [0, 8]), (3, 6, [0, 4, 8]), (3, 7, None), (1, 14, [0]), (1, 15, None)],
+)
+def test_windows_of_a_whole_text_reach_from_its_start_to_its_end(
+    windows: int, length: int, starts: list[int] | None
+) -> None:
+    assert tokens(12, before=(1,), after=(2,)).starts(windows, length) == starts
+
+
+@pytest.mark.parametrize(
+    ("windows", "length", "starts"),
+    [(1, 4, [0]), (2, 4, [0, 11]), (3, 4, [0, 5, 11]), (3, 5, [0, 5, 10]), (4, 4, None), (1, 6, None)],
+)
+def test_windows_of_pieces_start_at_pieces_and_the_last_ends_with_the_text(
+    windows: int, length: int, starts: list[int] | None
+) -> None:
+    assert tokens(15, piece_ends=(5, 10, 15)).starts(windows, length) == starts
+
+
+def test_of_a_long_text_equal_pieces_from_start_to_end_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    content = " ".join(f"{number:03d}" for number in range(250))  # 999 characters
+    loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
+    pieces = token_windows._pieces(content)
+    assert [piece[:3] for piece in pieces] == ["000", "036", "071", "107", "142", "177", "213", "248"]
+    assert pieces[0] == content[:10]
+    assert pieces[-1] == content[-7:]
+    found = tokens_of(Text("t", content), loaded)
+    assert len(found.piece_ends) == 8
+    assert found.share == sum(map(len, pieces)) / len(content)
+    assert tokens_of(Text("t", content), loaded, whole=True).whole
+
+
+def test_inputs_that_the_tokenizer_makes_are_filled_for_each_window() -> None:
+    of = tokens(9, before=(1,), after=(2,), names=("input_ids", "token_type_ids", "attention_mask"))
+    found = window_inputs(Text("t", "unused"), of, LoadedModel(tiny("bert"), tiny_tokenizer(), "tiny"), 3, 6)
+    assert found["input_ids"].tolist() == [[1, 3, 4, 5, 6, 2]]
+    assert found["token_type_ids"].tolist() == [[0] * 6]
+    assert found["attention_mask"].tolist() == [[1] * 6]
