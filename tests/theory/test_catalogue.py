@@ -116,7 +116,7 @@ def test_cases_depend_on_their_seed_alone_and_keep_to_their_sizes(structured: bo
 
 
 def test_cases_of_default_sizes_have_any_width_and_count_from_the_smallest() -> None:
-    drawn = [draw_case(seed, Sizes(), structured=False) for seed in range(200)]
+    drawn = [draw_case(seed, CaseSizes(), structured=False) for seed in range(200)]
     assert {case.keys for case in drawn} == {2, 3, 4, 6, 9, 16, 33, 64}
     assert {case.width for case in drawn} == {1, 2, 3, 8}
     assert {case.top_n for case in drawn} == set(range(1, 9))
@@ -129,7 +129,7 @@ def test_structured_vectors_are_equal_opposite_orthogonal_or_one_long_among_shor
     """Each of the six shapes is recognized by its cosines and lengths, and each is drawn."""
     seen = set()
     for seed in range(40):
-        vectors = draw_case(seed, Sizes(least_keys=6, most_keys=6, least_width=8), structured=True).vectors
+        vectors = draw_case(seed, CaseSizes(least_keys=6, most_keys=6, least_width=8), structured=True).vectors
         norms = vectors.norm(dim=-1)
         cosines = (vectors @ vectors.mT) / norms[:, :, None] / norms[:, None]
         equal = (norms / norms[:, :1] - 1).abs().amax(-1) < 1e-9
