@@ -5,6 +5,7 @@
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
 #                  kills, annotations checked in every call, and a sample of mutants of the code
+#   make docs      the documentation as a site: open site/index.html, no server or network needed
 #   make bench     speed and memory against what one would use instead
 # Variables: PYTHON (3.11 or newer), WORKERS (parallel test processes), ARGS (more arguments for pytest or bench).
 
@@ -18,7 +19,7 @@ INSTALLED := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: test lint format demo nightly bench clean
+.PHONY: test lint format demo docs nightly bench clean
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
@@ -36,6 +37,9 @@ format: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/attnorm analyze --normalizers model,ssmax,entmax15 --metrics all --out demo/
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)
 	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
@@ -45,7 +49,7 @@ bench: $(INSTALLED)
 	$(BIN)/attnorm bench $(ARGS)
 
 clean:
-	rm -rf .venv demo dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv demo site dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { \

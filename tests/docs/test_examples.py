@@ -1,0 +1,38 @@
+"""Python in docs/reference, docs/how-to and docs/start.md runs, and every public name has an example."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import attnorm
+from attnorm.normalizers import registry
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix() for folder in ("reference", "how-to") for path in (DOCS / folder).glob("*.md")
+)
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("page", [*PAGES, "start.md"])
+def test_the_examples_of_a_page_run_one_after_another(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_registered", {})
+    names: dict[str, object] = {"__name__": "__main__"}
+    for code in blocks((DOCS / page).read_text()):
+        exec(compile(code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("name", attnorm.__all__)
+def test_a_public_name_has_an_example(name: str) -> None:
+    text = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    section = re.search(rf"^::: attnorm\.{name}\n(.*?)(?=^:::|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    assert section is not None, f"docs/reference has no section for attnorm.{name}"
+    assert any(re.search(rf"\b{name}\b", code) for code in blocks(section[1])), f"no example uses attnorm.{name}"

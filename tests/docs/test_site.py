@@ -1,0 +1,39 @@
+"""The site builds without a warning, shows every public name and every command, and needs no network."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import attnorm
+from attnorm.cli import app
+
+mkdocs_config = pytest.importorskip("mkdocs.config")
+mkdocs_build = pytest.importorskip("mkdocs.commands.build")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# One test, so that parallel workers do not build the site twice.
+@pytest.mark.as_installed
+def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
+    config = mkdocs_config.load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path))
+    mkdocs_build.build(config)
+    pages = {page.relative_to(tmp_path).as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
+
+    anchors = set(re.findall(r'id="(attnorm\.\w+)"', "".join(pages.values())))
+    assert {f"attnorm.{name}" for name in attnorm.__all__} <= anchors, (
+        "public names without a section in docs/reference"
+    )
+
+    for name in get_command(app).commands:
+        assert f'id="attnorm-{name}"' in pages["reference/command-line.html"]
+
+    for name, page in pages.items():
+        loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', page)
+        assert not loaded, f"{name} loads from the network: {loaded}"
+        assert "\ue000" not in page, f"{name} has a formula that was not drawn"
+        assert "<merror" not in page
+    assert "<math" in pages["theory/gradient.html"]
+    assert not re.search(r"\$[^\s<]*\\\w", pages["theory/gradient.html"]), "a formula was left as TeX"

@@ -1,0 +1,213 @@
+"""Hooks of mkdocs.yml: what the site shows beyond the Markdown files in docs/.
+
+- Formulas, in the three ways GitHub writes them, become MathML: browsers draw it without a script.
+- Notebooks become pages, with the outputs they were committed with.
+- Docstrings that explain arguments as "name: meaning" show them as a list.
+- The command-line reference is written from the commands themselves.
+- README, CHANGELOG, CONTRIBUTING and SECURITY, which lie outside docs/, are pages too; links to other files outside
+  docs/ become plain text.
+"""
+
+import html
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from posixpath import dirname, normpath, relpath
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    files.append(File.generated(config, "reference/command-line.md", content=command_line()))
+    font = Path(find_spec("ziamath").origin).with_name("fonts") / "STIXTwoMath-Regular.ttf"  # the same on every machine
+    files.append(File.generated(config, "assets/STIXTwoMath-Regular.ttf", content=font.read_bytes()))
+    for notebook in sorted((ROOT / "docs").glob("notebooks/*.ipynb")):
+        page = notebook.relative_to(ROOT / "docs").with_suffix(".md")
+        files.append(File.generated(config, page.as_posix(), content=notebook_page(notebook)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return with_formulas_marked(with_links_into_the_site(markdown, page.file.src_uri))
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    for anchor in _anchors(page.toc.items):
+        anchor.title = with_formulas_drawn(anchor.title)
+    return with_formulas_drawn(content)
+
+
+def _anchors(items: Any) -> list[Any]:
+    return [one for item in items for one in (item, *_anchors(item.children))]
+
+
+# Formulas wait outside the text while Markdown is read, which would take _ and | in them for its own.
+
+CODE_OR_FORMULA = re.compile(
+    r"^(?P<indent> *)```math\n(?P<fence>.*?)^ *```$"
+    r"|^ *(?P<ticks>```+).*?^ *(?P=ticks)$"
+    r"|\$`(?P<quoted>.+?)`\$"
+    r"|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`)"
+    r"|\$\$(?P<display>.+?)\$\$"
+    r"|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$]*?[^\s$])?)\$(?![\w$])",
+    re.MULTILINE | re.DOTALL,
+)
+MARK = re.compile("\ue000(\\d+)\ue001")
+formulas: list[tuple[str, bool]] = []
+
+
+def with_formulas_marked(markdown: str) -> str:
+    def mark(found: re.Match[str]) -> str:
+        displayed = found["fence"] or found["display"]
+        formula = displayed or found["quoted"] or found["inline"]
+        if formula is None:
+            return found[0]
+        formulas.append((formula.strip(), displayed is not None))
+        return f"{found['indent'] or ''}\ue000{len(formulas) - 1}\ue001"
+
+    return CODE_OR_FORMULA.sub(mark, markdown)
+
+
+def with_formulas_drawn(text: str) -> str:
+    def draw(found: re.Match[str]) -> str:
+        formula, displayed = formulas[int(found[1])]
+        return convert(formula, display="block" if displayed else "inline")
+
+    return MARK.sub(draw, text)
+
+
+def slug(heading: str, separator: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    heading = MARK.sub(lambda found: formulas[int(found[1])][0], heading)
+    return re.sub(r"[^\w\- ]", "", html.unescape(heading).strip().lower()).replace(" ", separator)
+
+
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:|#|mailto:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def with_links_into_the_site(markdown: str, source: str) -> str:
+    """Links that work on GitHub, as they must be in the site."""
+    here = "" if source in OUTSIDE.values() else f"docs/{dirname(source)}"
+
+    def rewrite(found: re.Match[str]) -> str:
+        target = normpath(f"{here}/{found['target']}".lstrip("/"))
+        if target in OUTSIDE:
+            target = OUTSIDE[target]
+        elif target.startswith("docs/"):
+            target = target.removeprefix("docs/")
+        else:
+            return found["text"]
+        target = re.sub(r"\.ipynb$", ".md", target)
+        return f"[{found['text']}]({relpath(target, dirname(source) or '.')}{found['anchor'] or ''})"
+
+    return LINK.sub(rewrite, markdown)
+
+
+def notebook_page(path: Path) -> str:
+    notebook = json.loads(path.read_text())
+    parts = [f"*This page is a notebook: [{path.name}]({path.name}).*"]
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else _fenced("python", source))
+        parts += [_shown(output) for output in cell.get("outputs", [])]
+    first, title, *rest = parts
+    return "\n\n".join([title, first, *rest]) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        image = "".join(data["image/png"]).strip()
+        return f'<img alt="Figure drawn by the cell above" src="data:image/png;base64,{image}">'
+    return _fenced("text", "".join(output.get("text", data.get("text/plain", []))).rstrip("\n"))
+
+
+def _fenced(language: str, text: str) -> str:
+    return f"````{language}\n{text}\n````"
+
+
+def command_line() -> str:
+    """All commands with their options, from the command line itself."""
+    import typer
+
+    from attnorm.cli import app
+
+    root: Any = typer.main.get_command(app)
+    introduction = (
+        "`attnorm COMMAND --help` prints the same on your machine. Results are printed to stdout, progress to stderr. "
+        "Exit codes: 0 success, 1 a check failed or the machine ran out of disk or memory, 2 wrong usage or input, "
+        "130 interrupted."
+    )
+    sections = _sections(root, root.context_class(root, info_name="attnorm"))
+    return "\n\n".join(["# Command line", introduction, *sections])
+
+
+def _sections(command: Any, context: Any) -> list[str]:
+    if hasattr(command, "commands"):
+        parts = [] if context.parent is None else [f"## {context.command_path}", _prose(command.help)]
+        for name, inner in command.commands.items():
+            parts += _sections(inner, inner.context_class(inner, parent=context, info_name=name))
+        return parts
+    usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
+    rows = [record for record in (parameter.get_help_record(context) for parameter in command.params) if record]
+    table = ["| argument or option | meaning |", "|---|---|"]
+    table += [f"| `{_cell(name)}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
+    return [
+        f"{'##' if context.parent.parent is None else '###'} {context.command_path}",
+        _prose(command.help),
+        _fenced("text", usage),
+        "\n".join(table) if rows else "",
+        _prose(command.epilog),
+    ]
+
+
+def _prose(text: str | None) -> str:
+    plain = html.escape(text or "", quote=False).replace("\b\n", "").strip()
+    return re.sub(
+        r"^Examples?:\s*((?: *attnorm .*\n?)+)", lambda found: _fenced("bash", found[1].rstrip()), plain, flags=re.M
+    )
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+class NamedArguments(griffe.Extension):
+    """Turn "name: meaning" and "name   meaning" of known arguments and fields into a list."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is None or not obj.path.startswith("attnorm."):
+            return
+        names = {name for name, member in obj.members.items() if isinstance(member, griffe.Attribute)}
+        for function in (obj, obj.members.get("__init__")):
+            if isinstance(function, griffe.Function):
+                names |= {parameter.name for parameter in function.parameters}
+        if not names:
+            return
+        name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+        item = re.compile(rf"(?:^|(?<=[.)] ))({name}(?:, {name})*)(?::| {{2,}}) *", re.MULTILINE)
+        prose, *examples = obj.docstring.value.partition("\n>>>")
+        listed = item.sub(lambda found: f"\n- `{found[1]}`: ", prose)
+        listed = re.sub(r"^ {4,}", "  ", listed, flags=re.MULTILINE) if listed != prose else prose
+        obj.docstring.value = listed + "".join(examples)
