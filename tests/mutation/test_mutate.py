@@ -5,23 +5,24 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from attnorm.theory import coverage
+from tests.mutation.mutants import ROOT, Function, Mutant, function_at, mutants_of, put_into_functions
 from tests.mutation.script import mutate
+from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, in_a_fork
 
-ROOT = mutate.ROOT
 FILES = sorted(path for area in mutate.AREAS for path in (ROOT / "src" / "attnorm" / area).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES[:: max(1, len(FILES) // 12)], ids=lambda path: path.name)
 def test_every_mutant_is_valid_python_and_differs(path) -> None:  # type: ignore[no-untyped-def]
-    source = path.read_bytes()
-    plain = ast.dump(ast.parse(source))
-    for mutant in mutate.mutants_of(path):
-        changed = source[: mutant.start] + mutant.new.encode() + source[mutant.end :]
-        assert ast.dump(ast.parse(changed)) != plain, mutant.name
+    plain = ast.dump(ast.parse(path.read_bytes()))
+    for mutant in mutants_of(path):
+        assert ast.dump(ast.parse(mutant.source())) != plain, mutant.name
 
 
 SOURCE = """
@@ -44,25 +45,35 @@ class Rule:
 
 
 @pytest.mark.parametrize(
-    ("line", "text", "name"),
+    ("line", "text", "function"),
     [
-        (2, "3", ""),
-        (6, "0.5", ""),
-        (10, "one / 2", "Rule.half"),  # a comprehension is code of the function around it
-        (12, "row + 1", "Rule.cut.<locals>.<lambda>"),
-        (14, "row - 1", "Rule.cut.<locals>.inner"),
-        (16, "inner", "Rule.cut"),
+        (2, "3", Function()),
+        (6, "0.5", Function()),
+        (10, "one / 2", Function("Rule.half", "Rule.half", False)),  # comprehensions belong to the function around them
+        (12, "row + 1", Function("Rule.cut.<locals>.<lambda>", "Rule.cut", True)),
+        (14, "row - 1", Function("Rule.cut.<locals>.inner", "Rule.cut", False)),
+        (16, "inner", Function("Rule.cut", "Rule.cut", False)),
     ],
 )
-def test_the_function_of_a_mutant_is_named_as_its_code_is(tmp_path: Path, line: int, text: str, name: str) -> None:
+def test_the_function_of_a_mutant_is_named_as_its_code_is(
+    tmp_path: Path, line: int, text: str, function: Function
+) -> None:
     path = tmp_path / "rule.py"
     path.write_text(SOURCE, encoding="utf-8")
-    assert mutate.function_at(path, line, SOURCE.splitlines()[line - 1].index(text)) == name
+    assert function_at(path, line, SOURCE.splitlines()[line - 1].index(text)) == function
 
 
-def test_a_mutant_is_tried_on_the_tests_that_call_its_function_the_nearest_and_cheapest_first(tmp_path: Path) -> None:
-    path = "src/attnorm/theory/coverage.py"
-    inside, outside = f"{path}:union_bounds", f"{path}:union_coverage"
+COVERAGE = "src/attnorm/theory/coverage.py"
+
+
+def mutant_of(name: str, change: str = "") -> tuple[Mutant, Function]:
+    """The first mutant of that kind in a function of theory/coverage.py."""
+    every = ((one, function_at(one.file, one.line, one.column)) for one in mutants_of(ROOT / COVERAGE))
+    return next((one, function) for one, function in every if function.name == name and change in one.change)
+
+
+def test_a_mutant_is_tried_on_the_tests_that_call_its_function_the_nearest_and_cheapest_first() -> None:
+    inside, outside = f"{COVERAGE}:union_bounds", f"{COVERAGE}:union_coverage"
     calls = {
         "tests/a/test_other.py::test_cheap": (0.1, [inside]),
         "tests/a/test_coverage.py::test_slow": (5.0, [inside, outside]),
@@ -70,25 +81,57 @@ def test_a_mutant_is_tried_on_the_tests_that_call_its_function_the_nearest_and_c
         "tests/a/test_coverage.py::test_unrelated": (0.1, [outside]),
     }
     record = {name: {"seconds": seconds, "functions": functions} for name, (seconds, functions) in calls.items()}
-    (tmp_path / "one.json").write_text(json.dumps(record), encoding="utf-8")
-    tests = mutate.Tests([tmp_path / "one.json"])
-    mutants = list(mutate.mutants_of(ROOT / path))
-    names = {mutate.function_at(ROOT / path, one.line, one.column): one for one in mutants}
-    order = [name.partition("::")[2] for name in tests.of(names["union_bounds"], 60.0)]
+    tests = CallRecords([record])
+    order = [name.partition("::")[2] for name in tests.of(*mutant_of("union_bounds"), 60.0)]
     assert order == ["test_quick", "test_slow", "test_cheap"]
-    assert len(tests.of(names["union_bounds"], 3.0)) == 1
-    assert not tests.of(names["independent_coverage"], 60.0)
+    assert len(tests.of(*mutant_of("union_bounds"), 3.0)) == 1
+    assert not tests.of(*mutant_of("independent_coverage"), 60.0)
+    assert not tests.needs_import(*mutant_of("union_bounds"))
+    assert CallRecords([{IMPORTS: {"functions": [inside]}}]).needs_import(*mutant_of("union_bounds"))
+
+
+def test_a_mutant_is_put_into_imported_functions() -> None:
+    mutant, _ = mutant_of("independent_coverage", "* to /")
+
+    def work() -> int:
+        before = float(coverage.independent_coverage(0.5, 2))
+        return 0 if put_into_functions(mutant) and float(coverage.independent_coverage(0.5, 2)) != before else 1
+
+    assert in_a_fork(work, 60, 600) == 0
+
+
+def test_endless_mutants_are_told_from_a_busy_machine() -> None:
+    def forever() -> int:
+        while True:
+            pass
+
+    assert in_a_fork(forever, 0, 600) == ENDED
+    assert in_a_fork(lambda: time.sleep(600) or 0, 60, 0.1) == NOT_DECIDED  # type: ignore[func-returns-value]
+
+
+SCRIPT = """
+import argparse, pathlib, sys
+sys.path.insert(0, "tools")
+import mutate
+
+mutate.AREAS = {"theory": "theory/test_coverage.py"}
+out = pathlib.Path(sys.argv[1])
+(out / "calls").mkdir()
+given = argparse.Namespace(out=out, test_seconds=60.0, timeout=600.0)
+journal = mutate.Journal(out / "results.jsonl")
+mutants = list(mutate.mutants_of(mutate.ROOT / "src/attnorm/theory/coverage.py"))[:6]
+mutate.preload()
+mutate.try_mutants(mutants, journal, given, float("inf"))
+mutate.try_imported(mutants[0], ["tests/theory/test_coverage.py"], journal, given)
+"""
 
 
 @pytest.mark.slow
-def test_what_a_test_calls_is_recorded(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.mutation.function_calls", "tests/theory/test_coverage.py"]
-    out = tmp_path / "calls.json"
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "CALLS_OF_TESTS": str(out)}, check=True)
-    entry = json.loads(out.read_text())["tests/theory/test_coverage.py::test_the_printed_numbers"]
-    assert "src/attnorm/theory/coverage.py:independent_coverage" in entry["functions"]
-    assert "src/attnorm/theory/coverage.py:union_coverage" not in entry["functions"]
-    assert 0 <= entry["seconds"] < 60
+def test_the_script_kills_mutants_in_imported_functions_and_on_import(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, env=os.environ, check=True)
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [entry["outcome"] for entry in found] == ["killed"] * 7
+    assert all(entry["failed"].startswith("tests/theory/test_coverage.py::") for entry in found)
 
 
 def test_the_folders_of_tests_exist() -> None:
@@ -98,7 +141,7 @@ def test_the_folders_of_tests_exist() -> None:
 def test_every_equivalent_has_a_reason_and_exists() -> None:
     named = mutate.equivalents()
     assert all(named.values())
-    every = {mutant.name for path in FILES for mutant in mutate.mutants_of(path)}
+    every = {mutant.name for path in FILES for mutant in mutants_of(path)}
     assert set(named) <= every
 
 

@@ -13,6 +13,7 @@ def test_the_printed_numbers() -> None:
     assert float(coverage.independent_coverage(0.8, 3)) == pytest.approx(0.992)
     assert float(coverage.independent_coverage(1e-12, 10)) == pytest.approx(1e-11, rel=1e-9)
     assert coverage.independent_coverage(torch.tensor([0.0, 1.0]), 4).tolist() == [0, 1]
+    assert float(coverage.independent_coverage(0.3, 1)) == pytest.approx(0.3)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=5))

@@ -122,6 +122,12 @@ def test_a_gap_for_weight_one_is_finite_only_for_sparse_maps() -> None:
     assert fr.gap_to_keep(lambda z: torch.softmax(z, -1), 1 / 50, 50) == 0
 
 
+def test_a_gap_near_zero_is_found() -> None:
+    needed = fr.softmax_gap(0.2501, 4)
+    assert 0 < needed < 1e-3
+    assert fr.gap_to_keep(lambda z: torch.softmax(z, -1), 0.2501, 4) == pytest.approx(needed, rel=1e-6)
+
+
 def test_a_measured_constant_comes_close_from_below() -> None:
     def root_entmax(z: Tensor) -> Tensor:  # differentiable entmax15 on two-level rows: the threshold is detached
         p = entmax(z.detach(), 1.5)

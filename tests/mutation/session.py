@@ -1,0 +1,230 @@
+"""One pytest session that tries many mutants: tests are collected once, and each mutant runs in a fork of the session.
+
+First every test file runs unchanged, to record which functions of attnorm each test calls and what it costs. A mutant
+is then tried on the tests that call its function and pass, until one fails.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from tests.mutation.mutants import ROOT, Function, Mutant, put_into_functions
+
+SOURCE = str(ROOT / "src" / "attnorm") + os.sep
+IMPORTS = "imports"  # stands for a test: what importing and collecting the tests calls
+# Exit codes of a fork: a test failed; it ran without end; there was no time; no imported function has the mutant.
+KILLED, ENDED, NOT_DECIDED, IMPORT_IT, BROKEN = 1, 10, 11, 12, 13
+
+
+class Calls:
+    """Which functions are called; "path:qualified name" of each."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._known: dict[int, tuple[CodeType, str | None]] = {}  # holds the code, so that its id stays its own
+
+    def start(self) -> None:
+        self.names.clear()
+        threading.settrace(self._trace)  # type: ignore[arg-type]
+        sys.settrace(self._trace)  # type: ignore[arg-type]
+
+    def stop(self) -> set[str]:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        return set(self.names)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        known = self._known.get(id(code))
+        if known is None:
+            inside = code.co_filename.startswith(SOURCE)
+            name = f"{Path(code.co_filename).relative_to(ROOT).as_posix()}:{code.co_qualname}" if inside else None
+            known = self._known[id(code)] = (code, name)
+        if known[1] is not None:
+            self.names.add(known[1])
+
+
+class CallRecords:
+    """What each test calls and what it costs."""
+
+    def __init__(self, records: Iterable[dict[str, Any]]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.by_function: dict[str, set[str]] = defaultdict(set)
+        self.by_file: dict[str, set[str]] = defaultdict(set)
+        self.at_import: set[str] = set()
+        for record in records:
+            for test, entry in record.items():
+                if test == IMPORTS:
+                    self.at_import |= set(entry["functions"])
+                    continue
+                self.seconds[test] = entry["seconds"]
+                for function in entry["functions"]:
+                    self.by_function[function].add(test)
+                    self.by_file[function.partition(":")[0]].add(test)
+
+    def needs_import(self, mutant: Mutant, function: Function) -> bool:
+        """Whether the change acts while the file is imported or tests are collected."""
+        names = function.name.split(".<locals>.")
+        around = [".<locals>.".join(names[:count]) for count in range(1, len(names) + 1)]
+        return function.runs_once or any(f"{mutant.path}:{name}" in self.at_import for name in around)
+
+    def of(self, mutant: Mutant, function: Function, most_seconds: float) -> list[str]:
+        """The tests to try on a mutant, in the order in which to try them: the nearest and cheapest first."""
+        tests = self.by_function[f"{mutant.path}:{function.name}"]
+        if self.needs_import(mutant, function):
+            tests = tests or self.by_file[mutant.path]
+        by_test_file = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+            by_test_file[test.partition("::")[0]].append(test)
+
+        def cost(item: tuple[str, list[str]]) -> tuple[bool, float]:
+            return Path(mutant.path).stem not in item[0], sum(self.seconds[test] for test in item[1])
+
+        chosen, total = [], 0.0
+        for _, inside in sorted(by_test_file.items(), key=cost):
+            for test in inside:
+                total += self.seconds[test]
+                if chosen and total > most_seconds:
+                    return chosen
+                chosen.append(test)
+        return chosen
+
+
+class MutantSession:
+    """The pytest plugin: runs `work` on the collected tests in place of pytest's own loop."""
+
+    def __init__(self, calls: Path, work: Callable[["MutantSession", CallRecords], None], timeout: float) -> None:
+        self.calls, self.work, self.timeout = calls, work, timeout
+        self.items: dict[str, pytest.Item] = {}
+        self.failed = ""
+        self._recorder = Calls()
+        self._by_fixture: dict[str, set[str]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        self._recorder.start()
+        try:
+            return (yield)
+        finally:
+            self._at_import = self._recorder.stop()
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.items = {item.nodeid: item for item in session.items}
+        by_file = defaultdict(list)
+        for item in session.items:
+            by_file[item.nodeid.partition("::")[0]].append(item)
+        records: list[dict[str, Any]] = [{IMPORTS: {"functions": sorted(self._at_import)}}]
+        for name, items in by_file.items():
+            path = self.calls / (name.removesuffix(".py").replace("/", ".") + ".json")
+            if not path.exists():
+                code = in_a_fork(lambda items=items, path=path: self._record(items, path), 3600, 3600)
+                if code:
+                    raise RuntimeError(f"the tests of {name} could not be recorded: exit code {code}")
+            known = json.loads(path.read_text(encoding="utf-8"))
+            records.append({test: entry for test, entry in known.items() if test in self.items})
+        self.work(self, CallRecords(records))
+        return True
+
+    def try_on(self, mutant: Mutant, tests: list[str], processor: float) -> tuple[int, str]:
+        """0, or one of the exit codes above, and the test that failed."""
+        note = self.calls / f"failed.{os.getpid()}"
+
+        def run() -> int:
+            if not put_into_functions(mutant):
+                return IMPORT_IT
+            try:
+                failed = next(filter(None, self._run([self.items[test] for test in tests])), "")
+            except BaseException as error:  # a test that interrupts pytest
+                failed = type(error).__name__
+            note.write_text(failed, encoding="utf-8")
+            return KILLED if failed else 0
+
+        code = in_a_fork(run, processor, self.timeout)
+        failed = note.read_text(encoding="utf-8") if note.exists() else ""
+        note.unlink(missing_ok=True)
+        return code, failed
+
+    def _run(self, items: list[pytest.Item]) -> Generator[str, None, None]:
+        """Run the tests; after each the id of one that failed, or ""."""
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            self.failed = ""
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            yield self.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = report.nodeid
+        elif report.skipped and report.when != "teardown":
+            self.failed = self.failed or "skipped"
+
+    def _record(self, items: list[pytest.Item], path: Path) -> int:
+        found = {}
+        start = time.process_time()
+        self._recorder.start()
+        for item, failed in zip(items, self._run(items), strict=True):
+            functions = self._recorder.stop()
+            for fixture in getattr(item, "fixturenames", ()):
+                functions |= self._by_fixture.get(fixture, set())
+            if not failed:
+                seconds = round(time.process_time() - start, 3)
+                found[item.nodeid] = {"seconds": seconds, "functions": sorted(functions)}
+            start = time.process_time()
+            self._recorder.start()
+        self._recorder.stop()
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(found), encoding="utf-8")
+        draft.replace(path)
+        return 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        """What a shared fixture calls counts for every test that uses it."""
+        before = set(self._recorder.names)
+        self._recorder.names.clear()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                self._by_fixture.setdefault(fixturedef.argname, set()).update(self._recorder.names)
+            self._recorder.names.update(before)
+
+
+def in_a_fork(work: Callable[[], int], processor: float, clock: float) -> int:
+    """Exit code of `work` in a fork: ENDED after `processor` seconds of work, NOT_DECIDED after `clock` seconds."""
+    child = os.fork()
+    if child == 0:
+        code = BROKEN
+        try:
+            os.setsid()  # so that what the tests start ends with them
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if processor < float("inf"):
+                resource.setrlimit(resource.RLIMIT_CPU, (int(processor) + 1, resource.RLIM_INFINITY))
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    ends = time.monotonic() + clock
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            if code == BROKEN:
+                raise RuntimeError("a fork could not do its work; its error is in the log")
+            return code if code >= 0 else ENDED if code == -signal.SIGXCPU else KILLED
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return NOT_DECIDED
