@@ -39,9 +39,12 @@ def together(parts: Sequence[Part]) -> dict[str, pa.Table]:
 def over_windows(name: str, table: pa.Table) -> pa.Table:
     """One row for all rows with the same keys, in the order of their first appearance."""
     keys = [key for key in table.column_names if key in _KEYS or (name == "by_length" and key in ("n_low", "n_high"))]
-    place: dict[tuple[Any, ...], int] = {}
+    index_of: dict[tuple[Any, ...], int] = {}
     owner = np.array(
-        [place.setdefault(key, len(place)) for key in zip(*(table[key].to_pylist() for key in keys), strict=True)],
+        [
+            index_of.setdefault(key, len(index_of))
+            for key in zip(*(table[key].to_pylist() for key in keys), strict=True)
+        ],
         dtype=np.int64,
     )
     first = np.unique(owner, return_index=True)[1] if len(owner) else np.zeros(0, dtype=np.int64)
@@ -53,7 +56,7 @@ def over_windows(name: str, table: pa.Table) -> pa.Table:
         if field.name in keys or not (pa.types.is_floating(field.type) or pa.types.is_integer(field.type)):
             columns.append(table[field.name].combine_chunks().take(pa.array(first)))
             continue
-        stacked = np.full((len(place), int(slot.max(initial=0)) + 1), np.nan)
+        stacked = np.full((len(index_of), int(slot.max(initial=0)) + 1), np.nan)
         stacked[owner, slot] = table[field.name].to_numpy(zero_copy_only=False).astype(np.float64)
         reduced = _reduced(field.name, stacked)
         if field.name in _ERRORS:

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts.representative import place, representative
-from attnorm.analysis.verdicts.rows import head_rows
+from attnorm.analysis.verdicts.rows import head_id, head_rows, representative
 from attnorm.analysis.verdicts.thresholds import UNDECIDED
 
 Head = tuple[str, int, int]
@@ -92,7 +91,7 @@ def _again(verdicts: list[list[str | None]], runs: int) -> float:
 
 def _verdicts(run: Analysis) -> dict[Head, str | None]:
     heads, _ = representative(head_rows(run.heads))
-    return {place(row): row["verdict"] for row in heads}
+    return {head_id(row): row["verdict"] for row in heads}
 
 
 def _first_windows(run: Analysis) -> dict[Head, str | None]:
@@ -101,7 +100,7 @@ def _first_windows(run: Analysis) -> dict[Head, str | None]:
     ).to_pylist()
     longest = max((row["length"] for row in rows), default=0)
     return {
-        place(row): row["verdict"]
+        head_id(row): row["verdict"]
         for row in rows
         if row["window"] == 0 and row["length"] == longest and row["normalizer"] == "model"
     }

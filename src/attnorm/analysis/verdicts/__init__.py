@@ -2,7 +2,7 @@
 
 from attnorm.analysis.verdicts.judge import judge
 from attnorm.analysis.verdicts.model import ModelVerdict, model_verdict
-from attnorm.analysis.verdicts.representative import representative
+from attnorm.analysis.verdicts.rows import representative
 from attnorm.analysis.verdicts.thresholds import MEANING, VERDICTS, Thresholds
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 

@@ -9,10 +9,21 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.verdicts.normalizer_advice import advise_normalizer, counted, properties_of
 from attnorm.analysis.verdicts.rows import Row, keys, number
 from attnorm.analysis.verdicts.thresholds import DISPERSED
-from attnorm.analysis.verdicts.what_if import Advice, Rows, WhatIf, command, head_of, medians, pairs, with_verdict
+from attnorm.analysis.verdicts.what_if import (
+    Advice,
+    Rows,
+    WhatIf,
+    advise_normalizer,
+    command,
+    counted,
+    head_of,
+    medians,
+    pairs,
+    properties_of,
+    with_verdict,
+)
 
 MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
 

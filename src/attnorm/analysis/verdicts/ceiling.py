@@ -21,7 +21,7 @@ from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_horizon, judged_keys
 from attnorm.analysis.verdicts.thresholds import Thresholds
 
-FARTHEST = 1e10  # lengths beyond are not told as numbers
+FARTHEST = 1e10  # longer lengths are not printed as numbers
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ def certainties(
     rows: Sequence[Row], judged: Judged, windows: pa.Table, blocks: pa.Table, thresholds: Thresholds
 ) -> tuple[list[Certainty], list[str | None]]:
     """One for each head, and the verdict of each row of `windows`."""
-    places = {tuple(row[name] for name in _KEY): place for place, row in enumerate(rows)}
+    index_of = {tuple(row[name] for name in _KEY): index for index, row in enumerate(rows)}
     codes = verdict_codes({**judged.numbers, **judged.fixed}, thresholds)
-    by_window = _of_windows(windows, places, judged, thresholds)
+    by_window = _of_windows(windows, index_of, judged, thresholds)
     found: list[Certainty] = []
     for start in range(0, len(rows), HEADS_AT_ONCE):
         here = slice(start, start + HEADS_AT_ONCE)
-        resampled = _resampled(here, judged, by_window, _units(blocks, places, here, len(rows)))
+        resampled = _resampled(here, judged, by_window, _units(blocks, index_of, here, len(rows)))
         part_codes = verdict_codes({**resampled, **{k: v[here, None] for k, v in judged.fixed.items()}}, thresholds)
         for at, row in enumerate(rows[here]):
             own = {name: value[at] for name, value in resampled.items()}
@@ -78,9 +78,9 @@ class _Windows:
     verdicts: list[str | None]
 
 
-def _of_windows(windows: pa.Table, places: Mapping[Any, int], judged: Judged, thresholds: Thresholds) -> _Windows:
-    heads = len(places)
-    owner = _owners(windows, places)
+def _of_windows(windows: pa.Table, index_of: Mapping[Any, int], judged: Judged, thresholds: Thresholds) -> _Windows:
+    heads = len(index_of)
+    owner = _owners(windows, index_of)
     numbers = {name: _column(windows, name, judged.numbers[name][owner]) for name in judged.numbers}
     fixed = {name: value[owner] for name, value in judged.fixed.items()}
     for name in ("broken_rows", "n_low", "n_high", "worst_norm"):
@@ -95,9 +95,9 @@ def _of_windows(windows: pa.Table, places: Mapping[Any, int], judged: Judged, th
     return _Windows(owner, codes, units, np.bincount(owner, minlength=heads), verdicts)
 
 
-def _units(blocks: pa.Table, places: Mapping[Any, int], here: slice, heads: int) -> Arrays:
+def _units(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, heads: int) -> Arrays:
     """Medians of blocks, (heads here, blocks); empty where there are none."""
-    owner = _owners(blocks, places)
+    owner = _owners(blocks, index_of)
     slot = _slots(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {}
@@ -165,7 +165,7 @@ def _counts(generator: np.random.Generator, units: int, times: int) -> np.ndarra
 
 def _certainty(
     row: Row,
-    place: int,
+    index: int,
     codes: np.ndarray,
     resampled: np.ndarray,
     numbers: Arrays,
@@ -173,13 +173,13 @@ def _certainty(
     judged: Judged,
     thresholds: Thresholds,
 ) -> Certainty:
-    code = int(codes[place])
-    own = windows.codes[windows.owner == place] if len(windows.owner) else np.zeros(0, dtype=int)
+    code = int(codes[index])
+    own = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
     agreeing, count = int((own == code).sum()), len(own)
     others = resampled[resampled != code]
     other = VERDICTS[int(np.bincount(others[others >= 0]).argmax())] if (others >= 0).any() else None
     deciding, threshold = deciding_number(
-        VERDICTS[code] if code >= 0 else None, other, row, numbers, judged, place, thresholds
+        VERDICTS[code] if code >= 0 else None, other, row, numbers, judged, index, thresholds
     )
     values = numbers[deciding]
     moved = bool(np.ptp(np.nan_to_num(values, posinf=0.0, neginf=0.0)) > 0)
@@ -192,7 +192,7 @@ def _certainty(
         agreeing=agreeing,
         other=other,
         deciding=deciding,
-        value=float(judged.numbers[deciding][place]),
+        value=float(judged.numbers[deciding][index]),
         low=float(low),
         high=float(high),
         threshold=threshold,
@@ -205,7 +205,7 @@ def deciding_number(
     row: Row,
     numbers: Arrays,
     judged: Judged,
-    place: int,
+    index: int,
     thresholds: Thresholds,
 ) -> tuple[str, float]:
     """The column between a verdict and the nearest other one, and its threshold."""
@@ -215,27 +215,27 @@ def deciding_number(
     if "frozen" in both:
         return "max_weight", thresholds.frozen_weight
     if "sensitive" in both:
-        worst = float(judged.fixed["worst_norm"][place])
+        worst = float(judged.fixed["worst_norm"][index])
         return f"jacobian_norm_q{thresholds.sensitive_quantile:02d}", thresholds.sensitive_norm * worst
     if verdict in DISPERSED and other in DISPERSED:
-        return f"horizon{suffix}", float(judged.fixed["n_high"][place])
+        return f"horizon{suffix}", float(judged.fixed["n_high"][index])
     ratio = f"entropy_ratio{suffix}"
     slope = f"gap_slope{suffix}"
-    by_slope = other is not None and not judged.fixed["what_if"][place] and np.isfinite(numbers[slope]).any()
+    by_slope = other is not None and not judged.fixed["what_if"][index] and np.isfinite(numbers[slope]).any()
     if by_slope and np.nanquantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy:
         return slope, thresholds.dispersed_slope
     return ratio, thresholds.dispersed_entropy
 
 
-def _owners(table: pa.Table, places: Mapping[Any, int]) -> np.ndarray:
+def _owners(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:
     if not table.num_rows:
         return np.zeros(0, dtype=np.int64)
     keys = zip(*(table[name].to_pylist() for name in _KEY), strict=True)
-    return np.array([places[key] for key in keys], dtype=np.int64)  # every window and block is of a head in `heads`
+    return np.array([index_of[key] for key in keys], dtype=np.int64)  # every window and block is of a head in `heads`
 
 
 def _slots(owner: np.ndarray) -> np.ndarray:
-    """The how-manieth row of its head each row is."""
+    """The index of each row among the rows of its head."""
     order = np.argsort(owner, kind="stable")
     slot = np.zeros(len(owner), dtype=np.int64)
     slot[order] = np.arange(len(owner)) - np.searchsorted(owner[order], owner[order])

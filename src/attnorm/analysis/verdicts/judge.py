@@ -1,4 +1,4 @@
-"""The verdict on each head: by the rules, with the numbers that led to it in a sentence, and with its confidence."""
+"""The verdict on each head: by the rules, with its evidence in a sentence and its confidence; and its saturation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from scipy.special import ndtr, stdtrit
 
 from attnorm.analysis.collect import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
-from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, selects
-from attnorm.analysis.verdicts.saturation import Saturation, saturation
+from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, judged_keys, selects
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
+
+ONE_SIDED = 0.95  # level of each of the two tests for saturation
 
 _HEAD = tuple(name for name, _ in HEAD_KEY)
 _OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")
@@ -80,8 +82,8 @@ def judge_all(
     plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in heads.column_names])
     for name, kind in VERDICT_COLUMNS:
         plain = plain.append_column(name, pa.array([one[name] for one in judged], type=kind))
-    place = windows.schema.get_field_index("verdict")
-    return plain, windows.set_column(place, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
+    index = windows.schema.get_field_index("verdict")
+    return plain, windows.set_column(index, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
 
 
 def judge_head(case: Case) -> Judgement:
@@ -99,6 +101,64 @@ def judge_head(case: Case) -> Judgement:
     unknown = "; ".join(words for name, words in findings if name == OPEN)
     evidence = found.get(verdict) or selects(case)
     return Judgement(verdict, flags, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}.")
+
+
+@dataclass(frozen=True)
+class Saturation:
+    saturation: str
+    words: str  # why, without a full stop
+    saturation_top_n: int | None = None
+    saturation_excess: float = math.nan
+    saturation_low: float = math.nan
+    saturation_high: float = math.nan
+    saturation_power: float = math.nan
+
+
+def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Saturation:
+    """Is the head saturated? Answered apart from its verdict, and only with evidence for the answer.
+
+    The excess is separability minus its null (the same weights on permuted keys) over the sampled rows of all windows.
+    Two one-sided tests of 5 % each give its 90 % interval:
+
+        saturated       the whole interval lies below the margin: shown to be no better than the null
+        distinguishes   most keys are distinguishable (separability >= separable), or the whole interval lies above 0
+        not judged      anything else: not measured, a single key in use, or too few rows to show either
+
+    The power is the chance that a head without any excess is shown to be saturated, given the error of these rows.
+    row: of the heads table. top_n: the head's rows of the top-N table.
+    """
+    by_n = {one["top_n"]: one for one in top_n if number(one, "separability") is not None}
+    used = number(row, f"effective_keys{judged_keys(row, thresholds)}")
+    if used is None or not by_n:
+        return Saturation("not judged", "separability was not measured")
+    # A single key is always distinguishable, and keys without weight are not selected.
+    judged = [N for N in by_n if 1 < N <= min(used, thresholds.saturation_top_n)]
+    if not judged:
+        return Saturation("not judged", f"it uses {used:.2g} keys, fewer than any measured N above 1")
+    N = max(judged)
+    found = by_n[N]
+    measured, null = number(found, "separability"), number(found, "separability_null")
+    error, rows = number(found, "separability_excess_error"), int(found.get("rows") or 0)
+    if measured is None or null is None:
+        return Saturation("not judged", "separability has no null", N)
+    shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted values"
+    excess = measured - null
+    if error is None:
+        if measured >= thresholds.separable:
+            return Saturation("distinguishes", shares, N, excess)
+        return Saturation("not judged", f"{shares}; too few rows for an interval", N, excess)
+    width = float(stdtrit(max(rows - 1, 1), ONE_SIDED)) * error
+    low, high = excess - width, excess + width
+    power = float(ndtr((thresholds.saturation_margin - width) / error)) if error > 0 else 1.0
+    interval = f"{shares}: an excess of {excess:.2f} ({low:.2f} to {high:.2f})"
+    numbers = (N, excess, low, high, power)
+    if measured >= thresholds.separable:
+        return Saturation("distinguishes", interval, *numbers)
+    if high < thresholds.saturation_margin:
+        return Saturation("saturated", f"{interval}, below the margin of {thresholds.saturation_margin:g}", *numbers)
+    if low > 0:
+        return Saturation("distinguishes", interval, *numbers)
+    return Saturation("not judged", f"{interval}; the power of these rows is {power:.0%}", *numbers)
 
 
 def _columns(case: Case, sure: Certainty, blurred: Saturation) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import pyarrow as pa
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.ceiling import Ceiling, Rate, ceiling, rate
-from attnorm.analysis.verdicts.representative import by_view, representative
-from attnorm.analysis.verdicts.rows import Row, head_rows
+from attnorm.analysis.verdicts.rows import Row, by_view, head_rows, representative
 from attnorm.analysis.verdicts.sentences import (
     caveats,
     ceiling_sentences,

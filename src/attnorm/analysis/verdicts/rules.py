@@ -183,7 +183,7 @@ def worst_norm(runs: str | None, n: int) -> float | None:
 
 @lru_cache(maxsize=4096)
 def always_near_worst(runs: str | None, share: float) -> bool:
-    """Whether a row of noise is as near to the worst case of the Jacobian norm as a sensitive head is to be.
+    """Whether a row of noise is as near to the worst case of the Jacobian norm as a sensitive head must be.
 
     Maps with straight pieces (sparsemax, kneemax, relu) reach theirs with any two keys in use: the norm there belongs
     to the map and says nothing about a head.

@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate
-from attnorm.analysis.verdicts.representative import place, representative
-from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rows import Row, head_id, keys, number, representative
 from attnorm.analysis.verdicts.rules import is_selecting
 from attnorm.analysis.verdicts.thresholds import (
     DIFFERS,
@@ -56,12 +55,12 @@ def headline(
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
-        whom = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
+        who = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
         if limit.heads < total and limit.beyond:  # the others run what has no ceiling
-            several = f"{whom}{'' if whom == 'all' else ' of the'} {limit.heads} heads that have one"
-            whom = several if limit.heads > 1 else "the only head that has one"
+            several = f"{who}{'' if who == 'all' else ' of the'} {limit.heads} heads that have one"
+            who = several if limit.heads > 1 else "the only head that has one"
         whose = "the" if runs is None else f"{runs}'s"
-        parts.append(f"{whose} ceiling binds for {whom}")
+        parts.append(f"{whose} ceiling binds for {who}")
     return "; ".join(parts) + "."
 
 
@@ -71,16 +70,16 @@ def window_sentences(windowed: Sequence[Row]) -> list[str]:
     for n, rows in groupby(sorted(windowed, key=_keys_seen), key=_keys_seen):
         counts = Counter(row["verdict"] for row in rows)
         total = counts.total()
-        told = ", ".join(_counted(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
-        parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({told})")
+        listed = ", ".join(_counted(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
+        parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({listed})")
     return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
 
 
 def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
     """How the counted heads fare at each length, where a text was measured at several."""
     normalizers = {row["normalizer"] for row in counted}
-    wanted = {place(row) for row in counted}
-    measured = [row for row in heads if row["normalizer"] in normalizers and place(row) in wanted]
+    wanted = {head_id(row) for row in counted}
+    measured = [row for row in heads if row["normalizer"] in normalizers and head_id(row) in wanted]
     lengths = sorted({row["length"] for row in measured if row["length"] is not None})
     if len({(row["text"], row["length"]) for row in measured}) == len({row["text"] for row in measured}):
         return []
@@ -128,9 +127,9 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     return [sentence, when + made_for]
 
 
-def _for_heads(lengths: Sequence[float], told: Sequence[float] = ()) -> str:
-    """From which length on for 10, 50 and 90 % of the heads, but for what was told already."""
-    clauses, before = _clauses(lengths), _clauses(told)
+def _for_heads(lengths: Sequence[float], known: Sequence[float] = ()) -> str:
+    """From which length on for 10, 50 and 90 % of the heads, without the clauses that `known` gives as well."""
+    clauses, before = _clauses(lengths), _clauses(known)
     return ", ".join(clause for clause in clauses if clause not in before)
 
 
@@ -228,12 +227,12 @@ def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> 
     """Where verdicts rest on other thresholds than the default ones, or on other ones than when it was measured."""
     sentences = []
     if changed := thresholds.differences(Thresholds()):
-        told = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
-        sentences.append(f"Judged by thresholds other than the default: {told}.")
+        changes = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
+        sentences.append(f"Judged by thresholds other than the default: {changes}.")
     first = manifest.get("first_thresholds")
     if again := thresholds.differences(thresholds_of(first)) if first is not None else {}:
-        told = ", ".join(f"{name} was {value:g}" for name, (_, value) in again.items())
-        sentences.append(f"The verdicts were made again from the saved numbers; when these were measured, {told}.")
+        changes = ", ".join(f"{name} was {value:g}" for name, (_, value) in again.items())
+        sentences.append(f"The verdicts were made again from the saved numbers; when these were measured, {changes}.")
     return sentences
 
 

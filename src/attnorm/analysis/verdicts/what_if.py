@@ -1,6 +1,8 @@
-"""What a change would do to the same logits, and the command that measures it where a run did not."""
+"""What a change would do to the same logits, what another normalizer would do to dispersed heads, how to measure it."""
 
+import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -9,10 +11,17 @@ from typing import Any
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
 from attnorm.analysis.settings import BUDGET, USUAL_GROUPS, groups
 from attnorm.analysis.verdicts.rows import Row, number
-from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
-from attnorm.normalizers.registry import available
+from attnorm.analysis.verdicts.rules import judged_keys
+from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
+from attnorm.normalizers.contract import Properties
+from attnorm.normalizers.registry import available, get
 
 Rows = Sequence[Row]
+
+LEAST_CHANGE = 0.005  # of a median that counts as one
+TO_MEASURE = ("ssmax", "entmax15")  # one length-aware, one sparse
+
+_BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in (*DISPERSED, DIFFERS))
 
 # What analyze does where nothing else is asked for.
 USUAL: dict[str, Any] = {
@@ -101,3 +110,172 @@ def head_of(row: Row) -> tuple[Any, ...]:
 
 def with_verdict(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row["verdict"] in verdicts]
+
+
+def advise_normalizer(
+    chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
+) -> list[Advice]:
+    """What makes dispersed heads sharper at this length, and, apart from it, what would make them broader."""
+    dispersed = with_verdict(chosen, DISPERSED)
+    if not dispersed:
+        return []
+    measured = {name: pairs(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
+    measured = {name: both for name, both in measured.items() if both}
+    sharper = {name: both for name, both in measured.items() if _sharpens(both)}
+    broader = {name: both for name, both in measured.items() if name not in sharper}
+    to_measure = ["model", *(name for name in TO_MEASURE if name != runs)]
+    given = []
+    if sharper or not measured:
+        what_if = [one for name, both in sharper.items() for one in _what_ifs(name, both, sharper, chosen, others)]
+        thresholds = thresholds_of(manifest.get("thresholds", {}))
+        given.append(
+            Advice(
+                title=_title(runs),
+                text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds)]),
+                heads=len(dispersed),
+                what_if=tuple(what_if),
+                command=None if what_if else command(manifest, normalizers=to_measure),
+            )
+        )
+    if broader:
+        given.append(_caution(broader, dispersed, chosen, others, manifest))
+    return given
+
+
+def _caution(
+    broader: Mapping[str, Sequence[tuple[Row, Row]]],
+    dispersed: Rows,
+    chosen: Rows,
+    others: Mapping[str, Rows],
+    manifest: Mapping[str, Any],
+) -> Advice:
+    names = " and ".join(broader)
+    factors = _factors(broader, thresholds_of(manifest.get("thresholds", {})))
+    return Advice(
+        title=f"Not {names} as {'it starts' if len(broader) == 1 else 'they start'}",
+        text=" ".join(
+            [
+                (
+                    f"On the logits of {counted(len(dispersed), 'dispersed head')} {names} gives no sharper weights at "
+                    "this length: without training it is no cure."
+                ),
+                *factors,
+            ]
+        ),
+        heads=len(dispersed),
+        what_if=tuple(one for name, both in broader.items() for one in _what_ifs(name, both, broader, chosen, others)),
+        caution=True,
+    )
+
+
+def _what_ifs(
+    name: str,
+    both: Sequence[tuple[Row, Row]],
+    compared: Mapping[str, Sequence[tuple[Row, Row]]],
+    chosen: Rows,
+    others: Mapping[str, Rows],
+) -> list[WhatIf]:
+    all_heads = pairs(chosen, others[name])
+    before, after = (len(with_verdict(side, ("frozen",))) for side in zip(*all_heads, strict=True))
+    return [
+        *medians(name, "entropy / log n", "entropy_ratio", both),
+        *medians(name, "largest weight", "max_weight", both),
+        *_fates(name, compared),
+        _counts(name, "frozen, of all heads", before, after, len(all_heads)),
+        *medians(name, "Jacobian norm", "jacobian_norm", both),
+    ]
+
+
+def _sharpens(both: Sequence[tuple[Row, Row]]) -> bool:
+    """By what is seen at this length: the median entropy of the heads falls, and their largest weight does not."""
+    entropy = medians("", "", "entropy_ratio", both)
+    weight = medians("", "", "max_weight", both)
+    falls = bool(entropy) and entropy[0].after < entropy[0].before - LEAST_CHANGE
+    return falls and not (weight and weight[0].after < weight[0].before - LEAST_CHANGE)
+
+
+def _title(runs: str | None) -> str:
+    """Not what the model has already."""
+    properties = properties_of(runs)
+    aware, sparse = bool(properties and properties.length), bool(properties and properties.exact_zeros)
+    kinds = {(True, False): "A sparse", (False, True): "A length-aware", (True, True): "Another length-aware or sparse"}
+    return f"{kinds.get((aware, sparse), 'A length-aware or sparse')} normalizer"
+
+
+def _why(dispersed: Rows, runs: str | None) -> str:
+    """What is known of the dispersed heads, and no more."""
+    count = {name: len(with_verdict(dispersed, (name,))) for name in DISPERSED}
+    heads, who = counted(len(dispersed), "dispersed head"), runs or "what the model runs"
+    if forced := count["dispersed-forced"]:
+        properties = properties_of(runs)
+        further = "further up" if properties and properties.length else "up with the length"
+        return (
+            f"{forced} of {heads} are beyond their horizon, where {who} gives no key half of the weight: logits must "
+            f"be scaled {further}, or small weights cut off."
+        )
+    if chosen := count["dispersed-by-choice"]:
+        whose = heads if chosen == len(dispersed) else f"{chosen} of {heads}"
+        return f"The logits of {whose} would allow sharper weights; a sharper normalizer takes what is there."
+    return f"How sharp {who} could be on the logits of {heads} is not known; another normalizer on them shows more."
+
+
+def _factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
+    sentences = (_factor(name, both, thresholds) for name, both in sharper.items())
+    return [sentence for sentence in sentences if sentence is not None]
+
+
+def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
+    """By what a rescaled softmax multiplies the logits, and by what it would have to."""
+    known = [
+        (math.log(a - 1), math.log(b - 1), before["n_high"])
+        for before, after in both
+        if before["verdict"] == "dispersed-forced"
+        and (a := number(before, f"horizon{judged_keys(before, thresholds)}")) is not None
+        and (b := number(after, f"horizon{judged_keys(before, thresholds)}")) is not None
+        and a > 2
+    ]
+    if not known:
+        return None
+    factor, needed = median(b / a for a, b, _ in known), median(math.log(n - 1) / a for a, _, n in known)
+    if factor >= needed:
+        return None
+    longest = max(n for *_, n in known)
+    s = f" (an s of {needed / math.log(longest):.2g})" if name == "ssmax" else ""
+    flattens = ", less than 1, so that it flattens them" if factor < 0.995 else ""
+    return (
+        f"As it starts, {name} multiplies their logits by {factor:.2g} here{flattens}; for half of those beyond their "
+        f"horizon to reach half of the weight it would take {needed:.2g}{s}, which training has to find."
+    )
+
+
+def _fates(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]) -> list[WhatIf]:
+    """What the dispersed heads become: every verdict that any of the normalizers gives them, for each of them."""
+    verdicts = {change: Counter(other["verdict"] for _, other in both) for change, both in sharper.items()}
+    mine, heads = verdicts[name], verdicts[name].total()
+    fates = [one for one in (*_BETTER_FIRST, None) if any(counts[one] for counts in verdicts.values())]
+    return [
+        _counts(name, "dispersed heads", heads, sum(mine[one] for one in DISPERSED), heads),
+        *(_counts(name, f"of these {one or 'not judged'}", 0, mine[one], heads) for one in fates),
+    ]
+
+
+def _counts(change: str, quantity: str, before: int, after: int, heads: int) -> WhatIf:
+    return WhatIf(change=change, quantity=quantity, before=before, after=after, heads=heads)
+
+
+def _may_sharpen(name: str) -> bool:
+    """Length-aware or with exact zeros, as the normalizer declares; one that is not registered is taken to be."""
+    properties = properties_of(name)
+    return properties is None or bool(properties.length) or properties.exact_zeros
+
+
+def properties_of(name: str | None) -> Properties | None:
+    """None for a normalizer that is not registered, or that its name alone does not make."""
+    try:
+        return None if name is None else get(name).properties
+    except (ValueError, TypeError):
+        return None
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
