@@ -10,8 +10,8 @@ Most tiles hold no key above the runner-up of any row once some hundred keys hav
 import triton
 import triton.language as tl
 
-from attnorm.kernels.one_pass_tiles import capped, load_row, load_tile
 from attnorm.kernels.maps import LOG2E
+from attnorm.kernels.one_pass_tiles import capped, load_row, load_tile
 
 # The columns of the result. Extremes are natural logits before the factor; the sums are over keys other than the first
 # and the largest, e = exp(z - runner_up) with z = factor * logit.
@@ -216,8 +216,8 @@ def softmax_sums(
     )  # fmt: skip
     n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = _fold(
         n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4,
-        high, last, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale,
-        cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
+        high, last, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width,
+        scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
     )  # fmt: skip
 
     if not MASKED:
@@ -296,8 +296,9 @@ def pole_sums(
         queries, keys, offset, width, scale, cap, CAUSAL, MASKED, False, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
     )  # fmt: skip
     poles, squares, first = _fold_poles(
-        poles, squares, first, high, last, row_level, x, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column,
-        queries, keys, offset, width, scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
+        poles, squares, first, high, last, row_level, x, q_tile, k, rows, row_factor, k_row, mask, mask_row,
+        mask_column, queries, keys, offset, width, scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS,
+        WIDTH, FULL,
     )  # fmt: skip
     out += batch_head * rows_total + at
     tl.store(out, poles, mask=inside)

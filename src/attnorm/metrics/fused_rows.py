@@ -1,7 +1,7 @@
 """Row sums of softmax attention from the Triton kernel: every row, in one pass, with memory that grows with the rows.
 
 The kernel replaces the logit blocks of rows.py for softmax and its rescalings on a GPU. The masses of the heaviest keys
-are not among its sums.
+are not among its sums: they are measured on some rows only.
 """
 
 import importlib.util
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import Visibility
+from attnorm.metrics.logits import LogitBlock, Visibility
+from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.softmax_rows import LARGEST_EXPONENT, RowSums
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 
@@ -22,6 +23,7 @@ LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  #
 # The Jacobian norm starts with a relative error of 4e-3 at most; a pass squares it, times less than 10. The inputs
 # themselves are rounded by 4e-3 in bfloat16 and by 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+MASS_ROWS = 512  # rows whose heaviest keys are summed; the default number of sampled rows
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LOG2E = 1.4426950408889634
 
@@ -35,6 +37,32 @@ def applies(call: AttentionCall) -> bool:
         return torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
     # Triton's interpreter reads bfloat16 as integers.
     return os.environ.get("TRITON_INTERPRET") == "1" and query.dtype != torch.bfloat16 and query.device.type == "cpu"
+
+
+def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
+    """How many keys each of these queries sees, (B, H, R)."""
+    visibility = Visibility.of(call)
+    shape = (*call.query_BHQD.shape[:2], len(rows))
+    if visibility.mask is not None:
+        return _Launch.of(call, rows, None).softmax_sums()["n"].long()
+    rows = rows.to(call.query_BHQD.device)
+    reach = rows + (visibility.keys - visibility.queries + 1) if visibility.causal else rows * 0 + visibility.keys
+    return reach.clamp(0, visibility.keys).expand(shape)
+
+
+def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tensor) -> Tensor:
+    """What a rescaled softmax multiplies the logits of these queries by, (B, H, R, 1)."""
+    batch, heads = call.query_BHQD.shape[:2]
+    none = torch.empty((heads, len(rows), 0), device=n.device)
+    found = []
+    for item in range(batch):
+        block = LogitBlock(
+            none, 0, none > 0, n[item], item, slice(0, heads), slice(0, len(rows)), rows.to(n.device), first_key=0
+        )
+        factor = one.factor(call, block)
+        assert factor is not None
+        found.append(factor.expand(heads, len(rows), 1))
+    return torch.stack(found)
 
 
 def fused_sums(
@@ -54,7 +82,7 @@ def fused_sums(
     learned = torch.full_like(sink, -torch.inf)
     if learned_sink is not None:
         learned = learned_sink.to(sink)[:, None].expand_as(sink) - level
-    some = columns["first_power"] > 0
+    some = columns["first_power"] != 0  # NaN stays
     drop = torch.where(some, columns["runner_up"] - level, 0.0)
     scale = torch.where(some, torch.exp(drop), 0.0)
     sums = RowSums(

@@ -1,16 +1,18 @@
 """The statistics of every row of a call that attnorm reports (catalogue.PER_ROW), and the masses of its heaviest keys.
 
-One walk over the logits serves all normalizers. A row without visible keys is NaN everywhere. So is a row whose visible
-logits or weights are not finite, and that one is marked as broken.
+One walk over the logits serves all normalizers; on a GPU, softmax and its rescalings take a Triton kernel instead. A
+row without visible keys is NaN everywhere. So is a row whose visible logits or weights are not finite, and that one is
+marked as broken.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import torch
 from torch import Tensor
 
+from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
@@ -54,8 +56,58 @@ def measure_rows(
     if not top_n or min(top_n) < 1:
         raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
     chosen = resolve_normalizers(call, normalizers)
+    if len(rows) <= fused_rows.MASS_ROWS or not call.query_BHQD.is_cuda or not fused_rows.applies(call):
+        return _in_blocks(call, chosen, rows, top_n, names, block_elements)
+    found = {}
+    if by_weights := [one for one in chosen if not one.scaled_softmax]:
+        found = _in_blocks(call, by_weights, rows, top_n, names, block_elements)
+    if softmaxes := [one for one in chosen if one.scaled_softmax]:
+        found |= measure_by_kernel(call, softmaxes, rows, top_n, names)
+    return found
+
+
+@torch.no_grad()
+def measure_by_kernel(
+    call: AttentionCall,
+    chosen: Sequence[MeasuredNormalizer],
+    rows: Tensor,
+    top_n: Sequence[int],
+    names: Sequence[str] = PER_ROW,
+) -> dict[str, RowStatistics]:
+    """measure_rows for softmax and its rescalings on the Triton kernel; masses of at most MASS_ROWS rows, else NaN."""
+    some = spread(rows, fused_rows.MASS_ROWS)
+    masses = _in_blocks(call, chosen, some, top_n, ("row_sum",), None)
+    where = torch.searchsorted(rows, some).to(call.query_BHQD.device)
+    n = fused_rows.visible_keys(call, rows)
+    found = {}
+    for one in chosen:
+        factor = None if not one.rescales else fused_rows.factors(one, call, rows, n)
+        sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
+        columns, sums = fused_rows.fused_sums(call, rows, factor, sink)
+        limits = {
+            "n": columns["n"].long().unsqueeze(-1),
+            "logits": torch.stack([columns["sink"], columns["largest"], columns["smallest"]], -1),
+        }
+        values = {"sums": torch.cat([sums, sums.new_zeros(*sums.shape[:-1], 2 * len(top_n))], -1)}
+        if factor is not None:
+            values["gain"] = factor.abs()
+        statistics = _finished(limits, values, top_n, names)
+        top_mass = torch.full_like(statistics.top_mass, torch.nan)
+        top_mass[:, :, where] = masses[one.name].top_mass
+        found[one.name] = replace(statistics, top_mass=top_mass)
+    return found
+
+
+def _in_blocks(
+    call: AttentionCall,
+    chosen: Sequence[MeasuredNormalizer],
+    rows: Tensor,
+    top_n: Sequence[int],
+    names: Sequence[str],
+    block_elements: int | None,
+) -> dict[str, RowStatistics]:
     # Softmax of the logits as they are comes last: it overwrites them.
-    chosen.sort(key=lambda one: one.scaled_softmax and not one.rescales)
+    chosen = sorted(chosen, key=lambda one: one.scaled_softmax and not one.rescales)
     together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
     query = at_least_float32(call.query_BHQD)
     limits, *found = (_Arrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))

@@ -1,0 +1,132 @@
+"""The Triton kernel's statistics against those from blocks of logits in float64, which test_rows.py checks.
+
+Without a GPU the kernel runs under Triton's interpreter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnorm.metrics import fused_rows
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import Choice, resolve_normalizers
+from attnorm.metrics.reference import dense_logits
+from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
+from attnorm.normalizers import get
+from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
+from tests.metrics.calls import CALLS, HEADS, make_call
+
+pytestmark = pytest.mark.skipif(not fused_rows.HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+
+TOP_N = (1, 4)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OFTEN = ("causal", "cross", "left padding", "mask per head", "softcap", "sinks", "large logits")
+KERNEL_CALLS = [
+    pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly)
+    for name, call in CALLS.items()
+    if call.bias is None
+]
+
+
+def on_device(call: AttentionCall) -> AttentionCall:
+    tensors = {name: value.to(DEVICE) for name, value in vars(call).items() if isinstance(value, Tensor)}
+    return replace(call, **tensors)
+
+
+def by_kernel(call: AttentionCall, choice: Choice, rows: Tensor | None = None) -> RowStatistics:
+    rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
+    call = on_device(call)
+    assert fused_rows.applies(call)
+    (found,) = measure_by_kernel(call, resolve_normalizers(call, [choice]), rows, TOP_N).values()
+    return found
+
+
+def assert_exact(call: AttentionCall, choice: Choice, rows: Tensor | None = None, loosely: float = 1.0) -> None:
+    """Within the rounding of logits of this size in float32."""
+    rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
+    got = by_kernel(call, choice, rows)
+    precise = replace(call, query_BHQD=call.query_BHQD.double(), key_BGKD=call.key_BGKD.double())
+    (exact,) = measure_rows(precise, [choice], rows, TOP_N).values()
+    size = float(dense_logits(call).abs().max().clamp(min=1))
+    tolerance = loosely * 64 * torch.finfo(torch.float32).eps * size
+    assert torch.equal(got.n.cpu(), exact.n)
+    assert torch.equal(got.broken.cpu(), exact.broken)
+    for name, value in {**exact.values, "top_mass": exact.top_mass}.items():
+        found = got.top_mass if name == "top_mass" else got.values[name]
+        near = torch.isclose(found.cpu().double(), value.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert near.all(), (name, found.cpu()[~near], value[~near])
+
+
+@pytest.mark.parametrize("name", KERNEL_CALLS)
+def test_softmax_of_every_call(name: str) -> None:
+    assert_exact(CALLS[name], None)
+
+
+@pytest.mark.parametrize("choice", ["ssmax", "log_scaled"])
+def test_a_rescaled_softmax(choice: str) -> None:
+    assert_exact(CALLS["left padding"], choice)
+
+
+def test_a_negative_factor_turns_the_order_of_the_keys_around() -> None:
+    assert_exact(CALLS["causal"], get("ssmax", s=-1.3))
+
+
+def test_a_learned_sink_of_a_normalizer() -> None:
+    assert_exact(CALLS["causal"], get("sink", heads=HEADS, logit=1.5))
+
+
+def test_some_rows_only() -> None:
+    assert_exact(CALLS["long"], None, rows=torch.tensor([0, 3, 4, 70, 150, 151, 152, 299]))
+
+
+def test_equal_keys_at_the_top() -> None:
+    call = make_call(40, size=4.0)
+    call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]
+    call.query_BHQD.copy_(4 * call.key_BGKD[:, :, 6:7].repeat_interleave(2, 1) + 0.1 * call.query_BHQD)
+    assert_exact(call, None)
+
+
+def test_one_key_far_above_the_others_keeps_the_digits_of_the_rest() -> None:
+    call = make_call(50, size=1.0)
+    call.key_BGKD[:, :, 3] *= 60.0
+    assert_exact(call, None)
+
+
+def test_half_precision_errs_by_no_more_than_its_inputs() -> None:
+    call = CALLS["causal"]
+    half = replace(call, query_BHQD=call.query_BHQD.half(), key_BGKD=call.key_BGKD.half())
+    assert_exact(half, None, loosely=4)  # the inputs are exact in float64 too; one pass less for the Jacobian norm
+
+
+def test_rows_that_are_not_finite_are_broken() -> None:
+    call = make_call(20, batch=1)
+    call.key_BGKD[0, 0, 9] = torch.nan
+    found = by_kernel(call, None)
+    assert found.broken[0, :2, 9:].all()
+    assert not found.broken[0, :, :9].any()
+    assert not found.broken[0, 2:].any()
+    assert found.values["entropy_nats"][0, :2, 9:].isnan().all()
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_root_of_moments_is_close_and_never_above(data: st.DataObject) -> None:
+    size, count = data.draw(st.floats(0.01, 12)), data.draw(st.integers(3, 400))
+    z = size * torch.randn(
+        count, dtype=torch.float64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    )
+    u = torch.exp(z - z.max()).sort(descending=True).values
+    at_zero = torch.tensor(data.draw(st.sampled_from([0.0, 0.3, 5.0])), dtype=torch.float64)
+    exact = rank_one_eigenvalue(u[None], at_zero[None, None])[0]
+    moments = [u[3:].pow(power).sum() for power in (1, 2, 3, 4)]
+    root = rank_one_root_of_moments(u[0], u[1], u[2], moments, at_zero)
+    assert root <= exact * (1 + 1e-9)
+    assert root >= exact * (1 - 5e-3)
+    for _ in range(2):
+        q = u[1:] / (root - u[1:])
+        root = improved_root(u[0], u[1], root, q.sum(), q.square().sum(), at_zero)
+    torch.testing.assert_close(root, exact, rtol=1e-6, atol=0.0)
