@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from attnorm.analysis.own_models import observe as observe
     from attnorm.analysis.result import Analysis as Analysis
     from attnorm.analysis.verdicts import Thresholds as Thresholds
+    from attnorm.metrics.attention_statistics import AttentionStatistics as AttentionStatistics
+    from attnorm.metrics.attention_statistics import attention_statistics as attention_statistics
     from attnorm.models.patch import patch as patch
     from attnorm.models.patch import swap as swap
     from attnorm.models.patch import unpatch as unpatch
@@ -45,6 +47,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 __all__ = [
     "Analysis",
     "AttentionMonitor",
+    "AttentionStatistics",
     "ContractError",
     "LogitRule",
     "Map",
@@ -58,6 +61,7 @@ __all__ = [
     "Thresholds",
     "analyze",
     "attention",
+    "attention_statistics",
     "available",
     "check_normalizer",
     "compose",
@@ -80,8 +84,10 @@ __all__ = [
 _LAZY = {
     "Analysis": "attnorm.analysis.result",
     "AttentionMonitor": "attnorm.monitor.monitor",
+    "AttentionStatistics": "attnorm.metrics.attention_statistics",
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
+    "attention_statistics": "attnorm.metrics.attention_statistics",
     "from_pretrained": "attnorm.models.saving",
     "measure": "attnorm.analysis.own_models",
     "observe": "attnorm.analysis.own_models",

@@ -46,6 +46,7 @@ def measure_rows(
     *,
     names: Sequence[str] = PER_ROW,
     block_elements: int | None = None,
+    mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> dict[str, RowStatistics]:
     """The statistics of these queries (sorted indices) by the normalizers' names; None goes by "model".
 
@@ -53,17 +54,23 @@ def measure_rows(
     row's first visible one, in the same way. Limits (ceiling, floor, horizon) are those of the normalizer itself where
     it is softmax of rescaled logits, NaN where it is another map; spread and largest logit are the model's.
     """
-    if not top_n or min(top_n) < 1:
+    if top_n and min(top_n) < 1:
         raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
     chosen = resolve_normalizers(call, normalizers)
-    if len(rows) <= fused_rows.MASS_ROWS or not call.query_BHQD.is_cuda or not fused_rows.applies(call):
-        return _in_blocks(call, chosen, rows, top_n, names, block_elements)
+    in_blocks = _few_enough(rows, top_n, mass_rows) or not call.query_BHQD.is_cuda or not fused_rows.applies(call)
+    softmaxes = [] if in_blocks else [one for one in chosen if one.scaled_softmax]
+    others = [one for one in chosen if one not in softmaxes]
     found = {}
-    if by_weights := [one for one in chosen if not one.scaled_softmax]:
-        found = _in_blocks(call, by_weights, rows, top_n, names, block_elements)
-    if softmaxes := [one for one in chosen if one.scaled_softmax]:
-        found |= measure_by_kernel(call, softmaxes, rows, top_n, names)
+    if others:
+        found = _in_blocks(call, others, rows, top_n, names, block_elements)
+    if softmaxes:
+        found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
     return found
+
+
+def _few_enough(rows: Tensor, top_n: Sequence[int], mass_rows: int | None) -> bool:
+    """Whether the masses of the heaviest keys take all rows through blocks of logits anyway."""
+    return bool(top_n) and (mass_rows is None or len(rows) <= mass_rows)
 
 
 @torch.no_grad()
@@ -73,10 +80,14 @@ def measure_by_kernel(
     rows: Tensor,
     top_n: Sequence[int],
     names: Sequence[str] = PER_ROW,
+    mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> dict[str, RowStatistics]:
-    """measure_rows for softmax and its rescalings on the Triton kernel; masses of at most MASS_ROWS rows, else NaN."""
-    some = spread(rows, fused_rows.MASS_ROWS)
-    masses = _in_blocks(call, chosen, some, top_n, ("row_sum",), None)
+    """measure_rows for softmax and its rescalings on the Triton kernel.
+
+    The masses of the heaviest keys are those of at most mass_rows rows, NaN for the others.
+    """
+    some = spread(rows, len(rows) if mass_rows is None else mass_rows)
+    masses = _in_blocks(call, chosen, some, top_n, ("row_sum",), None) if top_n else {}
     where = torch.searchsorted(rows, some).to(call.query_BHQD.device)
     n = fused_rows.visible_keys(call, rows)
     found = {}
@@ -93,7 +104,8 @@ def measure_by_kernel(
             values["gain"] = factor.abs()
         statistics = _finished(limits, values, top_n, names)
         top_mass = torch.full_like(statistics.top_mass, torch.nan)
-        top_mass[:, :, where] = masses[one.name].top_mass
+        if top_n:
+            top_mass[:, :, where] = masses[one.name].top_mass
         found[one.name] = replace(statistics, top_mass=top_mass)
     return found
 
@@ -106,6 +118,9 @@ def _in_blocks(
     names: Sequence[str],
     block_elements: int | None,
 ) -> dict[str, RowStatistics]:
+    if not top_n:
+        found_anyway = _in_blocks(call, chosen, rows, (1,), names, block_elements)
+        return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in found_anyway.items()}
     # Softmax of the logits as they are comes last: it overwrites them.
     chosen = sorted(chosen, key=lambda one: one.scaled_softmax and not one.rescales)
     together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
@@ -212,7 +227,8 @@ def _finished(
         if "gain" in found:
             values["jacobian_norm"] = values["jacobian_norm"] * found["gain"].squeeze(-1)
     else:
-        values = {name: value.squeeze(-1) for name, value in found.items()}
+        values = {name: value.squeeze(-1) for name, value in found.items() if name != "top_mass"}
+        values["logsumexp"] = torch.full_like(values["row_sum"], torch.nan)
         top_mass = found["top_mass"]
     max_logit = torch.maximum(sink, largest)
     distance = max_logit - torch.minimum(sink, smallest)
@@ -224,6 +240,7 @@ def _finished(
     entropy_rest = values.pop("entropy_nats_without_sink")
     values |= {
         "max_logit": max_logit,
+        "min_logit": torch.minimum(sink, smallest),
         "logit_spread": distance,
         "logit_spread_without_sink": rest,
         "entropy_ratio": (values["entropy_nats"] / torch.log(keys)).masked_fill(n <= 1, torch.nan),

@@ -169,6 +169,7 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
         "max_weight_without_sink": largest_rest.masked_fill(alone, torch.nan),
         "effective_gap_without_sink": (torch.log(n - 2) - sums.log_others).masked_fill(n <= 2, torch.nan),
         "jacobian_norm": _jacobian_norm(sums, log_keys),
+        "logsumexp": sums.level + torch.logaddexp(log_keys, sums.learned),
     }
     return values, _masses(columns[..., len(RowSums._fields) :], alone, m, left * largest_rest, top_n)
 
@@ -181,7 +182,7 @@ def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
 def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
     """The N heaviest are the largest with N - 1 others, or the sink with N - 1 of them, whichever is more."""
     largest, sink = largest.masked_fill(alone, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
-    without, beside_sink = (largest * (1 + heavy)).chunk(2, -1)
+    without, beside_sink = (largest * (1 + part) for part in (heavy[..., : len(top_n)], heavy[..., len(top_n) :]))
     for place, N in enumerate(top_n):
         if N == 1:
             beside_sink[..., place] = 0.0

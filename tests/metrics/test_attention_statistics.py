@@ -1,0 +1,104 @@
+"""attnorm.attention_statistics against the whole matrix in float64."""
+
+import math
+
+import pytest
+import torch
+
+import attnorm
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights
+
+B, H, G, Q, K, D = 2, 4, 2, 21, 37, 8
+
+
+def draw(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(B, H, Q, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, name: str, **options: object) -> dict[str, torch.Tensor]:
+    call = AttentionCall(0, "decoder", q, k, k, D**-0.5, **{"causal": False, **options})
+    normalizer = attnorm.get(name)
+    z = dense_logits(call).masked_fill(~dense_visible(call), -math.inf)
+    w = dense_weights(call, normalizer).detach()
+    p = w.abs() / w.abs().sum(-1, keepdim=True)
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda row: normalizer(row[None])[0]))
+    found = {
+        "n": dense_visible(call).sum(-1).double(),
+        "max_logit": z.amax(-1),
+        "min_logit": z.masked_fill(z == -math.inf, math.inf).amin(-1),
+        "entropy": -torch.xlogy(p, p).sum(-1),
+        "effective_keys": 1 / p.square().sum(-1),
+        "max_weight": w.abs().amax(-1),
+        "row_sum": w.sum(-1),
+        "top_mass": torch.stack([p.topk(N, -1).values.sum(-1) for N in (1, 5)], -1),
+    }
+    if not options:
+        norms = torch.linalg.matrix_norm(jacobian(z.reshape(-1, K)), 2).detach()
+        found["jacobian_norm"] = norms.reshape(B, H, Q)
+    return found
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15", "sparsemax", "kneemax", "sigmoid", "relu"])
+def test_every_number_of_every_row(name: str) -> None:
+    q, k = draw()
+    found = attnorm.attention_statistics(q.double(), k.double(), name, top_n=(1, 5))._asdict()
+    for column, exact in dense(q, k, name).items():
+        torch.testing.assert_close(
+            found[column].double(), exact, rtol=1e-9, atol=1e-9, msg=lambda t, c=column: f"{c}: {t}"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_causal_call_with_padding_and_a_soft_cap(dtype: torch.dtype) -> None:
+    q, k = (t.to(dtype) for t in draw(1))
+    mask = torch.arange(K) >= torch.tensor([0, 9])[:, None]
+    found = attnorm.attention_statistics(
+        q, k, causal=True, mask=mask[:, None, None], softcap=4.0, top_n=(1, 5)
+    )._asdict()
+    exact = dense(q, k, "softmax", causal=True, mask=mask[:, None, None], softcap=4.0)
+    for column, value in exact.items():
+        assert found[column].dtype in (torch.float32, torch.int64)
+        torch.testing.assert_close(found[column].double(), value, rtol=2e-5, atol=2e-5)
+
+
+def test_causal_and_a_mask_with_a_row_for_each_query() -> None:
+    q, k = draw()
+    mask = torch.rand(Q, K, generator=torch.Generator().manual_seed(5)) < 0.7
+    mask[:, 0] = True
+    found = attnorm.attention_statistics(q, k, causal=True, mask=mask)
+    ordered = mask & torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
+    torch.testing.assert_close(found, attnorm.attention_statistics(q, k, mask=ordered))
+    assert torch.equal(found.n[0, 0], ordered.sum(-1))
+
+
+def test_logsumexp_and_sink_mass_of_softmax_with_a_learned_sink() -> None:
+    q, k = draw()
+    found = attnorm.attention_statistics(q.double(), k.double(), attnorm.get("sink", heads=H, logit=0.7))
+    z = q.double() @ k.double().repeat_interleave(2, 1).mT * D**-0.5
+    total = torch.logsumexp(torch.nn.functional.pad(z, (0, 1), value=0.7), -1)
+    torch.testing.assert_close(found.logsumexp, total)
+    torch.testing.assert_close(found.sink_mass, (z[..., 0] - total).exp() + (0.7 - total).exp())
+    torch.testing.assert_close(found.row_sum, (torch.logsumexp(z, -1) - total).exp())
+
+
+def test_the_shape_follows_q_and_rows_that_see_nothing_are_nan() -> None:
+    q, k = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
+    found = attnorm.attention_statistics(q, k, causal=True, top_n=(2,))
+    assert found.n.shape == (3, 5)
+    assert found.top_mass.shape == (3, 5, 1)
+    assert (found.n[:, 0] == 0).all()
+    assert found.entropy[:, 0].isnan().all()
+    assert found.entropy[:, 1:].isfinite().all()
+    assert attnorm.attention_statistics(q, k).top_mass.shape == (3, 5, 0)
+
+
+def test_bad_input_is_named() -> None:
+    q, k = draw()
+    with pytest.raises(TypeError, match="linear"):
+        attnorm.attention_statistics(q, k, "linear")
+    with pytest.raises(ValueError, match="softcap"):
+        attnorm.attention_statistics(q, k, softcap=-1)
+    with pytest.raises(ValueError, match="top_n"):
+        attnorm.attention_statistics(q, k, top_n=(0, 3))
