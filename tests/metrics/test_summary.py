@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from attnorm.metrics.summary import QUANTILES, summarise, summarise_all
+from attnorm.metrics.summary import QUANTILES, _summarise_on_device, summarise, summarise_all
 
 BINS = [(5, 8), (1, 4), (100, 200)]
 
@@ -59,3 +59,20 @@ def test_many_at_once_equal_one_at_a_time() -> None:
         np.testing.assert_array_equal(together[name].mean, alone.mean)
         np.testing.assert_array_equal(together[name].quantiles, alone.quantiles)
         np.testing.assert_array_equal(together[name].rows, alone.rows)
+
+
+def test_the_device_form_gives_the_same_numbers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(2, 3, 50, generator=generator)
+    values[values > 1.5] = math.nan
+    values[0, 1, 40:43] = math.inf
+    values[:, 2, 30:] = math.nan  # a bin without numbers
+    n = torch.arange(1, 51).expand(2, 3, 50)
+    broken = torch.rand(2, 3, 50, generator=generator) < 0.1
+    bins = [(36, 50), (26, 35), (9, 25), (60, 70)]
+    expected = summarise(values, n, bins, broken)
+    found = _summarise_on_device(values, n, bins, broken, QUANTILES)
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    np.testing.assert_allclose(found.quantiles, expected.quantiles, rtol=1e-12)
+    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
+    assert _summarise_on_device(values, n, bins, broken, ()).quantiles.shape == (3, 4, 0)

@@ -45,7 +45,12 @@ def summarise(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> Summary:
-    """values, n and broken: (B, H, R). NaN is left out; an infinite value stays one, and makes the mean infinite."""
+    """values, n and broken: (B, H, R). NaN is left out; an infinite value stays one, and makes the mean infinite.
+
+    Bins do not overlap.
+    """
+    if values.device.type != "cpu":
+        return _summarise_on_device(values, n, bins, broken, quantiles)
     numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
     heads = len(numbers)
     mean = np.full((heads, len(bins)), np.nan)
@@ -62,6 +67,43 @@ def summarise(
         for which, share in enumerate(quantiles):
             found[some, place, which] = _quantile(ordered[some], count[some], share)
     return Summary(mean, found, rows)
+
+
+def _summarise_on_device(
+    values: Tensor, n: Tensor, bins: Sequence[tuple[int, int]], broken: Tensor, quantiles: Sequence[float]
+) -> Summary:
+    """One sort of all rows by bin and value, in torch: what travels to the CPU is the summary alone."""
+    numbers, keys, bad = (t.expand_as(values).transpose(0, 1).flatten(1) for t in (values.double(), n, broken))
+    count = len(bins)
+    bin_of = torch.full_like(keys, count)  # of rows outside all bins
+    for index, (low, high) in enumerate(bins):
+        bin_of = torch.where((keys >= low) & (keys <= high) & ~bad, index, bin_of)
+    rows = _per_bin(bin_of, torch.ones_like(numbers), count)
+    missing = numbers.isnan()
+    numbers, bin_of = torch.where(missing, 0.0, numbers), torch.where(missing, count, bin_of)
+    found = _per_bin(bin_of, torch.ones_like(numbers), count)
+    mean = _per_bin(bin_of, numbers, count) / found  # 0 / 0 where there is no number
+    ordered, order = numbers.sort(dim=1)
+    by_bin = bin_of.gather(1, order).sort(dim=1, stable=True).indices
+    ordered = ordered.gather(1, by_bin)
+    start = found.cumsum(1) - found
+    parts = []
+    for share in quantiles:
+        at = share * (found - 1).clamp(min=0)
+        below = at.floor()
+        low, high = (
+            ordered.gather(1, (start + index).long().clamp(max=ordered.shape[1] - 1))
+            for index in (below, torch.minimum(below + 1, (found - 1).clamp(min=0)))
+        )
+        between = torch.where((low == high) | (at == below), low, low + (high - low) * (at - below))
+        parts.append(torch.where(found > 0, between, torch.nan))
+    stacked = torch.stack(parts, -1) if parts else numbers.new_zeros(*found.shape, 0)
+    return Summary(mean.cpu().numpy(), stacked.cpu().numpy(), rows.long().cpu().numpy())
+
+
+def _per_bin(bin_of: Tensor, values: Tensor, bins: int) -> Tensor:
+    """Sums of values (H, M) over the members of each bin, (H, bins)."""
+    return values.new_zeros(len(values), bins + 1).scatter_add_(1, bin_of, values)[:, :bins]
 
 
 def _per_head(values: Tensor) -> np.ndarray:
