@@ -88,12 +88,13 @@ def _summarise_on_device(
     ordered = ordered.gather(1, by_bin)
     start = found.cumsum(1) - found
     parts = []
+    last = (found - 1).clamp(min=0)
     for share in quantiles:
-        at = share * (found - 1).clamp(min=0)
+        at = share * last
         below = at.floor()
         low, high = (
-            ordered.gather(1, (start + index).long().clamp(max=ordered.shape[1] - 1))
-            for index in (below, torch.minimum(below + 1, (found - 1).clamp(min=0)))
+            ordered.gather(1, (start + place).long().clamp(max=ordered.shape[1] - 1))
+            for place in (below, torch.minimum(below + 1, last))
         )
         between = torch.where((low == high) | (at == below), low, low + (high - low) * (at - below))
         parts.append(torch.where(found > 0, between, torch.nan))
