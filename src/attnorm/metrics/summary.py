@@ -76,8 +76,8 @@ def _summarise_on_device(
     numbers, keys, bad = (t.expand_as(values).transpose(0, 1).flatten(1) for t in (values.double(), n, broken))
     count = len(bins)
     bin_of = torch.full_like(keys, count)  # of rows outside all bins
-    for index, (low, high) in enumerate(bins):
-        bin_of = torch.where((keys >= low) & (keys <= high) & ~bad, index, bin_of)
+    for index, (fewest, most) in enumerate(bins):
+        bin_of = torch.where((keys >= fewest) & (keys <= most) & ~bad, index, bin_of)
     rows = _per_bin(bin_of, torch.ones_like(numbers), count)
     missing = numbers.isnan()
     numbers, bin_of = torch.where(missing, 0.0, numbers), torch.where(missing, count, bin_of)
