@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from importlib.resources import files
@@ -132,27 +131,6 @@ def test_every_normalizer_is_in_the_readmes_table_and_described_in_the_docs(name
 
 def test_the_docs_describe_no_normalizer_that_is_gone() -> None:
     assert set(re.findall(r"^### (\w+)$", NORMALIZERS, flags=re.MULTILINE)) == set(BUILT_IN)
-
-
-@pytest.fixture
-def followed(tmp_path: Path) -> tuple[Path, Path]:
-    """The new file, and the folder of a copy of the package after steps 1 and 2 of CONTRIBUTING, done literally."""
-    file, row, _ = blocks(CONTRIBUTING, "python")
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    (new,) = re.findall(r"\*\*1\. The file\.\*\* `(.*?)`", CONTRIBUTING)
-    (tmp_path / new).write_text(file)
-    table = tmp_path / "src" / "attnorm" / "normalizers" / "registry.py"
-    text = table.read_text()
-    last = text.index("\n    ]\n}", text.index("BUILT_IN"))
-    table.write_text(text[:last] + "\n" + row.rstrip("\n") + text[last:])
-    return tmp_path / new, tmp_path / "src"
-
-
-def test_contributing_followed_literally_adds_a_normalizer(followed: tuple[Path, Path]) -> None:
-    new, package = followed
-    check = next(command for command in commands(CONTRIBUTING) if command.startswith("python"))
-    assert re.match(r"taylor: (\d+) of \1 checks passed", run(check, PYTHONPATH=str(package)))
-    run(f"ruff check --config pyproject.toml {new} && ruff format --config pyproject.toml --check {new}")
 
 
 def test_the_example_of_a_package_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,15 +33,26 @@ def assert_equals_definition(case: Case, call: Call, **more: object) -> None:
     assert_all_close(actual, expected)
 
 
+NAMES = list(CALLS)
+# Each normalizer with a fifth of the calls, in turn; with all of them at night.
+IN_TURN = [(case, name) for number, case in enumerate(CASES) for name in NAMES[number % 5 :: 5]]
+
+
+@pytest.mark.parametrize(("case", "name"), IN_TURN, ids=lambda value: getattr(value, "id", value))
+def test_outputs_and_gradients_equal_the_definition(case: Case, name: str) -> None:
+    assert_equals_definition(case, CALLS[name])
+
+
+@pytest.mark.nightly
 @every_case
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_outputs_and_gradients_equal_the_definition(case: Case, call: Call) -> None:
-    assert_equals_definition(case, call)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_normalizer_and_every_call(case: Case, name: str) -> None:
+    assert_equals_definition(case, CALLS[name])
 
 
 @every_case
-@pytest.mark.parametrize("name", ["padding, causal", "queries at the end"])
-def test_blocks_of_a_few_rows_equal_the_definition(case: Case, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_few_rows_equal_the_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = ["padding, causal", "queries at the end"][CASES.index(case) % 2]
     call = CALLS[name]
     two_rows = call.batch * HEADS * call.keys * 2
     monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", two_rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.attention.reference import softmax
+from attnorm.normalizers.softmax import softmax_row as softmax
 
 
 def gaussian(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:

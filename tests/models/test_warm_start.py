@@ -11,23 +11,25 @@ from transformers import GPT2Config, LlamaConfig, T5Config
 
 import attnorm
 from attnorm.models.patch import patch, swap
-from attnorm.models.warm_start import WARM_STARTS, Layer, mean_log_n, trained_length
-from attnorm.normalizers.registry import _registered
+from attnorm.models.warm_start import trained_length
+from attnorm.normalizers.declaration import LayerFacts
+from attnorm.normalizers.registry import BUILT_IN
 from tests.models.tiny import llama, quiet_logits, tiny, tokens
 
+STARTS = {name: entry.declaration.warm_start for name, entry in BUILT_IN.items()}
 THE_SAME: dict[str, dict[str, Any]] = {
-    "softmax": {},
+    **{
+        name: {} for name, entry in BUILT_IN.items() if "the same" in getattr(entry.declaration.warm_start, "close", "")
+    },
     "ssmax": {"bias": True},
-    "log_scaled": {},
     "topk": {"k": 12},
     "local": {"window": 12},
     "kernel": {"function": "exp"},
 }
 
 
-def test_the_table_speaks_of_every_normalizer() -> None:
-    patchable = set(attnorm.available()) - {"differential"} - set(_registered)
-    assert set(WARM_STARTS) == patchable
+def test_every_normalizer_but_differential_declares_its_start() -> None:
+    assert [name for name, start in STARTS.items() if start is None] == ["differential"]
 
 
 @pytest.mark.parametrize("name", THE_SAME)
@@ -64,22 +66,22 @@ def test_a_warm_start_is_closer_to_the_trained_model_than_a_cold_one(name: str, 
 @pytest.mark.parametrize(
     ("layer", "visible"),
     [
-        (Layer(4, 100), list(range(1, 101))),
-        (Layer(4, 100, window=7), [min(n, 7) for n in range(1, 101)]),
-        (Layer(4, 100, window=200), list(range(1, 101))),
-        (Layer(4, 100, causal=False), [100] * 100),
+        (LayerFacts(4, 100), list(range(1, 101))),
+        (LayerFacts(4, 100, window=7), [min(n, 7) for n in range(1, 101)]),
+        (LayerFacts(4, 100, window=200), list(range(1, 101))),
+        (LayerFacts(4, 100, causal=False), [100] * 100),
     ],
 )
-def test_mean_log_n_is_the_mean_over_the_rows_of_a_text(layer: Layer, visible: list[int]) -> None:
-    assert mean_log_n(layer) == pytest.approx(sum(map(math.log, visible)) / 100)
+def test_mean_log_n_is_the_mean_over_the_rows_of_a_text(layer: LayerFacts, visible: list[int]) -> None:
+    assert layer.mean_log_n() == pytest.approx(sum(map(math.log, visible)) / 100)
 
 
 def test_ssmax_starts_from_the_length_of_the_layer() -> None:
     model = tiny("gemma3")
     with swap(model, "ssmax") as handle:
         sliding, full = (p.detach() for p in handle.parameters())
-    assert_close(full, torch.full((4,), 1 / mean_log_n(Layer(4, 64))))
-    assert_close(sliding, torch.full((4,), 1 / mean_log_n(Layer(4, 64, window=5))))
+    assert_close(full, torch.full((4,), 1 / LayerFacts(4, 64).mean_log_n()))
+    assert_close(sliding, torch.full((4,), 1 / LayerFacts(4, 64, window=5).mean_log_n()))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_the_models_own_sinks_are_kept_in_front_of_another_map() -> None:
         assert (quiet_logits(model, ids) - kept).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name in attnorm.available() if name != "differential"])
+@pytest.mark.parametrize("name", [name for name, start in STARTS.items() if start is not None])
 def test_what_claims_to_be_safe_untrained_is_not_called_far(name: str) -> None:
     if attnorm.get(name).properties.swap_untrained:
-        assert WARM_STARTS[name].close != "far"
+        assert STARTS[name].close != "far"

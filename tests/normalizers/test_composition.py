@@ -93,7 +93,7 @@ def test_a_sink_takes_its_share_of_any_map(z: Tensor) -> None:
 def test_a_map_that_reads_the_order_of_the_keys_takes_no_sink() -> None:
     """The sink has no position: it would fall out of a window, or shift everyone else's."""
     for ordered in ("stick_breaking", mixture("softmax", "local")):
-        with pytest.raises(ValueError, match="where a sink has no place"):
+        with pytest.raises(ValueError, match="sink"):
             compose(ordered, sink="sink")
 
 
@@ -129,16 +129,16 @@ def test_a_part_taken_from_a_normalizer_keeps_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"map": "ssmax"}, r"'ssmax' is more than a map; write compose\(scale='ssmax'\)"),
-        ({"map": "topk"}, r"'topk' is more than a map; write compose\(select='topk'\)"),
-        ({"map": "softmax1"}, r"'softmax1' is more than a map; write compose\(sink='softmax1'\)"),
-        ({"scale": "sparsemax"}, r"'sparsemax' is more than a scale rule; write compose\(map='sparsemax'\)"),
-        ({"scale": "topk"}, "'topk' is more than a scale rule"),
-        ({"scale": "asentmax"}, "'asentmax' is more than a scale rule; pass the scale rule object itself"),
-        ({"select": "ssmax"}, "'ssmax' is more than a selection"),
-        ({"select": "softmax"}, "'softmax' selects no keys"),
-        ({"sink": "softmax"}, "'softmax' has no sink"),
-        ({"sink": "sigmoid"}, "'sigmoid' is more than a sink"),
+        ({"map": "ssmax"}, r"'ssmax'.*compose\(scale='ssmax'\)"),
+        ({"map": "topk"}, r"'topk'.*compose\(select='topk'\)"),
+        ({"map": "softmax1"}, r"'softmax1'.*compose\(sink='softmax1'\)"),
+        ({"scale": "sparsemax"}, r"'sparsemax'.*compose\(map='sparsemax'\)"),
+        ({"scale": "topk"}, "'topk'.*scale rule"),
+        ({"scale": "asentmax"}, "'asentmax'.*scale rule"),
+        ({"select": "ssmax"}, "'ssmax'.*selection"),
+        ({"select": "softmax"}, "'softmax'.*Selection"),
+        ({"sink": "softmax"}, "'softmax'.*Sink"),
+        ({"sink": "sigmoid"}, "'sigmoid'.*sink"),
     ],
 )
 def test_a_part_that_would_lose_the_rest_of_its_normalizer_is_refused(options: dict[str, str], message: str) -> None:
@@ -149,7 +149,7 @@ def test_a_part_that_would_lose_the_rest_of_its_normalizer_is_refused(options: d
 @pytest.mark.as_installed
 def test_a_mechanism_is_no_part() -> None:
     for build in (lambda: compose("gaussian"), lambda: mixture("softmax", "gaussian"), lambda: compose(scale="linear")):
-        with pytest.raises(TypeError, match="is an attention mechanism: it needs q, k, v"):
+        with pytest.raises(TypeError, match="mechanism"):
             build()
 
 
@@ -246,7 +246,7 @@ def test_properties_of_mixtures() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 2.0])
 def test_a_share_lies_strictly_between_0_and_1(share: float) -> None:
-    with pytest.raises(ValueError, match=f"strictly between 0 and 1, got {share}"):
+    with pytest.raises(ValueError, match=f"share.*{share}"):
         mixture("softmax", "sparsemax", share=share)
 
 

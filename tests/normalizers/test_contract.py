@@ -2,8 +2,10 @@
 
 import pytest
 
-from attnorm.normalizers.check import EXCEPTIONS, check_normalizer
+from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.checks import CHECKS
+from attnorm.normalizers.declaration import HEADS
+from attnorm.normalizers.registry import BUILT_IN
 from tests.normalizers.variants import ROW_NAMES, VARIANTS, Variant
 
 # Compiled in every run of the tests: a fixed number of Newton steps, a rule with a parameter, a scan.
@@ -12,7 +14,7 @@ COMPILED = [Variant("entmax15", {}), Variant("ssmax", {}), Variant("stick_breaki
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_built_in_keeps_the_contract(variant: Variant) -> None:
-    report = check_normalizer(variant.make(), width=variant.width)
+    report = check_normalizer(variant.make(), heads=HEADS, width=variant.width)
     assert report.passed
     assert [check.name for check in report.checks] == [name for name in CHECKS if name != "compiled"]
 
@@ -25,7 +27,9 @@ def test_some_keep_it_compiled(variant: Variant) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_all_keep_it_compiled(variant: Variant) -> None:
-    report = check_normalizer(variant.make(), width=variant.width, compile=True, exceptions=_all_but_compiled())
+    report = check_normalizer(
+        variant.make(), heads=HEADS, width=variant.width, compile=True, exceptions=_all_but_compiled()
+    )
     assert report.passed
 
 
@@ -33,19 +37,12 @@ def _all_but_compiled() -> dict[str, str]:
     return {name: "checked in another test" for name in CHECKS if name not in ("runs", "compiled")}
 
 
-@pytest.mark.parametrize("name", EXCEPTIONS)
-def test_every_exception_is_needed(name: str) -> None:
+EXCEPTED = [name for name in ROW_NAMES if BUILT_IN[name].declaration.exceptions]
+
+
+@pytest.mark.parametrize("name", EXCEPTED)
+def test_every_exception_is_needed_and_has_a_reason(name: str) -> None:
+    exceptions = BUILT_IN[name].declaration.exceptions
     report = check_normalizer(name, exceptions={}, raise_on_failure=False)
-    assert {check.name for check in report.failures} == set(EXCEPTIONS[name])
-
-
-def test_exceptions_name_built_ins_and_checks_and_give_a_reason() -> None:
-    for name, reasons in EXCEPTIONS.items():
-        assert name in ROW_NAMES
-        assert set(reasons) <= set(CHECKS)
-        assert all(len(reason) > 20 for reason in reasons.values())
-
-
-def test_the_table_of_variants_covers_every_row_normalizer() -> None:
-    assert {variant.name for variant in VARIANTS} >= set(ROW_NAMES)
-    assert len(ROW_NAMES) > 20
+    assert {check.name for check in report.failures} == set(exceptions)
+    assert all(len(reason) > 20 for reason in exceptions.values())

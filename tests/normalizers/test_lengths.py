@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers import Positions, get
+from attnorm.normalizers.declaration import HEADS
 from tests.normalizers.variants import VARIANTS, Variant
 
 LENGTH = 8
@@ -15,7 +16,7 @@ no_hidden_states = [v for v in VARIANTS if v.width is None]
 
 
 def logits() -> Tensor:
-    return 2 * torch.randn(1, 2, LENGTH, LENGTH, dtype=torch.float64)
+    return 2 * torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("variant", no_hidden_states, ids=str)

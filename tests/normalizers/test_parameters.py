@@ -81,7 +81,7 @@ def test_what_is_not_learned_has_nothing_to_train(name: str) -> None:
 @pytest.mark.parametrize("heads", [0, -2])
 @each
 def test_heads_are_at_least_one(make, heads: int) -> None:
-    with pytest.raises(ValueError, match=f"heads must be at least 1, got {heads}"):
+    with pytest.raises(ValueError, match=f"heads.*{heads}"):
         make(heads)
 
 
@@ -125,9 +125,9 @@ def test_asentmax_reads_beta_and_gamma_of_each_query_and_head_from_the_hidden_st
 
 def test_asentmax_asks_for_the_hidden_state_it_was_built_for() -> None:
     normalizer = get("asentmax", heads=2, width=5)
-    with pytest.raises(ValueError, match="pass hidden_states="):
+    with pytest.raises(ValueError, match="hidden_states="):
         normalizer(torch.randn(1, 2, 3, 4))
-    with pytest.raises(ValueError, match="width=5 needs heads"):
+    with pytest.raises(ValueError, match=r"width=5.*heads"):
         get("asentmax", width=5)
 
 

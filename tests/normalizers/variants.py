@@ -1,10 +1,11 @@
-"""Every built-in row normalizer with the options that change what it computes: one table for tests that go over all."""
+"""Every built-in row normalizer with the examples that its file declares, and compositions of them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from attnorm.normalizers import Normalizer, compose, get, mixture
+from attnorm.normalizers.declaration import HEADS
 from attnorm.normalizers.local import Local
 from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.topk import TopK
@@ -13,11 +14,15 @@ ROW_NAMES = [name for name, entry in BUILT_IN.items() if str(entry.target).start
 
 
 class Variant(NamedTuple):
-    """A normalizer by name and options, or a composition; `width` is that of the hidden states it reads."""
+    """A normalizer by name and options, or a composition."""
 
     name: str
-    options: dict[str, object]
-    width: int | None = None
+    options: dict[str, Any]
+
+    @property
+    def width(self) -> int | None:
+        """Of the hidden states that it reads."""
+        return self.options.get("width")
 
     def __str__(self) -> str:
         return ",".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
@@ -51,35 +56,7 @@ COMPOSITIONS = {
 }
 
 VARIANTS = [
-    *(Variant(name, {}) for name in ROW_NAMES),
-    Variant("softmax", {"temperature": 0.3}),
-    Variant("softmax", {"temperature": 2.0, "learned": True, "heads": 2}),
-    Variant("entmax", {"alpha": 1.0}),
-    Variant("entmax", {"alpha": 1.0001}),
-    Variant("entmax", {"alpha": 1.25}),
-    Variant("entmax", {"alpha": 1.9}),
-    Variant("entmax", {"alpha": 1.5, "learned": True, "heads": 2}),
-    Variant("kneemax", {"share": 0.2, "temperature": 0.5, "learned": True, "heads": 2}),
-    Variant("kneemax", {"knee": 0.25}),
-    Variant("ssmax", {"bias": True, "heads": 2}),
-    Variant("asentmax", {"gamma": -1.0, "heads": 2}),
-    Variant("asentmax", {"heads": 2, "width": 6}, 6),
-    Variant("sa_softmax", {"normalised": False}),
-    Variant("adaptive_temperature", {"monotone": True}),
-    Variant("sigmoid", {"bias": -3.0}),
-    Variant("sink", {"logit": -1.0, "heads": 2}),
-    Variant("relu", {"power": 2.0}),
-    Variant("stick_breaking", {"attend_current": False}),
-    Variant("topk", {"k": 3}),
-    Variant("topk", {"k": "sqrt"}),
-    Variant("topk", {"k": "log"}),
-    Variant("log_scaled", {"train_length": 4}),
-    Variant("log_scaled", {"rule": "llama4", "floor_scale": 4}),
-    Variant("log_scaled", {"rule": "yarn"}),
-    Variant("kernel", {"function": "exp"}),
-    Variant("kernel", {"function": "elu+1"}),
-    Variant("kernel", {"function": "polynomial", "power": 4}),
-    Variant("local", {"window": 2}),
+    *(Variant(name, dict(options)) for name in ROW_NAMES for options in BUILT_IN[name].declaration.examples),
     *(Variant(name, {}) for name in COMPOSITIONS),
-    Variant("mixture", {"heads": 2}),
+    Variant("mixture", {"heads": HEADS}),
 ]

@@ -1,6 +1,7 @@
-"""What every engine receives: q, k, v of one attention call with its mask, checked once.
+"""The inputs of every engine: q, k, v of one attention call with its mask, validated once.
 
-Shape suffixes: B batch, H query heads, K key/value heads (H is a multiple of K), Q queries, L keys, D width.
+Shape letters in the whole package: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys,
+D width of queries and keys, E width of values, C width of the layer input. q_BHQD has the shape (B, H, Q, D).
 """
 
 import math
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnorm.normalizers.block import Positions, check_mask
+from attnorm.normalizers.contract import Normalizer, ScaleRule
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT16_ROOM = 2.0**8
@@ -23,15 +25,15 @@ MASK_ELEMENTS = 2**24
 @dataclass(frozen=True)
 class Inputs:
     q_BHQD: Tensor
-    k_BKLD: Tensor
-    v_BKLD: Tensor
-    mask: Tensor | None  # boolean, broadcastable to (B, H, Q, L), all four dimensions and L keys written out
+    k_BGKD: Tensor
+    v_BGKE: Tensor
+    mask: Tensor | None  # boolean, broadcastable to (B, H, Q, K), all four dimensions and K keys written out
     causal: bool  # bottom-right: the last query sees every key
     scale: float
     positions: Tensor | Positions | None = None
     hidden_states: Tensor | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    bias: Tensor | None = None  # then added to them, (B or 1, H or 1, Q, L)
+    bias: Tensor | None = None  # then added to them, (B or 1, H or 1, Q, K)
     dropout: float = 0.0  # share of the weights to drop, as in training
 
     @property
@@ -40,12 +42,12 @@ class Inputs:
 
     @property
     def keys(self) -> int:
-        return self.k_BKLD.shape[-2]
+        return self.k_BGKD.shape[-2]
 
     @property
     def groups(self) -> int:
         """Query heads per key/value head."""
-        return self.q_BHQD.shape[1] // self.k_BKLD.shape[1]
+        return self.q_BHQD.shape[1] // self.k_BGKD.shape[1]
 
     @property
     def offset(self) -> int:
@@ -63,7 +65,7 @@ class Inputs:
 
     @property
     def needs_grad(self) -> bool:
-        tensors = (self.q_BHQD, self.k_BKLD, self.v_BKLD, self.hidden_states, self.bias)
+        tensors = (self.q_BHQD, self.k_BGKD, self.v_BGKE, self.hidden_states, self.bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:
@@ -100,7 +102,7 @@ class Inputs:
         return torch.where(last_seen < 0, 0.0, up_to).transpose(-1, -2)
 
     def seen(self) -> Tensor:
-        """(B or 1, H or 1, L): the keys that at least one query sees, where there is a mask."""
+        """(B or 1, H or 1, K): the keys that at least one query sees, where there is a mask."""
         seen = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
         for visible in self._masks():
             seen = seen | visible.any(-2)
@@ -134,13 +136,25 @@ class Inputs:
         return Positions.of(self.positions, self.weights_shape, self.q_BHQD.device).query[..., None]
 
 
+def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+    """The product of the factors of all scale rules, (B, H, Q, 1) in float32 at least; None without such rules."""
+    rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
+    if not rules:
+        return None
+    dtype = torch.float64 if inputs.q_BHQD.dtype == torch.float64 else torch.float32
+    factor = torch.ones((*inputs.q_BHQD.shape[:3], 1), dtype=dtype, device=inputs.q_BHQD.device)
+    for rule in rules:
+        factor = rule.scaled(factor, inputs.n(), inputs.query_positions(), inputs.hidden_states)
+    return factor
+
+
 def rounded(q: Tensor, inputs: Inputs) -> Inputs:
     """The call with queries q, which hold the factors of the scale rules in float32, in the dtype of the keys.
 
     Rounds once. float16 ends at 65504, which a factor may pass: there a power of two moves from q into the scale. What
     falls below the smallest float16 is at most 2^-17 of a query, far below the rounding of its other coordinates.
     """
-    dtype = inputs.k_BKLD.dtype
+    dtype = inputs.k_BGKD.dtype
     if dtype != torch.float16:
         return replace(inputs, q_BHQD=q.to(dtype))
     return replace(inputs, q_BHQD=(q / FLOAT16_ROOM).to(dtype), scale=inputs.scale * FLOAT16_ROOM)
@@ -194,12 +208,12 @@ def _four_dimensional(t: Tensor) -> Tensor:
 
 def _without_unseen(inputs: Inputs) -> Inputs:
     """Garbage in padding, NaN included, must not reach a product: 0 times NaN is NaN."""
-    q, k, v = inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD
+    q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     seen = inputs.seen()
     if seen.shape[1] > 1:  # a mask per query head: a key is seen if any head of its group sees it
         seen = seen.unflatten(1, (-1, inputs.groups)).any(2)
     k, v = (torch.where(seen[..., None], t, 0.0) for t in (k, v))
-    return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BKLD=k, v_BKLD=v)
+    return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

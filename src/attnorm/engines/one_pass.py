@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, transformed
+from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.normalizers.adaptive_temperature import EntropyRule
-from attnorm.normalizers.contract import Normalizer, ScaleRule
-from attnorm.normalizers.kernel import Kernel
-from attnorm.normalizers.local import Local
-from attnorm.normalizers.relu import Relu
-from attnorm.normalizers.scale_invariant import DistanceRule
-from attnorm.normalizers.sigmoid import Sigmoid
-from attnorm.normalizers.softmax import Softmax
-from attnorm.normalizers.softpick import Softpick
+from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
@@ -39,9 +32,7 @@ _LN2 = 0.6931471805599453
 class Lowered:
     """A normalizer as the kernels know it."""
 
-    map: str
-    power: int = 1
-    floor: float = 0.0
+    map: KernelForm
     rule: str = "none"
     parameter: float = 0.0
     window: int | None = None
@@ -49,7 +40,7 @@ class Lowered:
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
-    q, v = inputs.q_BHQD, inputs.v_BKLD
+    q, v = inputs.q_BHQD, inputs.v_BGKE
     if inputs.bias is not None or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
         return False
     if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
@@ -63,51 +54,36 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     """The kernels' form of a normalizer, None where there is none."""
-    form = _map_form(normalizer, inputs.q_BHQD.dtype)
-    if form is None or (normalizer.sink is not None and form.map != "softmax"):
+    map_ = normalizer.map.kernel_form()
+    if map_ is None or map_.power not in POWERS or (normalizer.sink is not None and map_.map != "softmax"):
         return None
+    if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
+        return None
+    form = Lowered(map_)
     last = normalizer.rules[-1] if normalizer.rules else None
     if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules[:-1]):
         return None
-    if isinstance(last, DistanceRule):
+    if last is not None and (rule := last.kernel_rule()) is not None:
         if inputs.positions is not None:
             return None
-        form = replace(form, rule="distance", parameter=1 / last.tau)
+        form = replace(form, rule=rule[0], parameter=rule[1])
     elif isinstance(last, EntropyRule):
-        if form.map != "softmax" or normalizer.sink is not None or inputs.softcap is not None:
+        if map_.map != "softmax" or normalizer.sink is not None or inputs.softcap is not None:
             return None
     elif last is not None and not isinstance(last, ScaleRule):
         return None
     for selection in normalizer.selections:
-        if not (isinstance(selection, Local) and inputs.causal and inputs.positions is None):
+        if selection.window is None or not inputs.causal or inputs.positions is not None:
             return None
         form = replace(form, window=min(selection.window, form.window or selection.window))
     return form
 
 
-def _map_form(normalizer: Normalizer, dtype: torch.dtype) -> Lowered | None:
-    map_ = normalizer.map
-    if isinstance(map_, Softmax):
-        return Lowered("softmax")
-    if isinstance(map_, Softpick):
-        return Lowered("softpick", floor=map_.eps)
-    if isinstance(map_, Sigmoid):
-        return None if normalizer.selections else Lowered("sigmoid")  # its bias counts the keys that are left
-    if isinstance(map_, Relu):
-        return None if normalizer.selections or map_.power not in POWERS else Lowered("relu", power=int(map_.power))
-    if isinstance(map_, Kernel) and map_.function.tile is not None:
-        name, power, _offset = map_.function.tile
-        if name == "polynomial" and (dtype == torch.float16 or power not in POWERS):
-            return None  # a power of a logit soon exceeds float16
-        return Lowered(name, power=power)
-    return None
-
-
 def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
+    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
     form = lowered(normalizer, inputs)
     assert form is not None
-    factor, shift = _row_numbers(inputs, normalizer, form)
+    factor, shift = _row_numbers(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
         beta = normalizer.rules[-1].beta(_entropy(inputs, factor, form.window))
         factor = beta if factor is None else factor * beta
@@ -117,37 +93,27 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         if logit.dim() == 1 and logit.shape[0] != heads:
             raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
         sink = logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
-    return _call(inputs, inputs.v_BKLD, factor, shift, sink, form)[0]
+    return _call(inputs, inputs.v_BGKE, factor, shift, sink, form)[0]
 
 
 def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tensor:
     """Entropy in nats of softmax over each row, (B, H, Q); 0 for rows that see nothing."""
     mean_key, log_denominator = _call(
-        inputs, inputs.k_BKLD, factor, None, None, Lowered("softmax", window=window), precise=True
+        inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax"), window=window), precise=True
     )
     mean = inputs.scale * (inputs.q_BHQD.float() * mean_key).sum(-1)
     entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
     return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
 
 
-def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> tuple[Tensor | None, Tensor | None]:
+def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: KernelForm) -> tuple[Tensor | None, Tensor | None]:
     """The factor and the shift of each row, (B, H, Q) in float32, None where it is 1 or 0."""
-    map_, shape, device = normalizer.map, inputs.q_BHQD.shape[:3], inputs.q_BHQD.device
-    scales = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
-    factor: Tensor | None = None
-    shift: Tensor | None = None
-    if scales:
-        factor = torch.ones((*shape, 1), dtype=torch.float32, device=device)
-        for rule in scales:
-            factor = rule.scaled(factor, inputs.n(), inputs.query_positions(), inputs.hidden_states)
-    if isinstance(map_, Relu):  # [z]^p / n = [z n^(-1/p)]^p
-        share = inputs.n().clamp(min=1) ** (-1 / form.power)
-        factor = share if factor is None else factor * share
-    elif isinstance(map_, Sigmoid):
-        bias = map_.bias_of(inputs.n()) if map_.bias is None else map_.bias
-        shift = bias if isinstance(bias, Tensor) else torch.full((1, 1), bias, device=device)
-    elif isinstance(map_, Kernel) and map_.function.tile is not None and map_.function.tile[2] != 0:
-        shift = torch.full((1, 1), map_.function.tile[2], device=device)
+    shape = inputs.q_BHQD.shape[:3]
+    factor = row_factors(inputs, normalizer)
+    if form.row_factor is not None:
+        own = form.row_factor(inputs.n())
+        factor = own if factor is None else factor * own
+    shift = None if form.row_shift is None else form.row_shift(inputs.n())
     return _per_row(factor, shape), _per_row(shift, shape)
 
 
@@ -161,8 +127,9 @@ def _call(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    map_ = form.map
     output, reference, _ = _forward(
-        inputs.q_BHQD, inputs.k_BKLD, values, mask, factor, shift, sink, form.map, form.power, form.floor, form.rule,
+        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, map_.map, map_.power, map_.floor, form.rule,
         form.parameter, inputs.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference

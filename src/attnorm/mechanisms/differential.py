@@ -1,7 +1,7 @@
 """Differential attention: the difference of two softmax maps, softmax(z1) - lambda softmax(z2), cancels common noise.
 
 Ye et al. 2024, https://arxiv.org/abs/2410.05258. Query and key heads come in pairs (2h, 2h+1), values have one head per
-pair: q (B, 2H, L, D), k (B, 2K, L, D), v (B, K, L, Dv) -> (B, H, L, Dv).
+pair: q (B, 2H, Q, D), k (B, 2G, K, D), v (B, G, K, E) -> (B, H, Q, E).
 
     lambda = exp(<lq1, lk1>) - exp(<lq2, lk2>) + lambda_init,   lambda_init = 0.8 - 0.6 exp(-0.3 depth)
 
@@ -57,7 +57,7 @@ class Differential(Mechanism):
         if q.dim() < 3 or q.shape[-3] % 2 or k.shape[-3] != 2 * v.shape[-3]:
             raise ValueError(
                 "differential attention takes query and key heads in pairs and one value head per pair: "
-                "q (B, 2H, L, D), k (B, 2K, L, D), v (B, K, L, Dv); "
+                "q (B, 2H, Q, D), k (B, 2G, K, D), v (B, G, K, E); "
                 f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
             )
         if mask is not None:

@@ -11,6 +11,7 @@ from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
+from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.softmax import Softmax
 
 
@@ -35,8 +36,9 @@ def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return -0.5 * scale * (squares - 2 * q @ k.transpose(-1, -2)).relu()
 
 
+@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
 class Gaussian(Mechanism):
-    """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised unless asked."""
+    """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised by default."""
 
     name = "gaussian"
 

@@ -14,6 +14,7 @@ from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
+from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.kernel import FUNCTIONS
 
 CHUNK = 128
@@ -42,6 +43,7 @@ class _Products(nn.Module):
         return self.feature_map(q * self.scale) @ self.feature_map(k).transpose(-1, -2)
 
 
+@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
 class Linear(Mechanism):
     """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L)."""
 
@@ -82,7 +84,7 @@ class Linear(Mechanism):
     def _summed(self, inputs: Inputs) -> Tensor:
         dtype = inputs.q_BHQD.dtype
         working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        k, v = (t.to(working).repeat_interleave(inputs.groups, dim=1) for t in (inputs.k_BKLD, inputs.v_BKLD))
+        k, v = (t.to(working).repeat_interleave(inputs.groups, dim=1) for t in (inputs.k_BGKD, inputs.v_BGKE))
         q, k = self.feature_map(inputs.q_BHQD.to(working) * inputs.scale), self.feature_map(k)
         if inputs.mask is not None:
             k = torch.where(inputs.mask.transpose(-1, -2), k, 0.0)

@@ -16,9 +16,11 @@ from attnorm.engines.blocked import BLOCK_ELEMENTS
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
+from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.softmax import Softmax
 
 
+@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
 class Selective(Mechanism):
     """softmax(z - F): what head 0 selected before is masked softly from now on."""
 
@@ -62,10 +64,10 @@ class Selective(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output, and the penalty F (B, 1, 1, Lk) to pass with the next queries; `penalty` may cover fewer keys."""
+        """Output, and the penalty F (B, 1, 1, K) to pass with the next queries; `penalty` may cover fewer keys."""
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         working = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-        q4, k4, v4 = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+        q4, k4, v4 = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
         k4, v4 = (t.repeat_interleave(inputs.groups, dim=1) for t in (k4, v4))
         carried = q4.new_zeros(q4.shape[0], 1, 1, inputs.keys)
         if penalty is not None:

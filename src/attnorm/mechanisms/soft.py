@@ -17,6 +17,7 @@ from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.mechanisms.gaussian import gaussian_logits
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Properties
+from attnorm.normalizers.declaration import WarmStart, declare
 
 RIDGE = 0.01
 NEWTON_STEPS = 20
@@ -24,6 +25,7 @@ NEWTON_STEPS = 20
 Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, m, D)
 
 
+@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
 class Soft(Mechanism):
     """P A^+ P^T with Gaussian kernels and m landmarks: SOFT's linear-time attention; normalised=True for SOFT++."""
 
@@ -63,7 +65,7 @@ class Soft(Mechanism):
     def _attend(self, inputs: Inputs) -> Tensor:
         dtype = inputs.q_BHQD.dtype
         working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+        q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
         k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (k, v))
         visible = _visible_keys(inputs, k)
         centres = segment_means(k, visible, self.landmarks) if isinstance(self.landmarks, int) else self.landmarks(k)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
+from attnorm.normalizers.composition import mixed
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer
-from attnorm.normalizers.mixture import mixed
 from attnorm.normalizers.softmax import Softmax
 
 # How attention modules call their number of heads, where they hold it.

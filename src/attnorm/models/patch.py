@@ -27,8 +27,9 @@ from attnorm.models.patch_state import (
     patched_modules,
     without,
 )
-from attnorm.models.warm_start import Layer, build, trained_length
+from attnorm.models.warm_start import build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import as_normalizer
 
 Layers = int | Iterable[int] | Mapping[int, int | Sequence[int] | None]
@@ -235,11 +236,11 @@ def _check_head_option(options: Mapping[str, Any], count: int) -> None:
         )
 
 
-def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> Layer:
+def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> LayerFacts:
     sinks = getattr(module, "sinks", None)
     if isinstance(sinks, torch.Tensor) and heads is not None:
         sinks = sinks[list(heads)]
-    return Layer(
+    return LayerFacts(
         heads=head_count(module) if heads is None else len(heads),
         length=trained_length(module.config) if train_length is None else train_length,
         causal=bool(getattr(module, "is_causal", True)),

@@ -202,13 +202,13 @@ def _run_mechanism(mechanism: Mechanism, inputs: Inputs, softcap: float | None, 
     if mask is not None and torch.equal(mask, mask[:, :, :1].expand_as(mask)):
         mask = mask[:, :, :1]  # padding alone: `soft` takes no other mask, and `linear` is linear only then
     output: Tensor = mechanism(
-        inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD, mask=mask, causal=inputs.causal, scale=inputs.scale
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask=mask, causal=inputs.causal, scale=inputs.scale
     )
     return output
 
 
 def _weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """All weights at once, of size Q x K, because the caller wants to see them."""
-    identity = torch.eye(inputs.keys, dtype=inputs.v_BKLD.dtype, device=inputs.v_BKLD.device)
-    values = identity.expand(*inputs.v_BKLD.shape[:2], -1, -1)
-    return attend(replace(inputs, v_BKLD=values, dropout=0.0), normalizer)
+    identity = torch.eye(inputs.keys, dtype=inputs.v_BGKE.dtype, device=inputs.v_BGKE.device)
+    values = identity.expand(*inputs.v_BGKE.shape[:2], -1, -1)
+    return attend(replace(inputs, v_BGKE=values, dropout=0.0), normalizer)

@@ -7,13 +7,15 @@ uniform over more than 381 keys is *not* sharpened; `monotone=True` keeps beta a
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import LogitRule, Normalizer
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_row
 
 PRINTED = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
 LEAST_ENTROPY = 0.5
@@ -51,7 +53,7 @@ class EntropyRule(LogitRule):
 
 
 def softmax_entropy(block: Block) -> Tensor:
-    """Entropy in nats of softmax over each row, (..., Lq, 1)."""
+    """Entropy in nats of softmax over each row, (..., Q, 1)."""
     log_p = torch.log_softmax(block.filled_low(), dim=-1)
     p = torch.exp(log_p)
     return -block.hide(p * block.hide(log_p)).sum(-1, keepdim=True)
@@ -84,7 +86,7 @@ def fit(
 
     For every row, beta is the smallest factor (from 1 up) at which the target key - given by index, or the row's
     largest logit - keeps the weight `keep`; the polynomial is the least-squares fit of beta on the row's entropy.
-    Rows whose target cannot get there (it is not the single largest logit, or by a hair only) are left out.
+    Rows whose target cannot reach it (it is not the single largest logit, or leads by too little) are left out.
     """
     if not 0 < keep < 1:
         raise ValueError(f"keep must lie strictly between 0 and 1, got {keep}")
@@ -111,6 +113,32 @@ def fit(
     return tuple(torch.linalg.lstsq(powers, beta[:, None]).solution[:, 0].tolist())
 
 
+def adapted(z: Tensor, coefficients: Sequence[float] = PRINTED, monotone: bool = False) -> Tensor:
+    """The logits of one row times beta(H), by definition."""
+    p = softmax_row(z)
+    entropy = -(p * torch.log(p.clamp(min=torch.finfo(p.dtype).tiny))).sum()
+    if entropy <= LEAST_ENTROPY:
+        return z
+
+    def beta(h: Tensor) -> Tensor:
+        return sum((c * h**power for power, c in enumerate(reversed(coefficients))), torch.zeros_like(h))
+
+    reached = [beta(entropy), torch.ones_like(entropy)]
+    if monotone:
+        turns = [LEAST_ENTROPY, *_turning_points(coefficients)]
+        reached += [beta(entropy.new_tensor(turn)) for turn in turns if LEAST_ENTROPY <= turn < entropy]
+    return z * torch.stack(reached).max()
+
+
+def _reference(row: Row, **options: Any) -> Tensor:
+    return softmax_row(adapted(row.z, **options))
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"monotone": True}],
+    warm_start=WarmStart("far", "nothing to set: rows of medium entropy are sharpened up to 2.4 times"),
+)
 def adaptive_temperature(coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> Normalizer:
     """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy."""
     return Normalizer(Softmax(), scale=[EntropyRule(coefficients, monotone=monotone)], name="adaptive_temperature")

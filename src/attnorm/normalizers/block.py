@@ -1,6 +1,6 @@
 """The record that every normalizer reads: a block of logits, which keys each row may see, and where the rows stand.
 
-Shapes: logits (..., Lq, Lk); the mask broadcasts to them and is True where a query may attend. Hidden logits are
+Shapes: logits (..., Q, K); the mask broadcasts to them and is True where a query may attend. Hidden logits are
 replaced by 0 once, here, through `torch.where`: neither their value nor their gradient (NaN included) can leave.
 """
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Positions:
-    """Token positions of the queries (..., Lq) and of the keys (..., Lk)."""
+    """Token positions of the queries (..., Q) and of the keys (..., K)."""
 
     query: Tensor
     key: Tensor
 
     @property
     def distance(self) -> Tensor:
-        """How far each key lies behind each query: (..., Lq, Lk), negative for keys ahead of it."""
+        """How far each key lies behind each query: (..., Q, K), negative for keys ahead of it."""
         return self.query[..., :, None] - self.key[..., None, :]
 
     @classmethod
     def of(cls, given: "Tensor | Positions | None", logits_shape: torch.Size, device: torch.device) -> "Positions":
-        """Positions as the caller gave them, or counted so that the last query stands at the last key."""
+        """Positions as the caller gave them, or counted so that the last query is at the last key."""
         queries, keys = logits_shape[-2:]
         if isinstance(given, Positions):
             query, key = (_spread_over_heads(p, logits_shape) for p in (given.query, given.key))
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def n(self) -> Tensor:
-        """Visible keys of each row, (..., Lq, 1), in the logits' dtype."""
+        """Visible keys of each row, (..., Q, 1), in the logits' dtype."""
         if self.mask is None:
             return self.logits.new_full((1, 1), self.logits.shape[-1] - self.sinks)
         counted = self.mask.expand(*self.mask.shape[:-1], self.logits.shape[-1])

@@ -1,10 +1,10 @@
-"""The contract as a test that anyone can run, on a built-in normalizer or on one's own.
+"""Check a normalizer, built in or your own, against the contract.
 
     attnorm.check_normalizer("entmax15")
     attnorm.check_normalizer(compose("entmax15", scale=MyRule()))
 
 Every promise is checked that the contract or the normalizer's own `properties` make; the checks are the functions of
-`attnorm.normalizers.checks`. One that cannot hold is excepted by name, with the reason.
+`attnorm.normalizers.checks`. A check that cannot hold is excepted by name, with the reason.
 """
 
 import difflib
@@ -13,14 +13,8 @@ from dataclasses import dataclass
 
 from attnorm.normalizers.checks import CHECKS, CheckedNormalizer, CheckFunction
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.registry import resolve
-
-# The built-in normalizers' exceptions: which check does not apply to which, and why.
-EXCEPTIONS: dict[str, dict[str, str]] = {
-    "hard": {
-        "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
-    },
-}
+from attnorm.normalizers.declaration import Declaration
+from attnorm.normalizers.registry import entries, resolve
 
 
 @dataclass(frozen=True)
@@ -79,12 +73,15 @@ def check_normalizer(
     """Check a normalizer against the contract and its own declared properties; raise ContractError where it fails.
 
     heads: of the test logits, as many as the normalizer has parameters for. width: of the hidden states, if it reads
-    them. exceptions: {check name: reason}; the built-in ones have theirs in EXCEPTIONS. compile: compare with
-    torch.compile too, which takes a while.
+    them. exceptions: {check name: reason} (default: those that its file declares). compile: compare with torch.compile
+    too, which takes a while. A normalizer given by name is compared with its declared reference.
     """
-    subject = CheckedNormalizer.of(_row_normalizer(normalizer), heads, width)
-    name = subject.normalizer.name
-    excepted = EXCEPTIONS.get(name, {}) if exceptions is None else _known(exceptions)
+    row_normalizer = _row_normalizer(normalizer)
+    name = row_normalizer.name
+    declared = entries()[name].declaration if name in entries() else Declaration()
+    reference = declared.reference if isinstance(normalizer, str) else None
+    subject = CheckedNormalizer.of(row_normalizer, heads, width, reference)
+    excepted = declared.exceptions if exceptions is None else _known(exceptions)
     wanted = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
     checks = []
     for check, function in wanted.items():
@@ -102,7 +99,7 @@ def check_normalizer(
 def _run(name: str, function: CheckFunction, subject: CheckedNormalizer) -> Check:
     try:
         complaints = list(function(subject))
-    except Exception as error:  # a normalizer that raises has failed the check; the others may still say why
+    except Exception as error:  # an exception fails this check; the other checks still run
         complaints = [f"raised {type(error).__name__}: {error}"]
         if name == "runs":
             complaints.append(f"tried with heads={subject.heads}, width={subject.width}; pass others if it needs them")
@@ -113,8 +110,8 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
     resolved = resolve(normalizer)
     if isinstance(resolved, Mechanism):
         raise TypeError(
-            f"{resolved.name!r} is an attention mechanism: it has no rows of weights for this contract to speak of; "
-            "compare its output with a dense reference instead"
+            f"{resolved.name!r} is an attention mechanism without rows of weights, so that this contract does not "
+            "apply; compare its output with a dense reference instead"
         )
     return resolved
 

@@ -9,7 +9,7 @@ one of each kind and derives its own properties from theirs. A `Mechanism` needs
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -38,6 +38,19 @@ class Properties:
             raise ValueError(f"row_sum must be one of {', '.join(map(repr, get_args(RowSum)))}, got {self.row_sum!r}")
 
 
+@dataclass(frozen=True)
+class KernelForm:
+    """How the one-pass GPU kernels compute a map: its name in kernels/maps.py, and its constants."""
+
+    map: str
+    power: int = 1
+    floor: float = 0.0  # added to the denominator
+    row_factor: Callable[[Tensor], Tensor] | None = None  # of n (..., Q, 1): multiplies the logits of a row
+    row_shift: Callable[[Tensor], Tensor] | None = None  # of n: added to them
+    counts_keys: bool = False  # n enters, so that no selection may hide keys in front of the map
+    float16: bool = True  # whether float16 can hold its weights
+
+
 class Map(nn.Module):
     """Logits of a block to weights of the same shape; hidden keys must get exactly 0."""
 
@@ -48,6 +61,10 @@ class Map(nn.Module):
 
     def lipschitz(self, n: int) -> float | None:
         """Largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None where none is known."""
+        return None
+
+    def kernel_form(self) -> KernelForm | None:
+        """None where the one-pass kernels do not have this map."""
         return None
 
 
@@ -67,14 +84,18 @@ class LogitRule(nn.Module):
         """Largest factor by which the rule stretches differences of logits in a row of n keys; None if unknown."""
         return None
 
+    def kernel_rule(self) -> tuple[str, float] | None:
+        """Name and parameter of the rule in kernels/maps.py; None where the one-pass kernels do not have it."""
+        return None
+
 
 class ScaleRule(LogitRule):
     """A logit rule that multiplies each row by one factor, known before the logits are: it can be folded into q."""
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        """The factor, broadcastable to (..., heads, Lq, 1).
+        """The factor, broadcastable to (..., heads, Q, 1).
 
-        n: visible keys (..., Lq, 1). positions: of the queries (..., Lq, 1), None unless the caller gave them.
+        n: visible keys (..., Q, 1). positions: of the queries (..., Q, 1), None unless the caller gave them.
         """
         raise NotImplementedError
 
@@ -83,7 +104,7 @@ class ScaleRule(LogitRule):
         return self.scaled(block.logits, block.n, positions, block.hidden_states)
 
     def scaled(self, rows: Tensor, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        """The rows - logits (..., Lq, Lk) or queries (..., Lq, D) - times their factors, in the rows' dtype."""
+        """The rows - logits (..., Q, K) or queries (..., Q, D) - times their factors, in the rows' dtype."""
         factor = self.factor(n, positions, hidden_states)
         # By hand: torch.broadcast_shapes takes longer than the product, in every layer and for every token generated.
         sizes = zip(reversed(factor.shape), (1, *reversed(rows.shape[:-1])), strict=False)
@@ -108,6 +129,7 @@ class Selection(nn.Module):
     permutation_equivariant: bool = True
     continuous: bool = True
     swap_untrained: bool = True
+    window: int | None = None  # keeps the keys less than this many positions away, and no others
 
     def forward(self, block: Block) -> Tensor:
         """The keys to keep: boolean, broadcastable to the logits."""
@@ -153,7 +175,7 @@ class Normalizer(nn.Module):
         super().__init__()
         if sink is not None and not map.properties.permutation_equivariant:
             raise ValueError(
-                f"{type(map).__name__} reads the order or the positions of the keys, where a sink has no place; "
+                f"{type(map).__name__} reads the order or the positions of the keys, so that it cannot have a sink; "
                 "leave the sink out, or take a map that is permutation equivariant"
             )
         self.name = name
@@ -172,9 +194,9 @@ class Normalizer(nn.Module):
     ) -> Tensor:
         """Weights of the logits' shape and dtype.
 
-        logits (..., Lq, Lk), with the heads at -3 where parameters are per head; mask: boolean, True = may attend.
-        positions: of the queries, (Lq,) or (B, Lq), where a rule needs them (default: the last query at the last key).
-        hidden_states: the layer input of the queries, (B, Lq, width), for rules that read it.
+        logits (..., Q, K), with the heads at -3 where parameters are per head; mask: boolean, True = may attend.
+        positions: of the queries, (Q,) or (B, Q), where a rule needs them (default: the last query at the last key).
+        hidden_states: the layer input of the queries, (B, Q, width), for rules that read it.
         """
         weights = self.weights(Block.of(logits, mask, positions, hidden_states))
         if weights.shape != logits.shape:
@@ -281,7 +303,7 @@ def _per_head_values(value: float, heads: int | None) -> Tensor:
 
 
 def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
-    """The parameter shaped to meet logits (..., heads, Lq, Lk)."""
+    """The parameter shaped to meet logits (..., heads, Q, K)."""
     if parameter.dim() == 0:
         return parameter
     if logits.dim() < 3 or logits.shape[-3] != parameter.shape[0]:

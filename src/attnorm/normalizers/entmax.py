@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties, per_head, per_head_parameter
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, bisect, declare
+from attnorm.normalizers.softmax import softmax_row
 from attnorm.normalizers.threshold import Newton, solve_threshold
 
 # A learned alpha keeps this distance from 1 and 2, where its gradient would divide 0 by 0.
@@ -102,7 +104,7 @@ class _Entmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (grad,) = grads
-        p, *learned = ctx.saved_tensors  # asked for once: gradient checkpointing hands each of them out once
+        p, *learned = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
         alpha = learned[0] if learned else ctx.alpha
         support = p > 0
         u = _slopes(p, support, alpha)
@@ -184,16 +186,59 @@ class Entmax(Map):
         return f"alpha={self.alpha}" if self.theta is None else f"alpha learned from {self.alpha}"
 
 
+def entmax_row(z: Tensor, alpha: float | Tensor) -> Tensor:
+    """By bisection on mu; a last Newton step carries its derivative (implicit function theorem)."""
+    if not isinstance(alpha, Tensor) and alpha == 1:
+        return softmax_row(z)
+    d, y = alpha - 1, z - z.max().detach()
+
+    def weights(mu: float | Tensor) -> Tensor:
+        x = d * (y - mu)
+        return torch.where(x > -1, torch.exp(torch.log1p(torch.where(x > -1, x, 0.0)) / d), 0.0)
+
+    fixed = torch.as_tensor(d).detach().item()
+    most = -math.expm1(-fixed * math.log(len(z))) / fixed
+    with torch.no_grad():
+        mu = bisect(lambda mu: weights(mu).sum().item(), 0.0, most)
+    p = weights(mu)
+    slope = torch.where(p > 0, torch.where(p > 0, p, 1.0) ** (2 - alpha), 0.0).sum().detach()
+    return weights(mu + (p.sum() - 1) / slope)
+
+
+def _reference(row: Row, alpha: float = 1.5, learned: bool = False, **_: Any) -> Tensor:
+    if not learned:
+        return entmax_row(row.z, alpha)
+    return entmax_row(row.z, 1 + torch.sigmoid(row.value("map.theta", math.log((alpha - 1) / (2 - alpha)))))
+
+
+def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+    return {"alpha": 1.05, "heads": layer.heads} if given.get("learned") else {}
+
+
+@declare(reference=lambda row: entmax_row(row.z, 2.0), warm_start=WarmStart("far"))
 def sparsemax() -> Normalizer:
     """Euclidean projection onto the simplex: entmax with alpha = 2, the sparsest of the family."""
     return Normalizer(Entmax(2.0), name="sparsemax")
 
 
+@declare(reference=lambda row: entmax_row(row.z, 1.5), warm_start=WarmStart("far"))
 def entmax15() -> Normalizer:
     """entmax with alpha = 1.5: sparse, with quadratic instead of exponential weights."""
     return Normalizer(Entmax(1.5), name="entmax15")
 
 
+@declare(
+    reference=_reference,
+    examples=[
+        {},
+        {"alpha": 1.0},
+        {"alpha": 1.0001},
+        {"alpha": 1.2},
+        {"alpha": 1.85},
+        {"alpha": 1.6, "learned": True, "heads": HEADS},
+    ],
+    warm_start=WarmStart("near if learned", "learned=True starts at alpha = 1.05; a fixed alpha is as given", _start),
+)
 def entmax(alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """alpha-entmax for any alpha in [1, 2], fixed or learned per head."""
     return Normalizer(Entmax(alpha, learned=learned, heads=heads), name="entmax")

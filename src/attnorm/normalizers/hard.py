@@ -9,6 +9,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import softmax_row
 
 
 class Hard(Map):
@@ -22,6 +24,19 @@ class Hard(Map):
         return chosen + (soft - soft.detach())
 
 
+def _reference(row: Row) -> Tensor:
+    best = (row.z == row.z.max()).to(row.z.dtype)
+    soft = softmax_row(row.z)
+    return best / best.sum() + soft - soft.detach()
+
+
+@declare(
+    reference=_reference,
+    warm_start=WarmStart("far"),
+    exceptions={
+        "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
+    },
+)
 def hard() -> Normalizer:
     """argmax forward, softmax's gradient backward (straight-through)."""
     return Normalizer(Hard(), name="hard")

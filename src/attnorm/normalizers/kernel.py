@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -83,7 +84,38 @@ class Kernel(Map):
             return 0.5 if n > 1 else 0.0
         return None
 
+    def kernel_form(self) -> KernelForm | None:
+        if self.function.tile is None:
+            return None
+        name, power, offset = self.function.tile
+        shift = None if offset == 0 else lambda n: torch.full_like(n, offset)
+        # A power of a logit soon exceeds float16.
+        return KernelForm(name, power=power, row_shift=shift, float16=name != "polynomial")
 
+
+def _reference(row: Row, function: str = "softplus", power: int = 2, offset: float = 0.0) -> Tensor:
+    z = row.z
+    value = {
+        "exp": lambda: torch.exp(z),
+        "softplus": lambda: torch.log(1 + torch.exp(z)),
+        "elu+1": lambda: torch.where(z > 0, z + 1, torch.exp(z.clamp(max=0))),
+        "polynomial": lambda: (z + offset) ** power,
+    }[function]()
+    total = value.sum()
+    return value / torch.where(total > 0, total, 1.0)
+
+
+@declare(
+    reference=_reference,
+    examples=[
+        {},
+        {"function": "exp"},
+        {"function": "elu+1"},
+        {"function": "polynomial"},
+        {"function": "polynomial", "power": 4},
+    ],
+    warm_start=WarmStart("far", "nothing to set; function='exp' is softmax itself"),
+)
 def kernel(
     function: str | PositiveFunction | Elementwise = "softplus",
     *,

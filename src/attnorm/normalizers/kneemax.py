@@ -9,6 +9,7 @@ With a fixed knee of 1/4 it is entmax15(z) below that weight and keeps the bound
 language models need. Theorems and proofs: docs/theory/kneemax.md.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
-from attnorm.normalizers.temperature import Temperature
+from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, declare
+from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
 LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
@@ -130,6 +132,30 @@ class Kneemax(Map):
         return f"share={self.share}" if self.knee is None else f"knee={self.knee}"
 
 
+def _reference(row: Row, share: float = 1.0, knee: float | None = None, temperature: float = 1.0, **_: Any) -> Tensor:
+    """By bisection on tau; a last Newton step carries its derivative (implicit function theorem)."""
+    z, k = tempered(row, temperature) / 2, share / row.n if knee is None else knee
+
+    def weights(tau: float | Tensor) -> Tensor:
+        t = (z - tau).relu()
+        return torch.where(t <= 2 * k, t**2 / (4 * k), t - k)
+
+    with torch.no_grad():
+        tau = bisect(lambda tau: weights(tau).sum().item(), -1 - k - 2 * math.sqrt(k), 0.0)
+    slope = ((z - tau).relu() / (2 * k)).clamp(max=1).sum().detach()
+    return weights(tau + (weights(tau).sum() - 1) / slope)
+
+
+@declare(
+    reference=_reference,
+    examples=[
+        {},
+        {"share": 30.0},
+        {"knee": 0.25},
+        {"temperature": 0.5, "learned": True, "heads": HEADS},
+    ],
+    warm_start=WarmStart("far"),
+)
 def kneemax(
     share: float = 1.0,
     *,

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer, Selection
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_over
 
 
 class Local(Selection):
@@ -16,7 +17,7 @@ class Local(Selection):
         super().__init__()
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        self.window = window
+        self.window: int = window
 
     def forward(self, block: Block) -> Tensor:
         return block.positions.distance.abs() < self.window
@@ -25,6 +26,15 @@ class Local(Selection):
         return f"window={self.window}"
 
 
+def _reference(row: Row, window: int = 256) -> Tensor:
+    return softmax_over(row.z, row.distance.abs() < window)
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"window": 3}],
+    warm_start=WarmStart("far", "nothing to set: the same for rows of at most `window` keys"),
+)
 def local(window: int = 256) -> Normalizer:
     """softmax over the keys within a window around the query."""
     return Normalizer(Softmax(), select=[Local(window)], name="local")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.contract import Normalizer, ScaleRule
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_row
 
 Rule = Literal["qwen", "llama4", "yarn"]
 
@@ -57,6 +58,32 @@ class YarnScale(ScaleRule):
         return torch.full_like(n, self.constant)
 
 
+def _reference(
+    row: Row,
+    rule: Rule = "qwen",
+    train_length: int = 1024,
+    attention_scale: float = 0.1,
+    floor_scale: int = 8192,
+    extension: float = 4.0,
+) -> Tensor:
+    factors = {
+        "qwen": max(1.0, math.log(row.n) / math.log(train_length)),
+        "llama4": 1 + attention_scale * math.log(1 + row.n // floor_scale),
+        "yarn": (0.1 * math.log(extension) + 1) ** 2,
+    }
+    return softmax_row(row.z * factors[rule])
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"train_length": 2}, {"train_length": 5}, {"rule": "llama4", "floor_scale": 4}, {"rule": "yarn"}],
+    warm_start=WarmStart(
+        "the same up to the training length",
+        "qwen's factor is 1 there, llama4's up to 8191 keys; yarn sharpens every row",
+        options=lambda layer, given: {"train_length": layer.length},
+        by_length="train_length",
+    ),
+)
 def log_scaled(
     rule: Rule = "qwen",
     *,

@@ -1,7 +1,7 @@
-"""The options of a normalizer, judged by what its factory's signature says: numbers, switches and functions.
+"""Validate the options of a normalizer against the signature of its factory: numbers, switches and functions.
 
-One place for all of them, built in or registered, so that a wrong kind of value is named before arithmetic trips over
-it. Strings and classes of one's own mean what the factory says they mean, and are left to it.
+This is done for all normalizers, built in or registered, so that a value of the wrong type is named before any
+arithmetic. The factory itself validates strings and classes.
 """
 
 import inspect
@@ -17,7 +17,7 @@ Factory = Callable[..., Any]
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an option that the factory does not have, or whose value is of the wrong kind."""
+    """Raise TypeError for an option that the factory does not have, or whose value has the wrong type."""
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
@@ -35,7 +35,7 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
 
 
 def refuse_nan(name: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for NaN that the factory let pass; asked after it, since it may know the range to name."""
+    """Raise ValueError for NaN. Call it after the factory, whose own error may name the valid range."""
     for option, value in options.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"normalizer {name!r}: {option} must be a number, got nan")

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
+from attnorm.normalizers.declaration import Declaration, declaration_of
 from attnorm.normalizers.options import Factory, check_options, refuse_nan
 from attnorm.normalizers.softmax import Softmax
 
@@ -52,6 +53,10 @@ class NormalizerEntry:
         if isinstance(self.target, str):
             return self.target
         return f"{getattr(self.target, '__module__', '')}:{getattr(self.target, '__qualname__', self.target)}"
+
+    @property
+    def declaration(self) -> Declaration:
+        return declaration_of(self.factory())
 
     @property
     def summary(self) -> str:
@@ -104,7 +109,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
     ]
 }
 
-# For type checkers, who cannot look into the table: which names give a row normalizer, which need q, k, v.
+# For type checkers, which cannot read the table: names of row normalizers, and of mechanisms, which need q, k, v.
 RowName = Literal[
     "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",

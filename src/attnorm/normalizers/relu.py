@@ -6,7 +6,8 @@ Wortsman et al. 2023, https://arxiv.org/abs/2309.08586 (power 1); power 2 as in 
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 
 class Relu(Map):
@@ -27,7 +28,19 @@ class Relu(Map):
     def lipschitz(self, n: int) -> float | None:
         return 1 / n if self.power == 1 else None
 
+    def kernel_form(self) -> KernelForm | None:
+        power = int(self.power)
+        if power != self.power:
+            return None
+        # [z]^p / n = [z n^(-1/p)]^p
+        return KernelForm("relu", power=power, row_factor=lambda n: n.clamp(min=1) ** (-1 / power), counts_keys=True)
 
+
+def _reference(row: Row, power: float = 1.0) -> Tensor:
+    return row.z.relu() ** power / row.n
+
+
+@declare(reference=_reference, examples=[{}, {"power": 2.0}], warm_start=WarmStart("far"))
 def relu(power: float = 1.0) -> Normalizer:
     """[z]_+^power / n: no normalization across keys, exact zeros for negative logits."""
     return Normalizer(Relu(power), name="relu")

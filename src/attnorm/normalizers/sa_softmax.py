@@ -1,4 +1,4 @@
-"""Self-adjusted softmax: softmax weights multiplied by the logit itself, or by its place in the row's range.
+"""Self-adjusted softmax: softmax weights multiplied by the logit, or by its relative position in the row's range.
 
     plain:       z_j p_j
     normalised:  (z_j - min(z_min, 0)) / (max(z_max, 0) - min(z_min, 0)) p_j,   p = softmax(z)
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import softmax_row
 
 
 class SelfAdjusted(Map):
@@ -28,17 +30,27 @@ class SelfAdjusted(Map):
 
     def forward(self, block: Block) -> Tensor:
         p = torch.softmax(block.filled_low(), dim=-1)
-        # Hidden logits are 0 in the block, and 0 takes part in both clamps anyway.
-        return block.hide(p * (self._place_in_range(block.logits) if self.normalised else block.logits))
+        # Hidden logits are 0 in the block, and both clamps include 0 anyway.
+        return block.hide(p * (self._position_in_range(block.logits) if self.normalised else block.logits))
 
     @staticmethod
-    def _place_in_range(z: Tensor) -> Tensor:
+    def _position_in_range(z: Tensor) -> Tensor:
         low = z.amin(-1, keepdim=True).clamp(max=0)
         high = z.amax(-1, keepdim=True).clamp(min=0)
         width = high - low
         return (z - low) / torch.where(width > 0, width, 1.0)
 
 
+def _reference(row: Row, normalised: bool = True) -> Tensor:
+    if not normalised:
+        return row.z * softmax_row(row.z)
+    low, high = row.z.min().clamp(max=0), row.z.max().clamp(min=0)
+    if high == low:
+        return 0 * row.z
+    return (row.z - low) / (high - low) * softmax_row(row.z)
+
+
+@declare(reference=_reference, examples=[{}, {"normalised": False}], warm_start=WarmStart("far"))
 def sa_softmax(*, normalised: bool = True) -> Normalizer:
-    """softmax weights times the logit (plain) or times its place in the row's range (normalised)."""
+    """softmax weights times the logit (plain) or times its position in the row's range (normalised)."""
     return Normalizer(SelfAdjusted(normalised=normalised), name="sa_softmax")

@@ -1,4 +1,4 @@
-"""Scale-invariant attention: logits a_t z + m_t for a key t steps behind, so that no distance scale wins by number.
+"""Scale-invariant attention: logits a_t z + m_t for a key t steps behind; no distance dominates by many keys.
 
     a_t = sqrt(2 log(1 + t/tau) + 1),   m_t = -2 log(1 + t/tau)
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import LogitRule, Normalizer
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_row
 
 
 class DistanceRule(LogitRule):
@@ -34,7 +35,25 @@ class DistanceRule(LogitRule):
         slope, offset = self.coefficients(block.positions.distance.to(block.logits.dtype))
         return slope * block.logits + offset
 
+    def kernel_rule(self) -> tuple[str, float]:
+        return "distance", 1 / self.tau
 
+
+def _reference(row: Row, tau: float = 10.0) -> Tensor:
+    far = torch.log(1 + row.distance.to(row.z.dtype).abs() / tau)
+    return softmax_row(torch.sqrt(2 * far + 1) * row.z - 2 * far)
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"tau": 2.0}],
+    warm_start=WarmStart(
+        "near",
+        "tau = the training length: within it no logit is stretched by more than 1.55 or lowered by more than 1.39",
+        options=lambda layer, given: {"tau": float(layer.length)},
+        by_length="tau",
+    ),
+)
 def scale_invariant(tau: float = 10.0) -> Normalizer:
     """softmax(a_t z + m_t): logits spread and sink with the distance t, so near and far keys share alike."""
     return Normalizer(Softmax(), scale=[DistanceRule(tau)], name="scale_invariant")

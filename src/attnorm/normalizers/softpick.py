@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 
 class Softpick(Map):
@@ -28,7 +29,16 @@ class Softpick(Map):
         total = block.hide(size).sum(-1, keepdim=True) + self.eps * torch.exp(-m)
         return block.hide(torch.where(block.logits > 0, size, 0.0) / total)
 
+    def kernel_form(self) -> KernelForm:
+        return KernelForm("softpick", floor=self.eps)
 
+
+def _reference(row: Row, eps: float = 1e-8) -> Tensor:
+    above = torch.expm1(row.z)
+    return above.relu() / (above.abs().sum() + eps)
+
+
+@declare(reference=_reference, warm_start=WarmStart("far"))
 def softpick(eps: float = 1e-8) -> Normalizer:
-    """[e^z - 1]_+ over sum |e^z - 1|: softmax without the obligation to attend, so no sink grows."""
+    """[e^z - 1]_+ over sum |e^z - 1|: weights may be 0 for all keys, so no sink is needed."""
     return Normalizer(Softpick(eps), name="softpick")

@@ -5,17 +5,19 @@ length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.normalizers.contract import Normalizer, ScaleRule, set_per_head
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_row
 
 
 class LogLengthScale(ScaleRule):
     length = "log n"
-    swap_untrained = False  # near softmax at one length only: on short texts SmolLM2's perplexity goes from 18 to 61
+    swap_untrained = False  # near softmax at one length only: on short texts SmolLM2's perplexity rises from 18 to 61
     s: Tensor
     bias: Tensor | None
 
@@ -43,6 +45,32 @@ def neutral_s(train_length: int) -> float:
     return train_length / math.lgamma(train_length + 1)
 
 
+def _reference(row: Row, s: float | None = None, train_length: int = 1024, **_: Any) -> Tensor:
+    start = neutral_s(train_length) if s is None else s
+    factor = row.value("scale.0.s", start) * math.log(row.n) + row.value("scale.0.bias", 0.0)
+    return softmax_row(row.z * factor)
+
+
+def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+    return {"s": 0.0 if given.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
+
+
+def _start_values(layer: LayerFacts, given: Options, options: Options) -> dict[str, float | Tensor]:
+    return {"scale.0.bias": 1 - options["s"] * layer.mean_log_n()} if given.get("bias") else {}
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"s": 0.43}, {"s": 0.6, "bias": True, "heads": HEADS}],
+    warm_start=WarmStart(
+        "near at the training length",
+        "s = 1 / mean log n over the rows of a text of train_length tokens: a factor of 1 on average there, of less in "
+        "shorter texts, which are flattened; with bias=True s = 0 and b = 1, exactly softmax",
+        options=_start,
+        values=_start_values,
+        by_length="s",
+    ),
+)
 def ssmax(
     s: float | None = None,
     *,

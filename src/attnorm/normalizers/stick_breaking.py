@@ -2,7 +2,7 @@
 
     p_j = sigmoid(z_j) prod_{k > j} (1 - sigmoid(z_k)),   products over visible keys, in log space
 
-Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order takes the place of position encodings. With
+Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order replaces position encodings. With
 `attend_current=False`, the paper's form, the query's own key takes no share but receives what is left of the stick.
 """
 
@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 
 class StickBreaking(Map):
@@ -40,6 +41,19 @@ def _sum_after(x: Tensor) -> Tensor:
     return later.flip(-1).cumsum(-1).flip(-1)  # no subtraction: x may be far larger than what follows it
 
 
+def _reference(row: Row, attend_current: bool = True) -> Tensor:
+    left, taken = torch.ones((), dtype=row.z.dtype), []
+    for z, distance in zip(row.z.flip(0), row.distance.flip(0), strict=True):
+        if attend_current or distance != 0:
+            taken.append(left / (1 + torch.exp(-z)))
+            left = left / (1 + torch.exp(z))
+        else:
+            taken.append(torch.zeros_like(left))
+    weights = torch.stack(taken[::-1])
+    return weights if attend_current else weights + left * (row.distance == 0)
+
+
+@declare(reference=_reference, examples=[{}, {"attend_current": False}], warm_start=WarmStart("far"))
 def stick_breaking(*, attend_current: bool = True) -> Normalizer:
     """Each key takes a sigmoid share of what later keys left over; order replaces position encodings."""
     return Normalizer(StickBreaking(attend_current=attend_current), name="stick_breaking")

@@ -3,7 +3,7 @@
 t is found by Newton steps on a convex, decreasing function of t that is 0 at the solution. Started from the left,
 where the row sums to more than 1, every step stays on the left, so the iteration needs no bracket. The solution for a
 subset of the keys lies left of that for all, so we start from the largest key of every group, and they from theirs.
-What is 0 there stays 0: where few groups are left, only their keys are looked at again, the rest are zeros. Most rows
+What is 0 there stays 0: where few groups are left, only their keys are read again, the rest are zeros. Most rows
 then need two or three steps and a few need many: rows that are done are left behind. Each step is taken from the row
 itself, not added up in t: keys near the threshold, which decide the result, keep all their digits.
 """

@@ -5,6 +5,7 @@ Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a number or a rule of 
 so that the result does not depend on their order.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer, Selection
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_over
 
 CountRule = Callable[[Tensor], Tensor]
 
@@ -51,6 +53,19 @@ class TopK(Selection):
         return f"k={self.k}"
 
 
+def _reference(row: Row, k: int | str = 64) -> Tensor:
+    """Keys tied with the k-th are kept."""
+    by_rule = {"sqrt": math.ceil(math.sqrt(row.n)), "log": math.ceil(math.log2(row.n)) + 1}
+    count = by_rule[k] if isinstance(k, str) else k
+    z = row.z.detach()
+    return softmax_over(row.z, z >= z.sort(descending=True).values[min(count, row.n) - 1])
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"k": 3}, {"k": "sqrt"}, {"k": "log"}],
+    warm_start=WarmStart("near", "nothing to set: the same for rows of at most k keys"),
+)
 def topk(k: int | str | CountRule = 64) -> Normalizer:
     """softmax over the k largest logits of each row; k a number or a rule of n."""
     return Normalizer(Softmax(), select=[TopK(k)], name="topk")

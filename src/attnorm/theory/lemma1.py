@@ -11,13 +11,12 @@ from torch import Tensor
 
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.kernel import FUNCTIONS, Kernel, PositiveFunction
-from attnorm.normalizers.softmax import Softmax
-from attnorm.normalizers.temperature import Temperature
+from attnorm.normalizers.softmax import Softmax, Temperature
 from attnorm.theory.dispersion import lemma1_constants, range_on_interval
 
 
 def not_covered(normalizer: Normalizer) -> str | None:
-    """Why Lemma 1 says nothing about this normalizer; None if it does."""
+    """Why Lemma 1 does not apply to this normalizer; None if it does."""
     if not isinstance(normalizer.map, Softmax | Kernel):
         return f"the map {type(normalizer.map).__name__} is not F(l) / sum F(l) with a positive F"
     if normalizer.selections:

@@ -7,6 +7,7 @@ CHECKS: dict[str, CheckFunction] = {
     check.__name__: check
     for check in (
         shapes.runs,
+        precision.reference,
         promises.row_sums,
         promises.sign,
         promises.exact_zeros,

@@ -23,7 +23,7 @@ def hidden_keys(subject: CheckedNormalizer) -> Complaints:
 
 
 def hidden_values(subject: CheckedNormalizer) -> Complaints:
-    """What stands in a hidden logit, NaN and infinity included, reaches neither weights nor any gradient."""
+    """The value of a hidden logit, NaN and infinity included, affects neither weights nor gradients."""
     logits = subject.logits()
     mask = some_mask(logits)
     weights, gradient, parameters = subject.gradients(logits, mask)
@@ -94,16 +94,16 @@ def padding(subject: CheckedNormalizer) -> Complaints:
     query = torch.arange(keys - queries, keys)
     expected = subject(logits, mask, positions=Positions(query, torch.arange(keys)))
     real = torch.arange(keys)
-    places = {"left": (real + 6, 13), "right": (real, 13), "both": (real + 3, 13), "between": (2 * real + 1, 15)}
-    for where, (place, width) in places.items():
-        key = torch.full((width,), -1).scatter(0, place, real)
+    columns = {"left": (real + 6, 13), "right": (real, 13), "both": (real + 3, 13), "between": (2 * real + 1, 15)}
+    for where, (at, width) in columns.items():
+        key = torch.full((width,), -1).scatter(0, at, real)
         wide = torch.full((*logits.shape[:-1], width), 3.0, dtype=logits.dtype)
-        wide[..., place] = logits
+        wide[..., at] = logits
         seen = torch.zeros(*mask.shape[:-1], width, dtype=torch.bool)
-        seen[..., place] = mask
+        seen[..., at] = mask
         weights = subject(wide, seen, positions=Positions(query, key))
-        if exceeds(largest(weights[..., place] - expected), ROUNDING):
-            yield f"padding ({where}) changes a weight by {largest(weights[..., place] - expected):.3g}"
+        if exceeds(largest(weights[..., at] - expected), ROUNDING):
+            yield f"padding ({where}) changes a weight by {largest(weights[..., at] - expected):.3g}"
     counted = subject(torch.cat([logits, logits], -1), torch.cat([torch.zeros_like(mask), mask], -1))
     change = largest(counted[..., keys:] - subject(logits, mask))
     if exceeds(change, ROUNDING):

@@ -13,9 +13,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.checks.subject import CheckedNormalizer, Complaints, exceeds, largest, seeded, some_mask
+from attnorm.normalizers.checks.subject import (
+    CheckedNormalizer,
+    Complaints,
+    by_definition,
+    exceeds,
+    largest,
+    seeded,
+    some_mask,
+)
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+def reference(subject: CheckedNormalizer) -> Complaints:
+    """float64 weights equal the declared reference."""
+    if subject.reference is None:
+        return
+    for spread in (0.1, 2.0, 20.0):
+        logits = subject.logits(spread=spread)
+        mask, state = some_mask(logits), subject.normalizer.state_dict()
+        expected = by_definition(subject.reference, logits, mask, learned=state)
+        error = largest(subject(logits, mask) - expected)
+        if exceeds(error, 1e-10 * max(1.0, spread, largest(expected))):
+            yield f"weights of logits of about {spread:g} differ from the reference by {error:.3g}"
 
 
 def half_precision(subject: CheckedNormalizer) -> Complaints:

@@ -41,10 +41,10 @@ def rows_alone(subject: CheckedNormalizer) -> Complaints:
     for queries, keys in ((3, 5), (7, 13), (2, 131), (1, 257)):
         logits = subject.logits(queries, keys, batch=3)
         mask, hidden = some_mask(logits), subject.hidden_states(3, queries)
-        places = torch.arange(keys - queries, keys), torch.arange(keys)
-        together = subject(logits, mask, positions=Positions(*places))
+        positions = torch.arange(keys - queries, keys), torch.arange(keys)
+        together = subject(logits, mask, positions=Positions(*positions))
         for i in range(queries):
-            here = Positions(places[0][i : i + 1], places[1])
+            here = Positions(positions[0][i : i + 1], positions[1])
             row, seen = logits[:, :, i : i + 1], mask[:, :, i : i + 1]
             own = None if hidden is None else hidden[:, i : i + 1]
             alone = subject(row, seen, positions=here, hidden_states=own)

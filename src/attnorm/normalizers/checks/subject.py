@@ -1,14 +1,15 @@
-"""The normalizer under test and its inputs: always the same ones, and torch's own seed is left alone."""
+"""The normalizer under test and its inputs, which do not depend on torch's global random seed."""
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.declaration import Options, Reference, Row
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,17 @@ class CheckedNormalizer:
     normalizer: Normalizer
     heads: int
     width: int | None = None
+    reference: Reference | None = None  # its declared definition, for default options
 
     @classmethod
-    def of(cls, normalizer: Normalizer, heads: int, width: int | None) -> "CheckedNormalizer":
+    def of(
+        cls, normalizer: Normalizer, heads: int, width: int | None, reference: Reference | None = None
+    ) -> "CheckedNormalizer":
         """In float64, with parameters that float32 can hold too."""
-        return cls(copy.deepcopy(normalizer).float().double(), heads, width)
+        return cls(copy.deepcopy(normalizer).float().double(), heads, width, reference)
 
     def to(self, dtype: torch.dtype) -> "CheckedNormalizer":
-        return CheckedNormalizer(copy.deepcopy(self.normalizer).to(dtype), self.heads, self.width)
+        return replace(self, normalizer=copy.deepcopy(self.normalizer).to(dtype))
 
     def logits(self, queries: int = 5, keys: int = 7, *, batch: int = 2, spread: float = 2.0, seed: int = 0) -> Tensor:
         shape = (batch, self.heads, queries, keys)
@@ -83,6 +87,22 @@ def some_mask(logits: Tensor) -> Tensor:
     chosen = torch.rand(batch, 1, queries, keys, generator=seeded(0)) < 0.5
     own = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]
     return chosen | own
+
+
+def by_definition(
+    reference: Reference, logits: Tensor, mask: Tensor | None = None, options: Options | None = None,
+    learned: Mapping[str, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The weights of logits (..., heads, queries, keys) by a declared reference, row by row in the logits' dtype."""
+    rows, (heads, queries, keys) = logits.detach().flatten(0, -2), logits.shape[-3:]
+    seen = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
+    weights = torch.zeros_like(rows)
+    for i, (row, visible) in enumerate(zip(rows, seen.flatten(0, -2), strict=True)):
+        at = visible.nonzero()[:, 0]
+        if len(at):
+            one = Row(row[at], keys - queries + i % queries - at, i // queries % heads, learned=learned or {})
+            weights[i, at] = reference(one, **(options or {}))
+    return weights.reshape(logits.shape)
 
 
 def largest(x: Tensor) -> float:
