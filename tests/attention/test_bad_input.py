@@ -139,5 +139,5 @@ def test_selective_refuses_a_penalty_of_another_shape(shape: tuple[int, ...]) ->
 
 
 def test_normalize_sends_a_mechanism_to_attention() -> None:
-    with pytest.raises(TypeError, match=r"'linear' needs q, k, v.*attnorm.attention\(q, k, v, 'linear'\)"):
+    with pytest.raises(TypeError, match=r"'linear'.*attnorm\.attention\("):
         attnorm.normalize(tensor(5, 5), "linear")

@@ -35,7 +35,7 @@ def test_more_blocks_raise_at_the_second_derivative(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 1)
     q, k, v = inputs()
     for wanted in (q, k, v):
-        with pytest.raises(RuntimeError, match=r"expected one derivative of attention in blocks.*return_weights=True"):
+        with pytest.raises(RuntimeError, match="return_weights=True"):
             second(attnorm.attention(q, k, v, "entmax15", engine="blocked"), q, wanted)
 
 
@@ -60,7 +60,7 @@ def test_forward_mode_leaves_the_fused_engine(name: str, elements: int, monkeypa
         expected = (attend(q + step * tangent) - attend(q - step * tangent)) / (2 * step)
     found = torch.func.jvp(attend, (q,), (tangent,))[1]
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
-    with pytest.raises(ValueError, match="use engine='auto'"):
+    with pytest.raises(ValueError, match="engine='auto'"):
         torch.func.jvp(lambda q: attnorm.attention(q, k, v, "softmax", engine="fused"), (q,), (tangent,))
 
 

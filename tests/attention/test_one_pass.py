@@ -1,8 +1,5 @@
 """The one-pass kernels against the blocks in float64, on a GPU or in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -14,78 +11,48 @@ import attnorm
 from attnorm.attention import attend
 from attnorm.engines import one_pass
 from attnorm.engines.inputs import validate_inputs
-
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
+from tests.attention import reference
+from tests.attention.kernel_calls import (
+    DEVICE,
+    GROUPS,
+    HALF,
+    MORE_QUERIES,
+    PAST_THE_EDGES,
+    SQUARE,
+    assert_compiles,
+    assert_follows,
+    draw,
+    exactly,
+    mask_of,
+    run,
+)  # fmt: skip
+from tests.attention.reference import Case
 
 # The kernels compute values that they do not take, as an exponential that overflows beside its series.
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
-
-SQUARE = (2, 4, 4, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
-GROUPS = (1, 4, 2, 20, 70, 24, 40)
-MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
-PAST_THE_EDGES = (1, 2, 1, 33, 129, 17, 3)  # of tiles
-HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
 
 NAMES: dict[str, dict[str, Any]] = {
     "softmax": {"temperature": 0.7, "learned": True, "heads": 4},
     "ssmax": {"heads": 4},
     "sink": {"heads": 4},
     "sigmoid": {},
-    "relu": {"power": 2},
     "softpick": {},
-    "kernel": {"function": "softplus"},
     "scale_invariant": {},
     "adaptive_temperature": {},
 }
+
+
+def has_kernel(case: Case) -> bool:
+    call = validate_inputs(*draw(GROUPS), mask=None, causal=True, scale=None, positions=None)
+    return case.hidden_width is None and one_pass.lowered(case.make(), call) is not None
+
+
+DECLARED = [case for case in reference.DECLARED if has_kernel(case)]
 MORE: dict[str, Any] = {
-    "softmax1": lambda: attnorm.get("softmax1"),
-    "sigmoid with a fixed bias": lambda: attnorm.get("sigmoid", bias=-2.0),
-    "relu": lambda: attnorm.get("relu"),
-    "elu+1": lambda: attnorm.get("kernel", function="elu+1"),
-    "exp": lambda: attnorm.get("kernel", function="exp"),
     "polynomial": lambda: attnorm.get("kernel", function="polynomial", offset=0.5),
-    "local": lambda: attnorm.get("local", window=7),
     "softpick behind ssmax": lambda: attnorm.compose("softpick", scale="ssmax"),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
-
-
-def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 2.0) -> tuple[Tensor, ...]:
-    batch, heads, key_heads, queries, keys, width, v_width = shape
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, v_width))
-    q, k, v = (torch.randn(size, generator=generator).to(DEVICE) for size in sizes)
-    return tuple(t.to(dtype).requires_grad_() for t in (spread * q, k, v))
-
-
-def mask_of(kind: str, shape: tuple[int, ...]) -> Tensor | None:
-    if kind == "none":
-        return None
-    batch, heads, _, queries, keys, _, _ = shape
-    size = {"padding": (batch, 1, 1, keys), "rows": (batch, 1, queries, keys), "heads": (1, heads, queries, keys)}[kind]
-    mask = torch.rand(size, generator=torch.Generator().manual_seed(1)) > 0.4
-    mask[..., : keys // 2] &= keys < 128  # whole tiles are hidden
-    return mask.to(DEVICE)
-
-
-def run(tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, **options: Any) -> list[Tensor]:
-    """Output and gradients, those of the normalizer's parameters too."""
-    output = attnorm.attention(*tensors, normalizer, engine=engine, **options)
-    learned = [p for p in normalizer.parameters() if p.requires_grad]
-    probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
-    return [output, *torch.autograd.grad((output.double() * probe).sum(), [*tensors, *learned])]
-
-
-def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(t.detach().double().requires_grad_() for t in tensors)
-
-
-def assert_follows(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert (a.double() - b).norm() <= tolerance * b.norm().clamp(min=1e-6)
 
 
 FLOAT32 = 5e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
@@ -96,14 +63,33 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "mask", "causal"), CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_values_and_gradients(name: str, shape: tuple[int, ...], mask: str, causal: bool) -> None:
-    options = {**NAMES[name], **({"heads": shape[1]} if "heads" in NAMES[name] else {})}
-    tensors, normalizer = draw(shape), attnorm.get(name, **options).to(DEVICE)
+def assert_equals_blocks(case: Case, shape: tuple[int, ...], mask: str, causal: bool) -> None:
+    options = {**case.options, **({"heads": shape[1]} if "heads" in case.options else {})}
+    tensors, normalizer = draw(shape), attnorm.get(case.name, **options).to(DEVICE)
+    causal = causal or case.name == "local"  # the kernels have windows in causal calls only
     given = {"mask": mask_of(mask, shape), "causal": causal}
     found = run(tensors, normalizer, "triton", **given)
     assert_follows(found, run(exactly(tensors), normalizer, "blocked", **given), FLOAT32)
+
+
+@pytest.mark.parametrize("number", range(len(DECLARED)), ids=[case.id for case in DECLARED])
+def test_every_map_that_names_a_kernel_equals_the_blocks(number: int) -> None:
+    """With one of the calls each, in turn; all of them at night."""
+    assert_equals_blocks(DECLARED[number], *CASES[number % len(CASES)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("call", CASES)
+@pytest.mark.parametrize("case", DECLARED, ids=lambda case: case.id)
+def test_every_map_and_every_call(case: Case, call: tuple[Any, ...]) -> None:
+    assert_equals_blocks(case, *call)
+
+
+def test_the_maps_that_have_a_kernel() -> None:
+    names = ["softmax", "ssmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu", "softpick"]
+    assert list(dict.fromkeys(case.name for case in DECLARED)) == [
+        *names, "log_scaled", "scale_invariant", "kernel", "local",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -206,7 +192,7 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")
 def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> None:
-    with pytest.raises(ValueError, match="has no one-pass kernel here"):
+    with pytest.raises(ValueError, match="'ssmax'"):
         attnorm.attention(*draw(SQUARE, torch.bfloat16), "ssmax", engine="triton")
 
 
@@ -235,6 +221,4 @@ for capability in (80, 90):
         target = GPUTarget("cuda", capability, 32)
         assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=constants), target=target).asm
 """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_compiles(script)

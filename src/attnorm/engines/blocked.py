@@ -1,6 +1,6 @@
 """Attention of any normalizer in blocks of queries: memory O(L x block), forward and backward, never L x L.
 
-Backward computes each block again and adds its gradients into place, so nothing of size Q x L is kept either.
+Backward computes each block again and adds its gradients in place, so nothing of size Q x L is kept either.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 def blocked(
     inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int | None = None
 ) -> Tensor:
-    """Output (B, H, Q, D). `scores` replaces the scaled dot product; block_elements: by device unless given."""
+    """Output (B, H, Q, E). `scores` replaces the scaled dot product; block_elements: by device unless given."""
     elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
     run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
@@ -45,7 +45,7 @@ def blocked(
 
 
 def with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Q, D) and the weights (B, H, Q, L) it was made with, in float32 at least, all rows in one block."""
+    """Output (B, H, Q, E) and the weights (B, H, Q, K) it was made with, in float32 at least, all rows in one block."""
     q, k, v = _working(inputs)
     run = _Run(
         inputs, normalizer, _dot_product(inputs.scale), q.shape[0] * q.shape[1] * max(1, q.shape[2]) * k.shape[2]
@@ -59,7 +59,7 @@ def _working(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in float32 at least, with a key head for every query head."""
     dtype = inputs.q_BHQD.dtype
     working = torch.float32 if dtype in HALF else dtype
-    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
+    q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
     k, v = (t.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else t for t in (k, v))
     return q, k, v
 
@@ -176,7 +176,7 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         q, k, v, hidden_states, bias, *saved = ctx.saved_tensors
-        # The parameters as they were forward: torch.func may have put others in their place meanwhile.
+        # The parameters as they were forward: torch.func may have replaced them meanwhile.
         parameters = [p.detach().requires_grad_() for p in saved]
         totals = [torch.zeros_like(t) for t in (q, k, v)]
         hidden_total, bias_total = (None if t is None else torch.zeros_like(t) for t in (hidden_states, bias))
@@ -195,14 +195,14 @@ class _BlockedAttention(torch.autograd.Function):
                 output = functional_call(run, dict(zip(ctx.names, parameters, strict=True)), (start, stop, *leaves))
             wanted = [leaf for leaf in leaves if leaf is not None] + parameters
             grads = list(torch.autograd.grad(output, wanted, grad[..., start:stop, :], allow_unused=True))
-            places = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
+            targets = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
             if hidden_total is not None:
-                places.append(hidden_total[..., start:stop, :])
+                targets.append(hidden_total[..., start:stop, :])
             if bias_total is not None:
-                places.append(bias_total[..., start:stop, :reach])
-            for place, piece in zip([*places, *parameter_totals], grads, strict=True):
+                targets.append(bias_total[..., start:stop, :reach])
+            for target, piece in zip([*targets, *parameter_totals], grads, strict=True):
                 if piece is not None:
-                    place += piece
+                    target += piece
         found = [*totals, hidden_total, bias_total, *parameter_totals]
         if torch.is_grad_enabled():  # with create_graph=True
             present = [i for i, t in enumerate(found) if t is not None]

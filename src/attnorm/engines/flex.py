@@ -14,7 +14,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from attnorm.engines.inputs import Inputs, transformed
+from attnorm.engines.inputs import HALF, Inputs, row_factors, transformed
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule
 from attnorm.normalizers.kernel import Kernel
 from attnorm.normalizers.relu import Relu
@@ -35,9 +35,11 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or transformed():
         return False
-    if min(inputs.q_BHQD.shape[-1], inputs.v_BKLD.shape[-1]) < LEAST_WIDTH:
+    if min(inputs.q_BHQD.shape[-1], inputs.v_BGKE.shape[-1]) < LEAST_WIDTH:
         return False
     rules, map_ = normalizer.rules, normalizer.map
+    if inputs.q_BHQD.dtype in HALF and _factors_learn(inputs, normalizer):
+        return False
     if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
     if not all(isinstance(rule, ScaleRule) for rule in rules):
@@ -47,13 +49,20 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     return isinstance(map_, Sigmoid | Relu | Softpick) or (isinstance(map_, SelfAdjusted) and map_.normalised)
 
 
+def _factors_learn(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether a scale rule needs a gradient, which a factor inside the score would not get reliably."""
+    rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
+    states = inputs.hidden_states
+    learns = any(p.requires_grad for rule in rules for p in rule.parameters())
+    return torch.is_grad_enabled() and bool(rules) and (learns or (states is not None and states.requires_grad))
+
+
 def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
-    q, n = inputs.q_BHQD, inputs.n()
-    for rule in normalizer.rules:
-        if isinstance(rule, ScaleRule):
-            q = rule.scaled(q, n, inputs.query_positions(), inputs.hidden_states)
-    call = _Call(inputs, q, n)
+    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    q, n, factor = inputs.q_BHQD, inputs.n(), row_factors(inputs, normalizer)
+    if factor is not None and q.dtype not in HALF:
+        q, factor = q * factor, None
+    call = _Call(inputs, q, n, factor)
     map_ = normalizer.map
     if isinstance(map_, Softmax):
         rule = normalizer.rules[-1]
@@ -64,10 +73,13 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
 
 
 class _Call:
-    """One attention call: q as scaled, and flex attention over it with any score."""
+    """One attention call, and flex attention over it with any score.
 
-    def __init__(self, inputs: Inputs, q: Tensor, n: Tensor) -> None:
-        self.inputs, self.q, self.n = inputs, q, n
+    factor (B, H, Q, 1): multiplies the logits of each row in float32. Multiplied into q it would be rounded once more.
+    """
+
+    def __init__(self, inputs: Inputs, q: Tensor, n: Tensor, factor: Tensor | None) -> None:
+        self.inputs, self.q, self.n, self.factor = inputs, q, n, factor
         self.mask = _block_mask(inputs)
 
     def attend(self, score: ScoreMod | None, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -75,14 +87,14 @@ class _Call:
         run = _compiled() if self.q.is_cuda else flex_attention
         # FlexAttention's kernel for few queries cannot compile some group sizes; the general one takes them all.
         options = {"FORCE_USE_FLEX_ATTENTION": True} if self.q.is_cuda and self.inputs.queries < 128 else None
-        # Past the limit torch would silently run the unfused form; every recipe and mask is a kernel of its own, and a
-        # number in a recipe must stay a constant of its kernel.
+        # Past the limit torch would silently run the unfused form. Each recipe and mask compiles to a separate kernel,
+        # and a number in a recipe must stay a constant of its kernel.
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, specialize_float=True):
             output, aux = run(
                 self.q,
-                self.inputs.k_BKLD,
-                self.inputs.v_BKLD if values is None else values,
-                score_mod=score,
+                self.inputs.k_BGKD,
+                self.inputs.v_BGKE if values is None else values,
+                score_mod=self._factored(score),
                 block_mask=self.mask,
                 scale=self.inputs.scale,
                 enable_gqa=self.inputs.groups > 1,
@@ -90,6 +102,17 @@ class _Call:
                 kernel_options=options,
             )
         return output.float() if output.dtype != torch.float64 else output, aux.lse[..., None]
+
+    def _factored(self, score: ScoreMod | None) -> ScoreMod | None:
+        if self.factor is None:
+            return score
+        per_row = self.row_values(self.factor)
+
+        def factored(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            z = z * per_row[b, h, i]
+            return z if score is None else score(z, b, h, i, j)
+
+        return factored
 
     def row_values(self, rows: Tensor) -> Tensor:
         """A number per row, shaped (B, H, Q) for use inside a score."""
@@ -149,7 +172,7 @@ def _kernel(call: _Call, map_: Kernel) -> Tensor:
 
 def _sigmoid(call: _Call, map_: Sigmoid) -> Tensor:
     bias = map_.bias_of(call.n)
-    per_row = call.row_values(bias if isinstance(bias, Tensor) else call.n.new_full((1, 1), bias))
+    per_row = call.row_values(bias)
 
     def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z + per_row[b, h, i])
@@ -178,7 +201,7 @@ def _softpick(call: _Call, map_: Softpick) -> Tensor:
         return log_distance_from_one(z)
 
     output, log_sum = call.attend(above)
-    _, log_total = call.attend(either, call.inputs.v_BKLD[..., :LEAST_WIDTH])
+    _, log_total = call.attend(either, call.inputs.v_BGKE[..., :LEAST_WIDTH])
     eps = torch.full_like(log_total, map_.eps).log()
     return _scaled_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
 
@@ -205,12 +228,14 @@ def _self_adjusted(call: _Call, map_: SelfAdjusted) -> Tensor:
 def _extreme_keys(call: _Call, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
     """For each row the visible keys of the smallest and the largest logit, (B, H, Q), found block by block."""
     inputs = call.inputs
-    q, k = call.q.detach().float(), inputs.k_BKLD.detach().float()
+    q, k = call.q.detach().float(), inputs.k_BGKD.detach().float()
     k = k.repeat_interleave(inputs.groups, dim=1)
     rows = max(1, block_elements // max(1, q.shape[0] * q.shape[1] * inputs.keys))
     lowest, highest = [], []
     for start, stop in inputs.steps(rows):
         z = (q[..., start:stop, :] * inputs.scale) @ k.transpose(-1, -2)
+        if call.factor is not None:
+            z = z * call.factor[..., start:stop, :]
         mask = inputs.visible(start, stop, inputs.keys)
         hidden = torch.zeros_like(z, dtype=torch.bool) if mask is None else ~mask
         lowest.append(z.masked_fill(hidden, torch.inf).argmin(-1))
@@ -219,11 +244,12 @@ def _extreme_keys(call: _Call, block_elements: int = 2**24) -> tuple[Tensor, Ten
 
 
 def _logit_of(call: _Call, index: Tensor) -> Tensor:
-    """The logit of each query with one key of its own, (B, H, Q, 1), with gradients."""
+    """The logit of each query with the key at its index, (B, H, Q, 1), with gradients."""
     inputs = call.inputs
-    k = inputs.k_BKLD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BKLD
+    k = inputs.k_BGKD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BGKD
     chosen = k.gather(2, index[..., None].expand(*index.shape, k.shape[-1]))
-    return (call.q.float() * chosen.float()).sum(-1, keepdim=True) * inputs.scale
+    logit = (call.q.float() * chosen.float()).sum(-1, keepdim=True) * inputs.scale
+    return logit if call.factor is None else logit * call.factor
 
 
 def _scaled_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Normalizers that are softmax in disguise, on torch's fused scaled dot product attention.
+"""Normalizers that are a rescaled softmax, on torch's fused scaled dot product attention.
 
 - a scale rule multiplies q;
 - a sink is one more key with a zero value, placed before all others so that causality needs no mask: q gets one more
   coordinate holding the sink's logit, the sink's key is 1 there, all other keys 0;
 - adaptive temperature is two passes: the entropy of a row is logsumexp(z) - <q, attention(q, K, K)> * scale.
-Where a mask is needed, queries go in steps, so that it is never built for all rows at once.
+Where a mask is needed, queries are processed in steps, so that it is never built for all rows at once.
 """
 
 import math
@@ -21,8 +21,8 @@ from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
 
-# Below this the scale goes into q: SDPA hides the future before it scales, so that -inf times 0 or a negative number is
-# NaN or infinite, and the logit of a sink enters divided by the scale.
+# Below this the scale is multiplied into q: SDPA hides the future before it scales, so that -inf times 0 or a negative
+# number is NaN or infinite, and the logit of a sink enters divided by the scale.
 LEAST_SCALE = 1e-3
 
 
@@ -50,18 +50,18 @@ def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, D) of a normalizer for which `applies` is true.
+    """Output (B, H, Q, E) of a normalizer for which `applies` is true.
 
     A factor folded into q in half precision would round q once more. On a CPU, where half precision saves no time, the
     call runs in float32. On CUDA q is rounded once for all factors: that errs less than rounded logits do.
     """
     dtype, small = inputs.q_BHQD.dtype, inputs.scale < LEAST_SCALE
     if dtype in HALF and not inputs.q_BHQD.is_cuda and (normalizer.rules or small):
-        q, k, v = (t.float() for t in (inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD))
-        return fused(replace(inputs, q_BHQD=q, k_BKLD=k, v_BKLD=v), normalizer).to(dtype)
+        q, k, v = (t.float() for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
+        return fused(replace(inputs, q_BHQD=q, k_BGKD=k, v_BGKE=v), normalizer).to(dtype)
     rules = normalizer.rules
     if not rules and not small:
-        return _attend(inputs, inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
+        return _attend(inputs, inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
     n, positions = inputs.n(), inputs.query_positions()
     q = inputs.q_BHQD.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones sum in float32
     if small:
@@ -71,14 +71,14 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
             q = rule.scaled(q, n, positions, inputs.hidden_states)
     if rules and isinstance(rules[-1], EntropyRule):
         q = q * rules[-1].beta(_softmax_entropy(rounded(q, inputs)))
-    return _attend(rounded(q, inputs), inputs.k_BKLD, inputs.v_BKLD, normalizer.sink)
+    return _attend(rounded(q, inputs), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
 
 
 def _attend(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
     q, width = inputs.q_BHQD, v.shape[-1]
     if sink is not None:
         q, k, v = _with_sink_key(inputs, q, k, v, sink)
-    if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels want one width, on CUDA a multiple of 8
+    if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels need one width, on CUDA a multiple of 8
         widest = max(q.shape[-1], v.shape[-1])
         widest = -(-widest // 8) * 8 if q.is_cuda else widest
         q, k, v = (pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
@@ -156,7 +156,7 @@ def _softmax_entropy(inputs: Inputs) -> Tensor:
     half = q.dtype in HALF
     flash = half and q.is_cuda and inputs.mask is None  # takes half precision only; its logsumexp is float32
     working = torch.float32 if half and not flash else q.dtype
-    q, k = q.to(working), inputs.k_BKLD.to(working)
+    q, k = q.to(working), inputs.k_BGKD.to(working)
     k = k.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else k
     q, k = q.contiguous(), k.contiguous()  # the operators below take the last stride to be 1 and do not check
     if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys):

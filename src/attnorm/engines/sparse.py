@@ -1,6 +1,6 @@
-"""entmax15 and sparsemax on a GPU: fused kernels of our own, forward and backward, memory O(L).
+"""entmax15 and sparsemax on a GPU: Triton kernels, forward and backward, memory O(K).
 
-Operators of torch.library, so that compiled code takes them as they are.
+Operators of torch.library, so that compiled code contains them as they are.
 """
 
 import importlib.util
@@ -9,13 +9,13 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, rounded, transformed
+from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.entmax import Entmax
 
 ALPHAS = (1.5, 2.0)
 LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
-FEWEST_QUERIES = 16  # the least tile; of fewer, as in decoding, most would be empty
+FEWEST_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -28,7 +28,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
         return False
-    q, v = inputs.q_BHQD, inputs.v_BKLD
+    q, v = inputs.q_BHQD, inputs.v_BGKE
     if inputs.queries < FEWEST_QUERIES or max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
         return False
     if q.dtype == torch.bfloat16 and not q.is_cuda:
@@ -46,35 +46,33 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, D) of a normalizer for which `applies` is true."""
-    q, k, v, map_ = inputs.q_BHQD, inputs.k_BKLD, inputs.v_BKLD, normalizer.map
+    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    q, k, v, map_ = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, normalizer.map
     assert isinstance(map_, Entmax)
-    if normalizer.rules:
-        q = q.float()  # one rounding for all factors
-        for rule in normalizer.rules:
-            assert isinstance(rule, ScaleRule)
-            q = rule.scaled(q, inputs.n(), inputs.query_positions(), inputs.hidden_states)
-        inputs = rounded(q, inputs)
-        q = inputs.q_BHQD
+    factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
+    if factor is not None:
+        factor = factor[..., 0].contiguous()
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    output: Tensor = _forward(q, k, v, mask, inputs.causal, inputs.scale, map_.alpha, trains)[0]
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, factor))
+    output: Tensor = _forward(q, k, v, mask, factor, inputs.causal, inputs.scale, map_.alpha, trains)[0]
     return output
 
 
 @torch.library.custom_op("attnorm::sparse_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, alpha: float, trains: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float,
+    alpha: float, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import entmax_attention  # loads Triton
 
-    return entmax_attention.forward(q, k, v, mask, causal, scale, alpha, trains)
+    return entmax_attention.forward(q, k, v, mask, factor, causal, scale, alpha, trains)
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, alpha: float, trains: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float,
+    alpha: float, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     output = q.new_empty(*q.shape[:-1], v.shape[-1])
     mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
     return output, mean_u, mean_u.new_empty((*mean_u.shape[:-1], 2))
@@ -82,33 +80,36 @@ def _(
 
 @torch.library.custom_op("attnorm::sparse_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mean_u: Tensor, threshold: Tensor,
-    causal: bool, scale: float, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, mean_u: Tensor,
+    threshold: Tensor, causal: bool, scale: float, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import entmax_attention
 
-    return entmax_attention.backward(grad, q, k, v, mask, mean_u, threshold, causal, scale, alpha)
+    return entmax_attention.backward(grad, q, k, v, mask, factor, mean_u, threshold, causal, scale, alpha)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mean_u: Tensor, threshold: Tensor,
-    causal: bool, scale: float, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, mean_u: Tensor,
+    threshold: Tensor, causal: bool, scale: float, alpha: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, causal, scale, alpha, ctx.trains = inputs
+    *tensors, causal, scale, alpha, ctx.trains = inputs
     _, mean_u, threshold = output
-    ctx.save_for_backward(q, k, v, mask, mean_u, threshold)
+    ctx.save_for_backward(*tensors, mean_u, threshold)
     ctx.options = causal, scale, alpha
+    ctx.factored = tensors[-1] is not None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if not ctx.trains:
         raise RuntimeError("this entmax attention was traced without gradients; trace it where they are enabled")
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
+    grad_q, grad_k, grad_v, grad_factor = _backward(grad, *ctx.saved_tensors, *ctx.options)
+    return grad_q, grad_k, grad_v, None, grad_factor if ctx.factored else None, None, None, None, None
 
 
 def _second_gradients(*_: Any) -> Never:

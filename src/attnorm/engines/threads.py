@@ -1,17 +1,47 @@
-"""One torch thread for work on many small tensors."""
+"""Threads of torch: one for work on many small tensors, or one part of the heads for each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
+from attnorm.engines.inputs import without_autocast
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The tensors are small: a second thread costs more than it brings, and sums stay in one order."""
+    """Use one torch thread: for small tensors a second one costs time, and sums keep one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def in_threads(measure: Callable[[range], None], parts: int, device: torch.device, *, whole: bool = False) -> None:
+    """measure(parts) for all parts, divided among torch's threads; `whole`: all in one thread.
+
+    Each part runs with one torch thread; the number of threads is restored afterwards.
+    """
+    threads = torch.get_num_threads()
+    shares = 1 if whole or device.type != "cpu" else min(threads, parts)
+    if shares == 1:
+        with without_autocast(device):
+            measure(range(parts))
+        return
+
+    inference = torch.is_inference_mode_enabled()  # each thread has a mode of its own
+
+    def alone(share: int) -> None:
+        torch.set_num_threads(1)
+        with torch.inference_mode(inference), torch.no_grad(), without_autocast(device):
+            measure(range(parts * share // shares, parts * (share + 1) // shares))
+
+    try:
+        with ThreadPoolExecutor(shares) as pool:
+            for done in [pool.submit(alone, share) for share in range(shares)]:
+                done.result()
     finally:
         torch.set_num_threads(threads)

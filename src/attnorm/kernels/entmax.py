@@ -1,10 +1,10 @@
 """Attention by entmax with alpha = 1.5 or 2 on a GPU, in tiles: the matrix of weights never leaves the chip.
 
-In units of s = (alpha - 1) scale <q, k> a weight is [s - t]_+^2 (alpha = 1.5) or [s - t]_+ (2), where the threshold t
-of its row makes them sum to 1. Forward finds t by Newton's method, each step of which computes the logits again, and
-then the output. It begins at the threshold of the leaders, the largest key of each column over all tiles, which is
-found without computing logits again and is most of the way. t is counted from the largest s of its row, the peak, and
-so lies between -1 and 0: beside large logits it would lose its digits.
+In units of s = (alpha - 1) scale factor <q, k>, with one factor per row (1 without a scale rule), a weight is
+[s - t]_+^2 (alpha = 1.5) or [s - t]_+ (alpha = 2), where the threshold t of its row makes them sum to 1. Forward finds
+t by Newton's method, each step of which computes the logits again, and then the output. It starts at the threshold of
+the leaders, the largest key of each column over all tiles, which is close and needs no new logits. t is relative to the
+largest s of its row, the peak, and lies between -1 and 0: an absolute t would lose digits where logits are large.
 
 Backward needs the peak and t alone. With u = p^(2-alpha) the gradient of a logit is u (dp - delta), where delta, the
 mean of dp under u, is <dO, mean of the values under u>: that mean is a second output of the forward pass.
@@ -113,12 +113,13 @@ def _outputs(
 
 @triton.jit
 def forward(
-    q, k, v, mask, out, out_u, threshold,
+    q, k, v, mask, row_factor, out, out_u, threshold,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, width, v_width, factor, tolerance,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SQUARED: tl.constexpr, TRAINS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, MOST: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, SQUARED: tl.constexpr, TRAINS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
     block, batch_head = block_and_head(queries, ROWS)
     batch, head = batch_head // heads, batch_head % heads
@@ -128,6 +129,9 @@ def forward(
     rows = block * ROWS + tl.arange(0, ROWS)
     q_tile = load_rows(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH)
     whole, some = keys_of(block, queries, keys, offset, CAUSAL, MASKED, ROWS, COLUMNS)
+    if FACTORED:
+        own = tl.load(row_factor + batch_head * queries + rows, mask=rows < queries, other=0.0)
+        factor = own[:, None] * factor
 
     leaders = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     leaders = _leaders(
@@ -139,8 +143,8 @@ def forward(
         CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH,
     )  # fmt: skip
 
-    # No weight exceeds 1, and some keys alone have a lower threshold than all of them: so t begins below its place, and
-    # Newton's method keeps it there.
+    # No weight exceeds 1, and some keys alone have a lower threshold than all of them: so t starts below the solution,
+    # and Newton's method approaches it from below.
     largest = tl.max(leaders, 1)
     peak = tl.where(largest == float("-inf"), 0.0, largest)
     t = tl.full([ROWS], -1.0, tl.float32)
@@ -199,11 +203,11 @@ def forward(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, grad, threshold, delta, grad_q,
+    q, k, v, mask, row_factor, grad, threshold, delta, grad_q, grad_factor,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
     heads, groups, queries, keys, offset, width, v_width, factor, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     block, batch_head = block_and_head(queries, ROWS)
@@ -217,6 +221,10 @@ def backward_queries(
     at = batch_head * queries + rows
     peak, t = _load_threshold(threshold, at, rows < queries)
     mean = tl.load(delta + at, mask=rows < queries, other=0.0)
+    if FACTORED:
+        own = tl.load(row_factor + at, mask=rows < queries, other=0.0)
+        factor = own[:, None] * factor
+        found_factor = tl.zeros([ROWS], tl.float32)
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     _whole, some = keys_of(block, queries, keys, offset, CAUSAL, MASKED, ROWS, COLUMNS)
@@ -224,29 +232,34 @@ def backward_queries(
         columns = start + tl.arange(0, COLUMNS)
         k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
         v_tile = load_rows(v, columns, keys, v_row, v_width, V_WIDTH)
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = scores(
-            q_tile, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-            CAUSAL, MASKED, True, PRECISION,
-        )  # fmt: skip
+            products, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor, CAUSAL, MASKED, True
+        )
         _p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
         grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         grad_s = u * (grad_p - mean[:, None])
         found = tl.dot(grad_s.to(k_tile.dtype), k_tile, found, input_precision=PRECISION)
+        if FACTORED:
+            found_factor += tl.sum(grad_s * products, 1)
+    if FACTORED:
+        tl.store(grad_factor + at, found_factor * scale, mask=rows < queries)
+        found = found * own[:, None]
     at_q = grad_q + batch * gq_batch + head * gq_head
     store_rows(at_q, (found * scale).to(grad_q.dtype.element_ty), rows, queries, gq_row, width, WIDTH)
 
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, grad, threshold, delta, grad_k, grad_v,
+    q, k, v, mask, row_factor, grad, threshold, delta, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     heads, groups, queries, keys, offset, width, v_width, factor, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one key head, for all query heads that share it: no two programs add to one place."""
+    """One block of keys of one key head, for all query heads that share it: each address has one writer."""
     block, batch_head = block_and_head(keys, COLUMNS)
     batch, key_head = batch_head // (heads // groups), batch_head % (heads // groups)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -267,14 +280,18 @@ def backward_keys(
             at = (batch * heads + head) * queries + rows
             peak, t = _load_threshold(threshold, at, rows < queries)
             mean = tl.load(delta + at, mask=rows < queries, other=0.0)
+            own = tl.full([ROWS], 1.0, tl.float32)
+            if FACTORED:
+                own = tl.load(row_factor + at, mask=rows < queries, other=0.0)
+            products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s = scores(
-                q_tile, k_tile, rows, columns, mask + batch * mask_batch + head * mask_head, mask_row, mask_column,
-                queries, keys, offset, factor, CAUSAL, MASKED, True, PRECISION,
+                products, rows, columns, mask + batch * mask_batch + head * mask_head, mask_row, mask_column,
+                queries, keys, offset, own[:, None] * factor, CAUSAL, MASKED, True,
             )  # fmt: skip
             p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
             found_v = tl.dot(tl.trans((p * LIFT).to(grad_tile.dtype)), grad_tile, found_v, input_precision=PRECISION)
             grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
-            grad_s = u * (grad_p - mean[:, None])
+            grad_s = u * (grad_p - mean[:, None]) * own[:, None]
             found_k = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, found_k, input_precision=PRECISION)
     at_k = grad_k + batch * gk_batch + key_head * gk_head
     at_v = grad_v + batch * gv_batch + key_head * gv_head

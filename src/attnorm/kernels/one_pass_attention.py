@@ -1,6 +1,5 @@
 """Launches the one-pass kernels: shapes, strides, tiles."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import triton
 from torch import Tensor
 
 from attnorm.kernels import one_pass, one_pass_backward
+from attnorm.kernels.launch import Launch, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 
 _LOG2E = 1.4426950408889634
@@ -49,7 +49,7 @@ def forward(
     rows, columns, warps, stages = _forward_tile(q, v, scaled)
     with call.device:
         one_pass.forward[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
-            *call.tensors, *call.row_tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
+            *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
             *call.sizes, form.floor, **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, saved
@@ -61,19 +61,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
     call = _Call.of(q, k, v, mask, factor, shift, sink, form)
-    out, grad = _in_rows(out), _in_rows(grad)
+    out, grad = in_rows(out), in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_factor, grad_shift = call.rows(factor is not None), call.rows(shift is not None)
     delta = call.rows(map_.normalised)
     queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
-    rows_of = (*call.row_tensors, *(t.contiguous() for t in saved), delta)
+    rows_of = (*(t.contiguous() for t in saved), delta)
     with call.device:
         if map_.normalised:
             one_pass_backward.row_dots[(triton.cdiv(queries, 64) * q.shape[0] * heads,)](
                 grad, out, delta, *grad.stride()[:3], *out.stride()[:3], heads, queries, v.shape[-1],
-                ROWS=64, WIDTH=_padded(v), num_warps=4,
+                ROWS=64, WIDTH=padded(v), num_warps=4,
             )  # fmt: skip
             if grad_reference is not None:  # log D grows with a logit by b', which enters as delta does
                 delta -= grad_reference * _LOG2E
@@ -96,14 +96,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What all kernels of a call are given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    factor: Tensor | None
+class _Call(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
     form: Form
@@ -113,82 +106,46 @@ class _Call:
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
         sink: Tensor | None, form: Form,
     ) -> "_Call":  # fmt: skip
-        q, k, v = (_in_rows(t) for t in (q, k, v))
         factor, shift = (None if t is None else t.contiguous() for t in (factor, shift))
-        return cls(q, k, v, mask, factor, shift, sink, form)
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, form)
 
     @property
-    def device(self) -> AbstractContextManager[object]:
-        """Triton launches on the current device, which need not be the tensors'."""
-        return torch.cuda.device(self.q.device) if self.q.is_cuda else nullcontext()
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mask = self.q if self.mask is None else self.mask.view(torch.uint8)  # never read where there is none
-        return self.q, self.k, self.v, mask
-
-    @property
-    def row_tensors(self) -> tuple[Tensor, Tensor]:
-        none = self.q  # never read
-        return none if self.factor is None else self.factor, none if self.shift is None else self.shift
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, self.q if self.shift is None else self.shift)
 
     @property
     def sink(self) -> Tensor:
         return self.q if self.sink_logits is None else self.sink_logits
 
-    def rows(self, used: bool) -> Tensor:
-        """A float32 number per row, (B, H, Q), or an empty tensor."""
-        shape = self.q.shape[:3] if used else (0,)
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        mask = (0, 0, 0, 0) if self.mask is None else self.mask.stride()
-        return (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *mask)
-
     @property
     def sizes(self) -> tuple[int | float, ...]:
-        heads, queries, keys = self.q.shape[1], self.q.shape[2], self.k.shape[2]
         form = self.form
         return (
-            heads, heads // self.k.shape[1], queries, keys, keys - queries, form.window or 0,
-            self.q.shape[-1], self.v.shape[-1], form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E, form.parameter,
+            *self.lengths, form.window or 0, self.q.shape[-1], self.v.shape[-1],
+            form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E, form.parameter,
         )  # fmt: skip
 
     @property
     def constants(self) -> dict[str, object]:
         form, map_ = self.form, MAPS[self.form.map]
-        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-        ruled, cap = form.rule != "none", form.softcap is not None
-        factored, shifted = self.factor is not None, self.shift is not None
+        ruled, cap, shifted = form.rule != "none", form.softcap is not None, self.shift is not None
         return {
+            **self.shared_constants,
             "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
             "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
-            "RULED": ruled, "CAPPED": cap,
-            "FACTORED": factored, "SHIFTED": shifted, "SINK": self.sink_logits is not None,
-            "PLAIN": form.scale > 0 and not (ruled or cap or factored or shifted),
-            "CAUSAL": form.causal, "WINDOWED": form.window is not None, "MASKED": self.mask is not None,
-            "PRECISION": "tf32x3" if exact else "tf32",  # of float32; exact products would take minutes to compile
-            "WIDTH": _padded(self.q), "V_WIDTH": _padded(self.v),
-            "FULL": _padded(self.q) == self.q.shape[-1], "V_FULL": _padded(self.v) == self.v.shape[-1],
+            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SINK": self.sink_logits is not None,
+            "PLAIN": form.scale > 0 and not (ruled or cap or self.factor is not None or shifted),
+            "WINDOWED": form.window is not None,
+            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
             "LIFT": map_.lift,
         }  # fmt: skip
-
-
-def _in_rows(t: Tensor) -> Tensor:
-    """The kernels take the elements of a row to lie side by side. (What was saved may come back with other strides.)"""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _padded(t: Tensor) -> int:
-    return max(16, int(triton.next_power_of_2(t.shape[-1])))
 
 
 # Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. Backward holds two tiles of logits at
 # once and spills registers with larger ones. float32 needs twice the memory.
 def _forward_tile(q: Tensor, v: Tensor, scaled: bool) -> tuple[int, int, int, int]:
-    width = max(_padded(q), _padded(v))
+    width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2)
     if width <= 64:
@@ -199,7 +156,7 @@ def _forward_tile(q: Tensor, v: Tensor, scaled: bool) -> tuple[int, int, int, in
 
 
 def _backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    width = max(_padded(q), _padded(v))
+    width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
         return 32, 32, 4, 2
     return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (32, 32, 4, 2)

@@ -29,11 +29,14 @@ def store_rows(pointer, values, rows, length, stride, width, WIDTH: tl.constexpr
 
 @triton.jit
 def scores(
-    q, k, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    products, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """s of a tile, -inf where a query does not see a key. Tiles that are not at an edge are seen whole."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+    """s of a tile, -inf where a query does not see a key. Tiles that are not at an edge are seen whole.
+
+    factor: one number, or a column with one per row, in float32: q is not rounded a second time.
+    """
+    s = products * factor
     if EDGE:
         seen = (rows < queries)[:, None] & (columns < keys)[None, :]
         if CAUSAL:
@@ -54,10 +57,10 @@ def scores_from(
     """s of the tile whose first key is `start`."""
     columns = start + tl.arange(0, COLUMNS)
     k_tile = load_rows(k, columns, keys, k_row, width, WIDTH)
+    products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
     return scores(
-        q, k_tile, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor,
-        CAUSAL, MASKED, EDGE, PRECISION,
-    )  # fmt: skip
+        products, rows, columns, mask, mask_row, mask_column, queries, keys, offset, factor, CAUSAL, MASKED, EDGE
+    )
 
 
 @triton.jit

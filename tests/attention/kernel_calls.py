@@ -1,0 +1,67 @@
+"""Calls for the Triton kernels, on a GPU or in Triton's interpreter, and their comparison with float64."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
+
+HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
+
+SQUARE = (2, 4, 4, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
+GROUPS = (1, 4, 2, 20, 70, 24, 40)
+MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
+SMALL = (1, 1, 1, 20, 20, 16, 16)
+PAST_THE_EDGES = (1, 2, 1, 33, 129, 17, 3)  # of tiles
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 2.0) -> tuple[Tensor, ...]:
+    batch, heads, key_heads, queries, keys, width, v_width = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((batch, heads, queries, width), (batch, key_heads, keys, width), (batch, key_heads, keys, v_width))
+    q, k, v = (torch.randn(size, generator=generator).to(DEVICE) for size in sizes)
+    return tuple(t.to(dtype).requires_grad_() for t in (spread * q, k, v))
+
+
+def mask_of(kind: str, shape: tuple[int, ...]) -> Tensor | None:
+    if kind == "none":
+        return None
+    batch, heads, _, queries, keys, _, _ = shape
+    size = {"padding": (batch, 1, 1, keys), "rows": (batch, 1, queries, keys), "heads": (1, heads, queries, keys)}[kind]
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., : keys // 2] &= keys < 128  # whole tiles are hidden
+    return mask.to(DEVICE)
+
+
+def run(tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, **options: Any) -> list[Tensor]:
+    """Output and gradients, those of the normalizer's parameters too."""
+    output = attnorm.attention(*tensors, normalizer, engine=engine, **options)
+    learned = [p for p in normalizer.parameters() if p.requires_grad]
+    probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output.double() * probe).sum(), [*tensors, *learned])]
+
+
+def assert_follows(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= tolerance * b.norm().clamp(min=1e-6)
+
+
+def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.detach().double().requires_grad_() for t in tensors)
+
+
+def assert_compiles(script: str) -> None:
+    """Run a script that compiles kernels, without the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
