@@ -25,7 +25,7 @@ Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 # The largest matrix of weights that return_weights=True builds.
 MOST_WEIGHT_BYTES = 2**30
 
-# torch's scaled_dot_product_attention has other words, and its causal mask another place.
+# The options of torch's scaled_dot_product_attention, and what replaces them here.
 SDPA_OPTIONS = {
     "attn_mask": "mask=, boolean with True = may attend; an additive one is attn_mask > torch.finfo(dtype).min / 2",
     "is_causal": "causal=True, aligned bottom-right: the last query sees every key, where torch aligns top-left",
@@ -85,21 +85,21 @@ def attention(
     engine: Engine = "auto",
     **unknown: Refused,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention output (B, H, Lq, Dv) for q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv).
+    """Attention output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
 
-    mask: boolean, True = may attend, broadcastable to (B, H, Lq, Lk). causal: aligned bottom-right, so that one query
+    mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that one query
     sees all keys. scale: 1/sqrt(D) unless given. positions, hidden_states: as for a normalizer. Fewer key heads than
     query heads are shared by groups. A query that sees no key gets zeros.
 
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
-    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Lq, Lk) that
+    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) that
     made the output, after dropout, in float32 at least; for matrices of at most 1 GiB.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
     if unknown:
-        raise TypeError(_in_words_of_sdpa(unknown))
+        raise TypeError(_unknown_options(unknown))
     chosen = resolve(normalizer)
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
@@ -140,14 +140,14 @@ def _check_weights(inputs: Inputs, engine: Engine) -> None:
         )
 
 
-def _in_words_of_sdpa(unknown: Iterable[str]) -> str:
+def _unknown_options(unknown: Iterable[str]) -> str:
     instead = "; ".join(f"for {name}= write {SDPA_OPTIONS[name]}" for name in unknown if name in SDPA_OPTIONS)
     names = ", ".join(f"{name}=" for name in unknown)
     return f"attention() does not take {names}; {instead or 'help(attnorm.attention) lists what it takes'}"
 
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
-    """Output (B, H, Lq, Dv) of inputs that are checked already, on the cheapest engine or the given one."""
+    """Output (B, H, Q, E) of validated inputs, on the cheapest engine or the given one."""
     with without_autocast(inputs.q_BHQD.device):
         return _attend(inputs, normalizer, engine)
 
@@ -221,7 +221,7 @@ def normalize(
     positions: Tensor | Positions | None = None,
     hidden_states: Tensor | None = None,
 ) -> Tensor:
-    """Weights of logits (..., Lq, Lk) under a normalizer; mask boolean, True = may attend.
+    """Weights of logits (..., Q, K) under a normalizer; mask boolean, True = may attend.
 
     >>> normalize(logits, "ssmax", mask=mask)
     """

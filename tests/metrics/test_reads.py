@@ -30,16 +30,16 @@ def compare(call: AttentionCall, normalizer: Normalizer | None, tolerance: float
     dense = reference.dense_weights(call, normalizer).detach()[..., rows, :]
     visible = reference.dense_visible(call)[..., rows, :]
     dense = torch.where(visible, dense, 0.0)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in found.keys.shape[:3])).tolist():
-        row = dense[tuple(place)]
-        keys, weights = found.keys[tuple(place)], found.weights[tuple(place)]
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in found.keys.shape[:3])).tolist():
+        row = dense[tuple(index)]
+        keys, weights = found.keys[tuple(index)], found.weights[tuple(index)]
         read = keys != NO_KEY
         expected = row.abs().sort(descending=True).values[:COUNT]
         count = int(read.sum())
-        assert bool((expected[count:] <= tolerance).all()), place  # a weight of 0 is not read
-        assert torch.allclose(weights[read].abs(), expected[:count], rtol=tolerance, atol=tolerance), place
+        assert bool((expected[count:] <= tolerance).all()), index  # a weight of 0 is not read
+        assert torch.allclose(weights[read].abs(), expected[:count], rtol=tolerance, atol=tolerance), index
         # The position: its own dense weight is the one reported there.
-        assert torch.allclose(row[keys[read]], weights[read], rtol=tolerance, atol=tolerance), place
+        assert torch.allclose(row[keys[read]], weights[read], rtol=tolerance, atol=tolerance), index
         assert len(set(keys[read].tolist())) == count
 
 

@@ -12,14 +12,13 @@ from torch import Tensor
 from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.jacobian import has_closed_form
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.contract import Normalizer, Sink
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call
 
 TOP_N = (1, 2, 10, 1000)
-# These have no closed form for the norm of their Jacobian.
-SAMPLED = {"adaptive_temperature", "sa_softmax", "scale_invariant", "softpick", "stick_breaking"}
 
 
 def measured(call: AttentionCall, normalizer: str | Normalizer | None = None, **options: object) -> RowStatistics:
@@ -38,7 +37,7 @@ def _is_floating(value: object) -> bool:
 
 
 def same(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
-    """NaN and infinity at the same places, else equal up to tolerance * max(1, |expected|)."""
+    """NaN and infinity at the same indices, else equal up to tolerance * max(1, |expected|)."""
     found, expected = found.double(), expected.double()
     assert torch.equal(found.isnan(), expected.isnan()), f"{name}: undefined elsewhere"
     error = torch.where(found == expected, 0.0, (found - expected).abs() / expected.abs().clamp(min=1)).nan_to_num(0.0)
@@ -58,18 +57,18 @@ def check(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | N
             value, expected[name] = value.log(), expected.get(name, nothing).log()
         if name != "jacobian_norm":
             same(value, expected.get(name, nothing), tolerance, name)
-    for place, N in enumerate(TOP_N):
-        same(result.top_mass[..., some, place], expected.get(f"top_mass_{N}", nothing), tolerance, f"top_mass_{N}")
+    for index, N in enumerate(TOP_N):
+        same(result.top_mass[..., some, index], expected.get(f"top_mass_{N}", nothing), tolerance, f"top_mass_{N}")
 
 
 def check_jacobian(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | None, tolerance: float) -> None:
     norms = result.values["jacobian_norm"].double()
-    for place in [(0, 0, -1), (0, 1, -2), (-1, 2, -1), (-1, 3, 0), (0, 3, norms.shape[-1] // 2)]:
-        item, head, row = (index % size for index, size in zip(place, norms.shape, strict=True))
+    for at in [(0, 0, -1), (0, 1, -2), (-1, 2, -1), (-1, 3, 0), (0, 3, norms.shape[-1] // 2)]:
+        item, head, row = (index % size for index, size in zip(at, norms.shape, strict=True))
         found = float(norms[item, head, row])
         expected = reference.jacobian_norm(call, normalizer, item, head, row)
         if math.isnan(found):
-            assert math.isnan(expected) or (normalizer is not None and normalizer.name in SAMPLED)
+            assert math.isnan(expected) or (normalizer is not None and not has_closed_form(normalizer))
         else:
             assert found == pytest.approx(expected, rel=tolerance, abs=1e-30)
 
@@ -100,9 +99,28 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     check(call, measured(call), None, 1e-5)
 
 
-@pytest.mark.parametrize("name", ROW_NORMALIZERS)
-@pytest.mark.parametrize("kind", ["causal", "left padding", "cross"])
+KINDS = ["causal", "left padding", "cross"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, KINDS[i % 3]) for i, name in enumerate(ROW_NORMALIZERS)])
 def test_every_normalizer(name: str, kind: str) -> None:
+    check_every_statistic(name, kind)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ROW_NORMALIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_normalizer_in_every_call(name: str, kind: str) -> None:
+    check_every_statistic(name, kind)
+
+
+def test_maps_with_a_known_constant_have_a_closed_form_behind_scale_rules() -> None:
+    names = [name for name in ROW_NORMALIZERS if get(name).map.lipschitz(8) is not None]
+    assert {"softmax", "entmax15", "kneemax", "sigmoid", "relu"} <= set(names)
+    assert all(has_closed_form(Normalizer(get(name).map)) for name in names)
+
+
+def check_every_statistic(name: str, kind: str) -> None:
     call, normalizer = in_float64(CALLS[kind]), get(name)
     assert isinstance(normalizer, Normalizer)
     result = measured(call, name)
@@ -169,7 +187,7 @@ def test_some_rows_are_the_rows_among_all() -> None:
         same(few.values[name], every.values[name][..., some], 2e-6, name)
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLED))
+@pytest.mark.parametrize("name", [name for name in ROW_NORMALIZERS if not has_closed_form(get(name))])
 def test_a_norm_without_closed_form_is_measured_on_a_few_rows_and_unknown_on_others(name: str) -> None:
     norms = measured(make_call(40, batch=1), name).values["jacobian_norm"]
     assert (~norms.isnan()).sum(-1).eq(POWER_ROWS).all()
@@ -317,11 +335,11 @@ def test_bad_requests_are_refused() -> None:
     rows = torch.arange(3)
     with pytest.raises(ValueError, match="top_n"):
         measure_rows(call, [None], rows, (0, 4))
-    with pytest.raises(ValueError, match="two normalizers are called 'softmax'"):
+    with pytest.raises(ValueError, match="'softmax'"):
         measure_rows(call, ["softmax", "softmax"], rows, (1,))
-    with pytest.raises(TypeError, match="'linear' is an attention mechanism"):
+    with pytest.raises(TypeError, match="'linear'"):
         measure_rows(call, ["linear"], rows, (1,))
-    with pytest.raises(ValueError, match="no normalizer to measure"):
+    with pytest.raises(ValueError, match="normalizer"):
         measure_rows(call, [], rows, (1,))
 
 

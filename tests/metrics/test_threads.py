@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from attnorm.engines.threads import in_threads
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.threads import in_threads
 from tests.metrics.calls import CALLS
 
 CPU = torch.device("cpu")

@@ -31,10 +31,10 @@ def check(call: AttentionCall, choice: str | None, vectors: Tensor, kind: str = 
     weights, visible = reference.dense_weights(call, normalizer).detach(), reference.dense_visible(call)
     for item in range(weights.shape[0]):
         for head in range(0, HEADS, 3):
-            for place, row in enumerate(rows.tolist()):
+            for index, row in enumerate(rows.tolist()):
                 keys = visible[item, head, row]
                 for column, N in enumerate(TOP_N):
-                    found = {name: float(result[name][item, head, place, column]) for name in NUMBERS}
+                    found = {name: float(result[name][item, head, index, column]) for name in NUMBERS}
                     if int(keys.sum()) <= N:
                         assert all(math.isnan(value) for value in found.values())
                         continue
@@ -65,7 +65,7 @@ def test_layer_inputs_in_the_place_of_values() -> None:
     states = torch.randn(2, 33, 12, generator=torch.Generator().manual_seed(5)).double()
     call = dataclasses.replace(in_float64(CALLS["causal"]), inputs_BKC=states)
     check(call, None, states[:, None].expand(-1, HEADS, -1, -1), "inputs")
-    with pytest.raises(ValueError, match="observe the model with inputs=True"):
+    with pytest.raises(ValueError, match="inputs=True"):
         measure_vectors(CALLS["causal"], [None], torch.arange(3), TOP_N, "inputs")
 
 

@@ -39,7 +39,7 @@ def test_the_example_says_that_a_text_is_too_short(tmp_path: Path, monkeypatch: 
     short = tmp_path / "short.txt"
     short.write_text("Once upon a time")
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--text", str(short), "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"the text has \d tokens; give one of at least 256"):
+    with pytest.raises(SystemExit, match=r"\d tokens.*256"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

@@ -121,7 +121,7 @@ def test_one_number_for_all_heads_and_one_for_each_go_together(options: dict[str
 
 def test_a_batch_of_nothing_but_padding_stops_no_training() -> None:
     model, ids = llama(), tokens(2, 12)
-    with pytest.warns(UserWarning, match="was not measured at step 1: the batch is all padding"):
+    with pytest.warns(UserWarning, match=r"step 1.*padding"):
         assert measured(model, AttentionMonitor(), input_ids=ids, attention_mask=torch.zeros_like(ids)) == {}
 
 
@@ -309,8 +309,8 @@ def test_an_exception_gives_the_model_back() -> None:
 
 def test_a_step_without_a_training_forward_is_told() -> None:
     model = llama()
-    told = pytest.warns(UserWarning, match="no forward took place")
-    with told, AttentionMonitor(every=1).step(model) as numbers, torch.no_grad():
+    warned = pytest.warns(UserWarning, match="no forward took place")
+    with warned, AttentionMonitor(every=1).step(model) as numbers, torch.no_grad():
         model(input_ids=tokens())
     assert numbers == {}
 
@@ -319,7 +319,7 @@ def test_a_step_that_is_called_and_not_entered_is_told() -> None:
     model, monitor = llama(), AttentionMonitor(every=1)
     monitor.step(model)
     model(input_ids=tokens(2, 32))
-    with pytest.raises(RuntimeError, match=r"with monitor.step\(model\) as attention:` around the forward"):
+    with pytest.raises(RuntimeError, match=r"monitor\.step\(model\)"):
         monitor.step(model)
 
 
@@ -333,5 +333,5 @@ def test_mechanisms_are_left_out() -> None:
 @pytest.mark.as_installed
 @pytest.mark.parametrize("options", [{"rows": 0}, {"top_n": 1.5}, {"every": -1}, {"rows": True}])
 def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be a whole number"):
+    with pytest.raises(ValueError, match=next(iter(options))):
         AttentionMonitor(**options)

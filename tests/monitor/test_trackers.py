@@ -53,14 +53,14 @@ def _wandb(folder: Path) -> Curves:
 
 def _wandb_records(content: bytes) -> Iterator[bytes]:
     """An offline run is a log in the format of LevelDB: blocks of 32 KiB, and records that may go over several."""
-    place, record = 7, b""
-    while place + 7 <= len(content):
-        if 2**15 - place % 2**15 < 7:  # no room for a header
-            place += 2**15 - place % 2**15
+    offset, record = 7, b""
+    while offset + 7 <= len(content):
+        if 2**15 - offset % 2**15 < 7:  # no room for a header
+            offset += 2**15 - offset % 2**15
             continue
-        _, length, kind = struct.unpack_from("<IHB", content, place)
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
+        _, length, kind = struct.unpack_from("<IHB", content, offset)
+        record += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # whole, or its last part
             yield record
             record = b""
@@ -134,7 +134,7 @@ def test_the_numbers_are_in_its_files(local: Path, tracker: str, prefix: str, re
 def test_passed_to_the_constructor_it_comes_too_late_and_says_for_whom(local: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     trainer = trainer_of(llama(), local, AttentionMonitor(), report_to=["tensorboard"])
-    with pytest.warns(UserWarning, match=r"tensorboard ran before this monitor.*monitor\.attach\(trainer\)"):
+    with pytest.warns(UserWarning, match=r"tensorboard.*monitor\.attach\(trainer\)"):
         trainer.train()
     assert not [name for name in _tensorboard(local) if "attn/" in name]
 

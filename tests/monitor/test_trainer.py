@@ -123,7 +123,7 @@ def test_attached_twice_it_runs_once_and_a_second_one_is_refused(tmp_path: Path)
     monitor.attach(trainer)
     monitor.attach(trainer)
     assert trainer.callback_handler.callbacks.count(monitor) == 1
-    with pytest.raises(ValueError, match="has an AttentionMonitor already"):
+    with pytest.raises(ValueError, match="AttentionMonitor"):
         AttentionMonitor().attach(trainer)
 
 
@@ -160,20 +160,20 @@ def test_a_run_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_several_gpus_by_data_parallel_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(llama(), tmp_path, Reporter())
     monkeypatch.setattr(type(trainer.args), "n_gpu", 2)
-    with pytest.raises(ValueError, match="2 GPUs by DataParallel"):
+    with pytest.raises(ValueError, match=r"2 GPUs.*DataParallel"):
         AttentionMonitor().attach(trainer)
 
 
 @pytest.mark.as_installed
 def test_what_is_no_trainer_or_no_model_is_told_where_it_belongs() -> None:
     monitor = AttentionMonitor(every=1)
-    with pytest.raises(TypeError, match=r"takes a transformers Trainer, got LlamaForCausalLM.*monitor\.step\(model\)"):
+    with pytest.raises(TypeError, match=r"LlamaForCausalLM.*monitor\.step\(model\)"):
         monitor.attach(llama())
-    with pytest.raises(TypeError, match="expected a model, got 'gpt2'"), monitor.step("gpt2"):
+    with pytest.raises(TypeError, match="'gpt2'"), monitor.step("gpt2"):
         pass
 
 
 @pytest.mark.as_installed
 def test_thresholds_of_another_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"AlertThresholds, got \{'heads': 0\.2\}; e\.g\. AlertThresholds\("):
+    with pytest.raises(TypeError, match=r"\{'heads': 0\.2\}.*AlertThresholds\("):
         AttentionMonitor(thresholds={"heads": 0.2})

@@ -17,12 +17,12 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[place], "labels": self.ids[place]}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 class Reporter(TrainerCallback):
-    """Stands where TensorBoard and the others stand; keeps what it is told."""
+    """A tracker like TensorBoard that keeps what it receives."""
 
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []

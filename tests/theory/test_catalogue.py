@@ -9,8 +9,7 @@ import torch
 import attnorm
 from attnorm.claims.page import built_in_claims, claims_markdown, updated
 from attnorm.theory import Claim, claims
-from attnorm.theory.catalogue.cases import draw_case
-from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, equals
+from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in claims()}

@@ -72,11 +72,11 @@ def test_rows_without_a_key_to_cover_are_nan_and_impossible_input_is_refused() -
     assert coverage.union_coverage(covered, reference).union.isnan().tolist() == [False, True]
     with pytest.raises(ValueError, match="has a key to cover"):
         coverage.union_coverage(covered, torch.zeros(4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"heads.*0"):
         coverage.independent_coverage(0.5, 0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         coverage.independent_union(torch.tensor([0.5, 1.5]))
-    with pytest.raises(ValueError, match="top_n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"top_n.*0"):
         coverage.top_n_coverage(torch.rand(2, 4), 0)
 
 

@@ -270,7 +270,7 @@ def test_outside_its_support_and_for_few_vectors_the_law_is_certain() -> None:
 
 
 def test_the_law_says_so_when_it_misses_the_tolerance() -> None:
-    with pytest.warns(RuntimeWarning, match=r"known to .*, not to the tolerance 1\.0e-16 asked for"):
+    with pytest.warns(RuntimeWarning, match=r"1\.0e-16"):
         law = isotropic_law.isotropic_norm_cdf(1.3, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 4, tolerance=1e-16)
     assert not law.reached
     assert 1e-16 < float(law.error) < 1e-6
@@ -464,9 +464,9 @@ def test_gradients_of_xi_moments_and_bounds() -> None:
 
 def test_impossible_input_is_refused_by_name() -> None:
     rows = on_sphere_rows(6, 2, 3)
-    with pytest.raises(ValueError, match="radius cannot be negative, got -1"):
+    with pytest.raises(ValueError, match=r"radius.*-1"):
         geometry.separability(rows, -1.0)
-    with pytest.raises(ValueError, match="dimension 2 or more, got 1"):
+    with pytest.raises(ValueError, match=r"dimension.*got 1"):
         isotropic_law.isotropic_norm_cdf(0.5, [0.5, 0.5], 1)
     with pytest.raises(ValueError, match="choose 2 or more"):
         geometry.separability_example(1, separable=True)
@@ -475,7 +475,7 @@ def test_impossible_input_is_refused_by_name() -> None:
 @pytest.mark.as_installed
 def test_unknown_kinds_are_refused_by_name() -> None:
     rows = on_sphere_rows(6, 2, 3)
-    with pytest.raises(ValueError, match="'permuted' or 'isotropic', got 'shuffled'"):
+    with pytest.raises(ValueError, match="'shuffled'"):
         geometry.separability_null(rows, 2, "shuffled")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'permuted' or 'independent', got 'both'"):
+    with pytest.raises(ValueError, match="'both'"):
         anisotropy.anisotropic_bounds(rows, 0.1, "both")  # type: ignore[arg-type]

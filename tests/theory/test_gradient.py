@@ -292,7 +292,7 @@ def test_products_with_the_jacobian_of_a_custom_function() -> None:
     norm = power_iteration_norm(row_map, z)
     assert torch.allclose(norm, torch.linalg.matrix_norm(dense, 2), rtol=1e-6)
     assert (norm <= torch.linalg.matrix_norm(dense, 2) * (1 + 1e-12)).all()
-    with pytest.raises(ValueError, match="differentiable operations"):
+    with pytest.raises(ValueError, match="differentiable"):
         linearize(lambda z: CubedOnce.apply(z), z).jvp(v)
 
 
@@ -350,5 +350,5 @@ def test_the_printed_lemma_does_not_apply_where_F_vanishes() -> None:
 
 def test_weights_with_a_nan_are_refused_and_not_passed_on() -> None:
     weights = torch.tensor([[0.5, 0.5], [torch.nan, 1.0]])
-    with pytest.raises(ValueError, match="must sum to 1 in every row"):
+    with pytest.raises(ValueError, match="sum to 1"):
         gradient.entmax_jacobian_norm(weights)

@@ -97,7 +97,7 @@ def _named(names: list[str]) -> "list[Claim]":
 def _replay(address: str, as_json: bool) -> None:
     from attnorm.claims.search_report import counterexample_as_dict, counterexample_text
     from attnorm.theory import replay
-    from attnorm.theory.catalogue.cases import ROWS
+    from attnorm.theory.catalogue.claim import ROWS
 
     name, *numbers = address.split(":")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):

@@ -1,6 +1,6 @@
 """One attention call of a model, as it is measured: everything that decides its logits, weights and outputs.
 
-Shape suffixes: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys, D and E widths.
+Shape letters: see engines/inputs.py.
 """
 
 from dataclasses import dataclass
@@ -29,5 +29,5 @@ class AttentionCall:
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks_H: Tensor | None = None  # one learned logit per head that takes mass and gives no output
     bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)
-    normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs in the place of softmax
-    inputs_BKC: Tensor | None = None  # the layer input behind the keys, where it was asked for
+    normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs instead of softmax
+    inputs_BKC: Tensor | None = None  # the layer input behind the keys, if requested

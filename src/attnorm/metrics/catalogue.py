@@ -138,7 +138,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="mean_cosine", label="Mean cosine", unit="", group="vectors", per_row=False, bounded=(-1, 1),
         meaning="Mean cosine between different vectors x_i that the head mixes.",
-        reading="The papers assume isotropic vectors, 0; near 1 all point the same way and cannot be told apart.",
+        reading="The papers assume isotropic vectors, 0; near 1 all point the same way and cannot be distinguished.",
     ),
     Metric(
         name="effective_rank", label="Effective rank", unit="", group="vectors", per_row=False,

@@ -1,4 +1,4 @@
-"""How many of the visible keys the heads of a layer select together: measured, and as independence would have it."""
+"""How many of the visible keys the heads of a layer select together: measured, and as expected of independent heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ def measure_coverage(
             heavy = weights.topk(min(max(top_n), weights.shape[-1]), dim=-1)
             sound = weights.sum(-1).isfinite().all(0) & (size > 0)
             counts[one.name] += int(sound.sum())
-            for place, N in enumerate(top_n):
+            for index, N in enumerate(top_n):
                 inside = torch.zeros_like(visible).scatter_(-1, heavy.indices[..., :N], heavy.values[..., :N] > 0)
                 share = inside.sum(-1, dtype=torch.float64) / size.clamp(min=1)
                 union = inside.any(0).sum(-1, dtype=torch.float64) / size.clamp(min=1)
                 alone = independent_union(share.T) if heads > 1 else share[0]
                 for row, value in enumerate((share.mean(0), union, alone)):
-                    sums[one.name][row, place] += value[sound].sum().cpu()
+                    sums[one.name][row, index] += value[sound].sum().cpu()
     means = {name: total / counts[name] if counts[name] else total * torch.nan for name, total in sums.items()}
     return {name: LayerCoverage(mean[0], mean[1], mean[2], counts[name]) for name, mean in means.items()}

@@ -1,8 +1,8 @@
 """The exact norm of d weights / d logits of a row, for every map whose Jacobian has a structure to exploit.
 
-Threshold maps (softmax, entmax, kneemax): diagonal minus rank one. F/sum F: diagonal plus rank two. Maps that judge
-every key alone: diagonal. Scale rules whose factor does not depend on the logits multiply the norm; a selection leaves
-the map of the keys it keeps. What is left goes through power iteration, on a few rows only; the others get NaN.
+Threshold maps (softmax, entmax, kneemax): diagonal minus rank one. F/sum F: diagonal plus rank two. Maps of
+each key by itself: diagonal. Scale rules whose factor does not depend on the logits multiply the norm; a selection
+leaves the map of the keys it keeps. All others use power iteration, on a few rows only; the other rows get NaN.
 The norm is that of the gradient that training sees: hard attention has softmax's.
 """
 
@@ -31,20 +31,25 @@ THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # of each head (of each block for sensitivity), the last among them, where it takes power iteration
 
 
+def has_closed_form(normalizer: Normalizer) -> bool:
+    """Whether the norm is computed for every row; else by power iteration for a few."""
+    map_ = type(normalizer.map)
+    structured = map_ in THRESHOLD or map_ in KEY_BY_KEY or (map_ is Kernel and normalizer.sink is None)
+    return structured and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+
+
 def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> Tensor | None:
     """The norm of each row, (..., h, r); None where this map has no closed form."""
-    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
+    if not has_closed_form(normalizer):
         return None
     map_ = normalizer.map
     prepared = normalizer.prepare(block)
     if type(map_) in THRESHOLD:
         norm = _threshold(normalizer, prepared, weights)
-    elif type(map_) is Kernel and normalizer.sink is None:
+    elif isinstance(map_, Kernel):
         norm = _kernel(map_, prepared, weights)
-    elif type(map_) in KEY_BY_KEY:
-        norm = _key_by_key(map_, prepared)
     else:
-        return None
+        norm = _key_by_key(map_, prepared)
     gain = _gain(normalizer, block)
     return norm if gain is None else norm * gain.squeeze(-1)
 

@@ -40,7 +40,7 @@ class LogitWorkspace:
 
 
 def too_few_to_wait(queries: Tensor) -> bool:
-    """Whether rows are better computed as if the worst were true than looked at first."""
+    """Whether computing rows for the worst case is cheaper than inspecting them first."""
     return len(queries) <= FEW_ROWS and runs_asynchronously(queries)
 
 
@@ -57,9 +57,9 @@ class LogitBlock:
     n: Tensor  # visible keys, (1 or h, r)
     item: int
     heads: slice
-    rows: slice  # of the rows that were asked for
+    rows: slice  # of the requested rows
     queries: Tensor  # their query indices, (r,)
-    first_key: int  # what the first column stands for
+    first_key: int  # key index of the first column
 
     @property
     def visible(self) -> Tensor:
@@ -94,7 +94,7 @@ class Visibility:
         mask, causal = call.mask, call.causal
         if mask is not None:
             mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
-            # A mask per query says it all, and where a cache is longer than what is filled only the mask knows.
+            # A mask per query is complete; where a cache is longer than its content, only the mask shows it.
             causal = causal and (mask.shape[-2] == 1 or queries == keys)
         return cls(mask, causal, queries, keys)
 

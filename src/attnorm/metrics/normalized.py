@@ -47,7 +47,7 @@ class RowsBlock(Block):
 
 @dataclass(frozen=True)
 class MeasuredNormalizer:
-    """A normalizer under the name that its results go by; None is softmax with the model's own sinks."""
+    """A normalizer with the name of its results; None is softmax with the model's own sinks."""
 
     name: str
     normalizer: Normalizer | None
@@ -90,7 +90,7 @@ class MeasuredNormalizer:
 
 
 def resolve_normalizers(call: AttentionCall, choices: Sequence[Choice]) -> list[MeasuredNormalizer]:
-    """The normalizers asked for, on the call's device, by name."""
+    """The requested normalizers, on the call's device, by name."""
     found: list[MeasuredNormalizer] = []
     for choice in choices:
         own = choice is None or choice == MODEL
@@ -102,7 +102,7 @@ def resolve_normalizers(call: AttentionCall, choices: Sequence[Choice]) -> list[
             )
         name = MODEL if own or normalizer is None else normalizer.name
         if any(other.name == name for other in found):
-            raise ValueError(f"two normalizers are called {name!r}; give each a name of its own")
+            raise ValueError(f"two normalizers are called {name!r}; give each its own name")
         found.append(MeasuredNormalizer(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
     if not found:
         raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")

@@ -1,4 +1,4 @@
-"""Separability of the heaviest keys, also when the weights know nothing of the vectors: dealt out to the keys anew.
+"""Separability of the heaviest keys, and its null: the same weights, permuted among the keys.
 
 What theory.geometry computes for one N at a time (`separability`), here for all N in one product: the null takes many
 draws, and the row itself is one more of them.
@@ -17,8 +17,7 @@ from attnorm.theory.selection import SelectedRows
 def draw_permutations(visible: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
     """The new key of every key of visible (h, r, w) in each draw: (draws, h, r, w).
 
-    Visible keys change places among themselves, the others stay. Row after row, so that the size of a block does not
-    matter.
+    Visible keys are permuted among themselves, the others stay. Row by row, so that the block size does not matter.
     """
     heads, rows, keys = visible.shape
     device = None if generator is None else generator.device

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.heaviest import heaviest_keys
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
-from attnorm.metrics.threads import in_threads
 
 NO_KEY = -1
 

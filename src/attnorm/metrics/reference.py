@@ -1,6 +1,6 @@
-"""The same numbers from the whole matrix in float64, a few lines each: slow, and simple enough to be believed.
+"""The same numbers from the whole matrix in float64, a few lines each: slow and simple.
 
-For tests, and for anyone who wants to check attnorm on a short input: memory and time grow with Q x K, and the Jacobian
+For tests and for checks on short inputs: memory and time grow with Q x K, and the Jacobian
 norm is the largest singular value of a K x K matrix for every row.
 """
 
@@ -76,14 +76,14 @@ def dense_statistics(
     results = {"n": visible[..., rows.to(visible.device), :].sum(-1).double()}
     for item in range(shape[0]):
         for head in range(shape[1]):
-            for place, row in enumerate(rows.tolist()):
+            for index, row in enumerate(rows.tolist()):
                 at = (item, head, row)
                 numbers = row_statistics(logits[at], weights[at], visible[at], top_n, rest_is_sink=sink is not None)
                 if numbers and exponents is not None:
                     numbers |= row_limits(exponents[at][visible[at]])
                 for name, value in numbers.items():
                     results.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-                    results[name][item, head, place] = value
+                    results[name][item, head, index] = value
     return results
 
 
@@ -117,7 +117,7 @@ def row_statistics(
 
 
 def row_limits(z: Tensor) -> dict[str, float]:
-    """What softmax of these n logits, and of any others of their spread, cannot pass."""
+    """Limits of softmax over these n logits, and over any others of the same spread."""
     n, d = len(z), float(z.max() - z.min())
     ceiling = 1 / (1 + (n - 1) * math.exp(-d))
     limits = {"horizon": _horizon(d), "weight_ceiling": ceiling, "entropy_floor": _smallest_entropy(n, d)}

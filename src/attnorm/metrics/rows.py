@@ -12,6 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from attnorm.engines.threads import in_threads
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
@@ -20,7 +21,6 @@ from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
-from attnorm.metrics.threads import in_threads
 from attnorm.metrics.weight_rows import weight_rows
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
@@ -32,7 +32,7 @@ class RowStatistics:
     """Numbers of each row, (B, H, R), by name."""
 
     n: Tensor  # visible keys
-    values: dict[str, Tensor]  # by the names asked for; NaN where a number is undefined
+    values: dict[str, Tensor]  # by requested name; NaN where a number is undefined
     top_mass: Tensor  # (B, H, R, len(top_n)): share of the row's weight on its N heaviest keys
     broken: Tensor  # boolean
 
@@ -48,14 +48,14 @@ def measure_rows(
     block_elements: int | None = None,
     mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> dict[str, RowStatistics]:
-    """The statistics of these queries (sorted indices) by the normalizers' names; None goes by "model".
+    """The statistics of these queries (sorted indices) by the normalizers' names; None is named "model".
 
     Entropy, effective keys, largest weight and masses are those of |w| / sum |w|; without the sink: of the keys but the
     row's first visible one, in the same way. Limits (ceiling, floor, horizon) are those of the normalizer itself where
     it is softmax of rescaled logits, NaN where it is another map; spread and largest logit are the model's.
     """
     if top_n and min(top_n) < 1:
-        raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
+        raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
     in_blocks = _few_enough(rows, top_n, mass_rows) or not call.query_BHQD.is_cuda or not fused_rows.applies(call)
     softmaxes = [] if in_blocks else [one for one in chosen if one.scaled_softmax]
@@ -259,7 +259,7 @@ def _finished(
 
 
 def _bounds(reach: Tensor, rest: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """What logits so far apart allow among so many keys; rest: how far apart without the sink."""
+    """The limits for logits of this spread over n keys; rest: the spread without the sink."""
     return {
         "weight_ceiling": sharp_weight_bounds(reach, keys).upper,
         "entropy_floor": entropy_floor(reach, keys).masked_fill(reach.isnan(), torch.nan),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Rows = Literal["auto", "all", "last"] | int
 AUTO_ROWS = 512  # of a window: beyond it, more rows cost more than the model's own pass and change little
-SHORTEST = 8  # keys; below it no statistic of a row says much
+SHORTEST = 8  # keys; fewer make statistics of a row meaningless
 
 
 def length_bins(longest: int) -> list[tuple[int, int]]:
@@ -34,9 +34,9 @@ def length_bins(longest: int) -> list[tuple[int, int]]:
 
 def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None = None) -> Tensor:
     """Query indices, sorted. A number of rows: spread over the bins of n where the call is causal, else evenly.
-    "auto" stands for AUTO_ROWS.
+    "auto" means AUTO_ROWS.
 
-    The last row is always among them. A quarter of the rows go to the longest bin, by which a head is judged, the rest
+    The last row is always among them. A quarter of the rows are in the longest bin, which decides verdicts, the rest
     evenly over all. keys: where there are more of them than queries (a cache), row i sees i + 1 + keys - queries.
     """
     if queries < 1:
@@ -45,7 +45,7 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
         return torch.arange(queries)
     count = 1 if rows == "last" else AUTO_ROWS if rows == "auto" else rows
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"rows must be 'auto', 'all', 'last' or a whole number from 1 up, got {rows!r}")
+        raise ValueError(f"expected rows as 'auto', 'all', 'last' or a whole number of at least 1, got {rows!r}.")
     if count >= queries:
         return torch.arange(queries)
     if not causal:
@@ -57,9 +57,9 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     chosen: list[Tensor] = []
     for_longest = count // 4
     left = count - for_longest
-    for place, some in enumerate(members):
-        last = place == len(members) - 1
-        quota = min(len(some), left // (len(members) - place) + (for_longest if last else 0))
+    for index, some in enumerate(members):
+        last = index == len(members) - 1
+        quota = min(len(some), left // (len(members) - index) + (for_longest if last else 0))
         left += (for_longest if last else 0) - quota
         if quota:
             chosen.append(spread(some, quota))
@@ -74,5 +74,5 @@ def spread(rows: Tensor, count: int) -> Tensor:
     """`count` of these rows (all if there are fewer), evenly spaced, the last among them."""
     if count >= len(rows):
         return rows
-    places = torch.arange(1, count + 1, dtype=torch.float64, device=rows.device) * (len(rows) / count) - 1
-    return rows[places.round().long()]
+    indices = torch.arange(1, count + 1, dtype=torch.float64, device=rows.device) * (len(rows) / count) - 1
+    return rows[indices.round().long()]

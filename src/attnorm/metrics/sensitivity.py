@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
-from attnorm.metrics.threads import in_threads
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.selection import at_least_float32
@@ -43,7 +43,7 @@ def measure_sensitivity(
     results = {one.name: {name: like.new_full(shape, torch.nan) for name in names} for one in chosen}
     for block in logit_blocks(call, rows.to(like.device), all_heads=True):
         view = rows_block(call, block)
-        place = (block.item, block.heads, block.rows)
+        index = (block.item, block.heads, block.rows)
         sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)
         directions = _directions(view, call.key_BGKD.shape[-2], generator)
         for one in chosen:
@@ -52,7 +52,7 @@ def measure_sensitivity(
             numbers = _numbers(normalizer, view, directions, temperatures, epsilons)
             numbers["bound"] = constants.unsqueeze(-1) / torch.tensor(temperatures).to(constants)
             for name, value in numbers.items():
-                results[one.name][name][place] = torch.where(sound, value, torch.nan)
+                results[one.name][name][index] = torch.where(sound, value, torch.nan)
     return results
 
 

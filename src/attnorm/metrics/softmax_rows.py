@@ -49,9 +49,9 @@ def set_apart(rows: Tensor, block: LogitBlock) -> SetApart:
     groups = width // GROUP
     largest, group = rows.view(-1, GROUP, groups).amax(1).max(-1, keepdim=True)
     members = group + groups * torch.arange(GROUP, device=rows.device)
-    place = rows.gather(1, members).argmax(-1, keepdim=True)
+    index = rows.gather(1, members).argmax(-1, keepdim=True)
     rows.scatter_(1, first, sink)
-    return SetApart(first, sink, members.gather(1, place), largest, smallest)
+    return SetApart(first, sink, members.gather(1, index), largest, smallest)
 
 
 class RowSums(NamedTuple):
@@ -183,7 +183,7 @@ def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: 
     """The N heaviest are the largest with N - 1 others, or the sink with N - 1 of them, whichever is more."""
     largest, sink = largest.masked_fill(alone, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
     without, beside_sink = (largest * (1 + part) for part in (heavy[..., : len(top_n)], heavy[..., len(top_n) :]))
-    for place, N in enumerate(top_n):
+    for index, N in enumerate(top_n):
         if N == 1:
-            beside_sink[..., place] = 0.0
+            beside_sink[..., index] = 0.0
     return torch.maximum(without, sink + beside_sink).clamp(max=1)

@@ -27,7 +27,7 @@ def summarise_all(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> dict[str, Summary]:
-    """`summarise` for several numbers of the same rows, in one go."""
+    """`summarise` for several numbers of the same rows at once."""
     names = list(values)
     many = len(names)
     stacked = torch.cat([values[name].double() for name in names], 1)
@@ -56,16 +56,16 @@ def summarise(
     mean = np.full((heads, len(bins)), np.nan)
     found = np.full((heads, len(bins), len(quantiles)), np.nan)
     rows = np.zeros((heads, len(bins)), dtype=np.int64)
-    for place, (low, high) in enumerate(bins):
+    for index, (low, high) in enumerate(bins):
         inside = (keys >= low) & (keys <= high) & ~bad
         used = inside.any(0)
-        rows[:, place] = inside.sum(1)
+        rows[:, index] = inside.sum(1)
         ordered = np.sort(np.where(inside[:, used], numbers[:, used], np.nan), axis=1)  # NaN comes last
         count = (~np.isnan(ordered)).sum(1)
         some = count > 0
-        mean[some, place] = np.nansum(ordered[some], 1) / count[some]
+        mean[some, index] = np.nansum(ordered[some], 1) / count[some]
         for which, share in enumerate(quantiles):
-            found[some, place, which] = _quantile(ordered[some], count[some], share)
+            found[some, index, which] = _quantile(ordered[some], count[some], share)
     return Summary(mean, found, rows)
 
 
@@ -114,10 +114,10 @@ def _per_head(values: Tensor) -> np.ndarray:
 
 def _quantile(ordered: np.ndarray, count: np.ndarray, share: float) -> np.ndarray:
     """Between the two nearest of the first `count` numbers of each row; infinite ones are not interpolated."""
-    place = share * (count - 1)
-    below = np.floor(place).astype(np.int64)
+    rank = share * (count - 1)
+    below = np.floor(rank).astype(np.int64)
     low = np.take_along_axis(ordered, below[:, None], 1)[:, 0]
     high = np.take_along_axis(ordered, np.minimum(below + 1, count - 1)[:, None], 1)[:, 0]
     with np.errstate(invalid="ignore"):
-        between = low + (high - low) * (place - below)
-    return np.where((low == high) | (place == below), low, between)
+        between = low + (high - low) * (rank - below)
+    return np.where((low == high) | (rank == below), low, between)

@@ -1,7 +1,7 @@
 """What the weights do with the vectors they mix: distances and separability of the N heaviest keys, and their bounds.
 
 The formulas are theory's (distance.py, random_set.py, geometry.py). Here: which vectors, one selection of the heaviest
-keys for all N, heads shared out among threads, and the null, in which the same weights are dealt out to the visible
+keys for all N, heads divided among threads, and the null, in which the same weights are permuted among the visible
 keys at random.
 """
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.null import draw_permutations, separabilities
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.threads import in_threads
 from attnorm.theory.distance import (
     d_tilde,
     largest_gaps,
@@ -35,7 +35,7 @@ Vectors = Literal["values", "inputs"]
 # Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
 # rest.
 NULL_ROWS = 16
-# Weights of one set of vectors that are dealt out at a time.
+# Weights of one set of vectors that are permuted at a time.
 NULL_ELEMENTS = 2**19
 
 NUMBERS = (
@@ -67,14 +67,14 @@ def measure_vectors(
 ) -> dict[str, dict[str, Tensor]]:
     """By normalizer and name (NUMBERS and NULLS): (B, H, R, len(top_n)); NaN where n <= N or the row is broken.
 
-    Separability, its bounds and its null stand on the same rows, at most NULL_ROWS of them, NaN on the others. The null
+    Separability, its bounds and its null use the same rows, at most NULL_ROWS of them, NaN on the others. The null
     is a mean over permutations; its low and high are the 5 % and 95 % quantiles of the permutations' means over these
     rows, the same number in each of them.
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
     if not top_n or min(top_n) < 1:
-        raise ValueError(f"top_n must be whole numbers from 1 up, got {tuple(top_n)}")
+        raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
     mixed = _mixed_vectors(call, vectors)
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
@@ -155,9 +155,9 @@ def _of_groups(
 ) -> dict[str, Tensor]:
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
-    # Rows that mix the same vectors stand together, as theory has them.
+    # Rows that mix the same vectors are grouped, as in theory.
     weights, visible = (t.reshape(len(x), -1, keys) for t in (weights.to(dtype), visible))
-    # What no row sees may be anything, and 0 times NaN is NaN.
+    # Keys that no row sees may hold NaN, and 0 times NaN is NaN.
     x = torch.where(visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
     if logs is not None:
         logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
@@ -189,7 +189,7 @@ def _distances(rows: SelectedRows, top_n: Sequence[int]) -> dict[str, Tensor]:
     gaps = largest_gaps(rows, top_n) if proper else None
     _ = rows.squares, rows.along_output  # kept for all N
     found: dict[str, list[Tensor]] = {}
-    for place, N in enumerate(top_n):
+    for index, N in enumerate(top_n):
         heaviest = rows.with_indices(rows.indices[..., :N])
         lower, upper = theorem1_random_bounds(heaviest)
         numbers = {
@@ -201,7 +201,7 @@ def _distances(rows: SelectedRows, top_n: Sequence[int]) -> dict[str, Tensor]:
             "random_upper": upper,
         }
         if gaps is not None:
-            numbers["fixed_printed"] = theorem1_fixed_printed(heaviest, gaps[..., place])
+            numbers["fixed_printed"] = theorem1_fixed_printed(heaviest, gaps[..., index])
         for name, value in numbers.items():
             found.setdefault(name, []).append(value)
     return {name: torch.stack(values, -1) for name, values in found.items()}

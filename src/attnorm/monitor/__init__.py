@@ -1,1 +1,1 @@
-"""Watching attention while a model trains: a few rows of a few steps, and a word when something goes wrong."""
+"""Monitor attention while a model trains: a few rows of a few steps, and a warning when something goes wrong."""

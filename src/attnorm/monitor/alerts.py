@@ -1,14 +1,13 @@
-"""What counts as going wrong in training, every number that decides it, and one word about each layer it happens to."""
+"""Alerts in training: the states of a layer that raise one, and every threshold."""
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-# In words, for the warning.
 MEANING: dict[str, str] = {
     "entropy_collapse": "attends to single keys, and hardly any gradient reaches the logits",
-    "dispersion": "is smeared over the context",
-    "saturation": "tells its top keys apart no better than if their weights were dealt out at random",
+    "dispersion": "spreads over the whole context",
+    "saturation": "distinguishes its top keys no better than if their weights were permuted at random",
     "exploding_logits": "has logits so large that half precision and the loss are in danger",
     "not_finite": "has logits or weights that are not finite",
 }
@@ -20,21 +19,21 @@ class AttentionAlert(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertThresholds:
-    """A head is in a state if its mean over the sampled rows says so; a layer, if enough of its heads are.
+    """A head is in a state if its mean over the sampled rows passes a threshold; a layer, if enough of its heads are.
 
     parked_sink         mass on the first key from which a head is parked: common, harmless, and neither a collapse nor
                         a saturation.
     collapsed_entropy   nats up to which a head has collapsed. 0.05 is a largest weight of about 0.99.
-    dispersed_entropy   entropy / log n from which a head is smeared. Stricter than the verdict of analyze (0.7), which
-                        also knows how the head behaves as n grows; fresh weights start at 0.95 and more.
-    heads               share of a layer's heads that must have collapsed or be smeared: single ones are in every model.
-    separability        share of the top keys told apart, mean over a layer's heads, below which it is saturated, if
-                        the same weights dealt out at random do no worse: most of them are a blur. On four texts
-                        SmolLM2's layers lay between 0.48 and 0.88, half of them a little below chance.
+    dispersed_entropy   entropy / log n from which a head is dispersed. Stricter than the verdict of analyze (0.7),
+                        which also uses how the head behaves as n grows; untrained weights start at 0.95 and more.
+    heads               share of a layer's heads that must be collapsed or dispersed; every model has single ones.
+    separability        share of distinguishable top keys, mean over a layer's heads, below which it is saturated, if
+                        the same weights permuted at random do no worse. On four texts SmolLM2's layers
+                        lay between 0.48 and 0.88, half of them a little below chance.
     exploding_logit     largest logit, mean over rows, from which one head is enough. 100 is where Kimi K2's
-                        QK-clip steps in (https://arxiv.org/abs/2507.20534) ...
-    logit_growth        ... and times its value when the monitor first looked: trained models live with larger ones,
-                        of which softmax sees only the differences. What grows is in danger.
+                        QK-clip starts (https://arxiv.org/abs/2507.20534) ...
+    logit_growth        ... and this many times its value at the first measurement. Trained models may have
+                        large logits, of which softmax sees only the differences; growth is the danger.
     """
 
     parked_sink: float = 0.5
@@ -49,14 +48,14 @@ class AlertThresholds:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-                raise ValueError(f"threshold {field.name} must be a number from 0 up, got {value!r}")
+                raise ValueError(f"expected threshold {field.name} of at least 0, got {value!r}.")
         if not 0 < self.heads <= 1:
-            raise ValueError(f"threshold heads is a share, expected above 0 and up to 1, got {self.heads!r}")
+            raise ValueError(f"expected threshold heads above 0 and at most 1, got {self.heads!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a layer is in, and the number that says so."""
+    """A state of a layer, and the number that decides it."""
 
     kind: str  # of MEANING
     value: float
@@ -81,7 +80,7 @@ Heads = Mapping[str, list[float]]  # by metric, one number per head
 
 
 def states(heads: Heads, first_logit: float, thresholds: AlertThresholds) -> Iterator[State]:
-    """The states that a layer is in. first_logit: its largest logit when the monitor first looked; NaN if unknown."""
+    """The states that a layer is in. first_logit: its largest logit at the first measurement; NaN if unknown."""
     broken = max(heads["broken_rows"])
     if broken > 0:
         yield State(kind="not_finite", value=broken, words=f"up to {broken:.0%} of a head's rows")
@@ -105,6 +104,6 @@ def largest_logit(heads: Heads) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    """NaN left out; NaN where nothing is left."""
+    """Mean without NaN; NaN where there is no number."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan

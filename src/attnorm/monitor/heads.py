@@ -35,8 +35,8 @@ class History(Sequence[Measurement]):
     def __len__(self) -> int:
         return len(self._measurements)
 
-    def __getitem__(self, place: Any) -> Any:
-        return list(self._measurements)[place]
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._measurements)[index]
 
     def series(self, metric: str, layer: int, head: int, kind: str | None = None) -> list[tuple[int, float]]:
         """(step, value) of one head; NaN where no row had such a number."""
@@ -112,7 +112,7 @@ def worst_of_layer(values: Iterable[float], lowest: bool) -> tuple[int, float] |
 def head_keys(
     layers: Layers, per_head: bool | tuple[tuple[str | None, int, int], ...], prefix: str
 ) -> Iterator[tuple[str, float]]:
-    """attn/layer_03/head_05/entropy of the heads asked for; numbers that no row has are left out."""
+    """attn/layer_03/head_05/entropy of the requested heads, without undefined numbers."""
     if per_head is False:
         return
     for label, heads in layers.items():

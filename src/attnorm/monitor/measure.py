@@ -1,4 +1,4 @@
-"""Samples to one number per layer and metric, on the device; what leaves it is a single small tensor.
+"""Measure samples on the device, one number per layer and metric; only one small tensor is transferred.
 
 Layers of the same shape are measured as the heads of one call: on a GPU thirty small layers take thirty times as long
 as one, whatever their size.
@@ -81,7 +81,7 @@ def _means(values: Tensor, long: Tensor) -> Tensor:
 
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
-    """(2, H, R): of the rows' N heaviest keys, and with their weights dealt out anew."""
+    """(2, H, R): of the rows' N heaviest keys, and of the same weights permuted."""
     (one,) = resolve_normalizers(call, [None])
     normalizer = as_normalizer(one, call)
     values = at_least_float32(call.value_BGKE[0])
@@ -104,7 +104,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
 
 
 def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:
-    """One call that has the heads of all of them."""
+    """One call with the heads of all calls."""
 
     def joined(part: Callable[[AttentionCall], Tensor]) -> Tensor:
         return torch.cat([part(call) for call in calls], dim=1)

@@ -1,7 +1,7 @@
-"""AttentionMonitor: what attention does while a model trains, in a Trainer, in Lightning or in a loop of one's own.
+"""AttentionMonitor: what attention does while a model trains, in a Trainer, in Lightning or in your own training loop.
 
-The numbers come from inside the ordinary training forward of a logging step. No second forward, nothing on the other
-steps, and neither outputs nor gradients change.
+The numbers come from inside the ordinary training forward of a logging step. There is no second forward, other
+steps cost nothing, and neither outputs nor gradients change.
 """
 
 import math
@@ -19,7 +19,7 @@ from attnorm.models.dispatch import check_observable
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED
-from attnorm.monitor.terminal import keep_off_the_terminal
+from attnorm.monitor.trainers import keep_off_the_terminal, lightning_callback
 from attnorm.monitor.watch import ForwardWatch, Layers, trained_model, watch
 
 PREFIX = "attn/"
@@ -30,7 +30,7 @@ class AttentionMonitor(TrainerCallback):
     """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
 
     rows: how many of the longest sequence's last rows are sampled. top_n: the N of separability. every: how many steps
-    of a loop of one's own make a logging step; a Trainer and Lightning have their own settings for that.
+    of your own training loop make a logging step; a Trainer and Lightning have their own settings for that.
     per_head: log the numbers of single heads too, of all (True) or of a list of (layer, head). The worst head of each
     metric is always logged, and `history` and `to_pandas()` have every head of the last 1,000 measurements.
 
@@ -51,7 +51,7 @@ class AttentionMonitor(TrainerCallback):
     ) -> None:
         for name, value in (("every", every), ("rows", rows), ("top_n", top_n)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+                raise ValueError(f"expected {name} as a whole number of at least 1, got {value!r}.")
         if thresholds is not None and not isinstance(thresholds, AlertThresholds):
             raise TypeError(
                 f"thresholds must be an attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}; "
@@ -61,11 +61,11 @@ class AttentionMonitor(TrainerCallback):
         self.rows = rows
         self.top_n = top_n
         self.thresholds = thresholds or AlertThresholds()
-        self.alerts: list[Alert] = []  # one for each time that a layer enters a state anew
+        self.alerts: list[Alert] = []  # one for each time that a layer enters a state
         self.numbers: dict[str, float] = {}  # of the last measurement
         self.per_head = check_per_head(per_head)
         self.history = History()  # every head of the last measurements
-        self.steps = 0  # of a loop of one's own
+        self.steps = 0  # of your own training loop
         self._called = False  # step, without `with` so far
         self._measurements = 0
         self._first_logits: dict[str, float] = {}  # by layer: the largest
@@ -78,13 +78,13 @@ class AttentionMonitor(TrainerCallback):
         self._pending_step = 0
 
     def __repr__(self) -> str:
-        told = f"every={self.every}, rows={self.rows}, top_n={self.top_n}, thresholds={self.thresholds}"
-        return f"AttentionMonitor({told}): {self._measurements} measurements, {len(self.alerts)} alerts"
+        settings = f"every={self.every}, rows={self.rows}, top_n={self.top_n}, thresholds={self.thresholds}"
+        return f"AttentionMonitor({settings}): {self._measurements} measurements, {len(self.alerts)} alerts"
 
     def step(self, model: nn.Module) -> AbstractContextManager[dict[str, float]]:
-        """One step of a loop of one's own: around the forward, or forward and backward; the other steps cost nothing.
+        """One step of your own training loop: wrap the forward, or forward and backward. Other steps cost nothing.
 
-        What it gives is an empty dict, filled on leaving where the step was a logging step (every `every`-th).
+        Yields an empty dict, which is filled on exit if the step is a logging step (every `every`-th).
         """
         if self._called:
             raise RuntimeError(
@@ -107,7 +107,7 @@ class AttentionMonitor(TrainerCallback):
 
     @contextmanager
     def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
-        """Measures the training forward inside, whatever the step."""
+        """Measure the training forward inside, whatever the step."""
         self.begin(model)
         found: dict[str, float] = {}
         try:
@@ -118,7 +118,7 @@ class AttentionMonitor(TrainerCallback):
         found.update(self.finish(step))
 
     def begin(self, model: nn.Module) -> None:
-        """From here on the next training forward of the model is looked into."""
+        """Measure the next training forward of the model."""
         self.close()
         check_observable(model)
         model = trained_model(model)
@@ -129,7 +129,7 @@ class AttentionMonitor(TrainerCallback):
         self._checked = model
 
     def finish(self, step: int) -> dict[str, float]:
-        """The numbers of that forward, by the keys they are logged under; empty where there was none."""
+        """The numbers of that forward by logging key; empty if there was none."""
         watched = self._watch
         self.close()
         if watched is None:
@@ -157,7 +157,7 @@ class AttentionMonitor(TrainerCallback):
             ) from error
 
     def close(self) -> None:
-        """Gives the model back where a step was not finished."""
+        """Stop observing the model if a step was not finished."""
         opened, self._open, self._watch = self._open, None, None
         if opened is not None:
             opened.close()
@@ -182,7 +182,7 @@ class AttentionMonitor(TrainerCallback):
         return {f"{PREFIX}alert/{kind}": float(count) for kind, count in counts.items()}
 
     def attach(self, trainer: Any) -> "AttentionMonitor":
-        """Puts the monitor in front of the Trainer's callbacks, where what it adds to the logs reaches every reporter.
+        """Put the monitor in front of the Trainer's callbacks, so that every reporter gets its numbers.
 
         (A callback that is appended, as `Trainer(callbacks=[...])` does, comes after TensorBoard, W&B, MLflow ...)
         """
@@ -195,11 +195,11 @@ class AttentionMonitor(TrainerCallback):
         if trainer.args.n_gpu > 1:
             raise ValueError(
                 f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
-                "model cannot be watched; start one process per GPU (torchrun), or leave one GPU visible"
+                "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
             )
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(one, AttentionMonitor) and one is not self for one in callbacks):
-            raise ValueError("this Trainer has an AttentionMonitor already; a second one would look at the same layers")
+            raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
         callbacks[:] = [self, *(one for one in callbacks if one is not self)]
         keep_off_the_terminal(callbacks, PREFIX)
         self._attached = True
@@ -207,13 +207,11 @@ class AttentionMonitor(TrainerCallback):
 
     def lightning(self) -> Any:
         """The same monitor as a Lightning callback."""
-        from attnorm.monitor.lightning import lightning_callback
-
         return lightning_callback(self)
 
     @property
     def setup(self) -> NoReturn:
-        """What Lightning asks a callback for first, and `on_exception` when that fails: neither is here."""
+        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
         raise AttributeError(
             "AttentionMonitor is a callback of transformers' Trainer; in Lightning write "
             "Trainer(callbacks=[monitor.lightning()])"
@@ -260,7 +258,7 @@ class AttentionMonitor(TrainerCallback):
             )
             self._attached = True
         logs.update(self._pending)
-        if state.log_history:  # written before callbacks hear of it
+        if state.log_history:  # written before callbacks are called
             state.log_history[-1].update(self._pending)
         self._pending = {}
 
@@ -273,7 +271,7 @@ class AttentionMonitor(TrainerCallback):
 
 
 def _warn(words: str, category: type[UserWarning]) -> None:
-    """Points to the training loop: past this package and the context managers in between."""
+    """Warn with the location of the training loop, past this package and the context managers in between."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("attnorm", "contextlib"):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
-"""What is kept of an attention call until the forward pass is over: one sequence of the batch, some of its last rows.
+"""Samples of attention calls, kept until the forward pass ends: some of the last rows of one sequence of the batch.
 
-Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing wants to free. Of
-the parameters too: FSDP takes them away again as soon as the layer has run.
+Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing frees. Parameters
+are copied too: FSDP frees them as soon as the layer has run.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Sample:
     """Some rows of a call.
 
     Samples of one group may be measured as the heads of a single call: their queries are the sampled rows alone, and
-    their mask says what each of them sees. None: neither holds, the rows are among the queries of a whole sequence.
+    their mask holds what each of them sees. None: neither holds, the rows are among the queries of a whole sequence.
     """
 
     call: AttentionCall
@@ -85,7 +85,7 @@ class Sampler:
         key = (call.kind, id(call.mask), call.causal, item, queries, keys, rows.device)
         if key not in self._seen:
             mask = one.mask
-            # A mask per query says it all, as metrics.logits has it.
+            # A mask per query is complete, as in metrics.logits.
             causal = call.causal and (mask is None or mask.shape[-2] == 1 or queries == keys)
             if mask is not None and mask.shape[-2] > 1:
                 mask = mask[:, :, rows]
@@ -111,7 +111,7 @@ def _copied(call: AttentionCall) -> AttentionCall:
 
 
 def _with_own_tensors(module: Part) -> Part:
-    """As copy.deepcopy, but for the tensors alone, in a tenth of the time, and of parametrized modules too."""
+    """Like copy.deepcopy, but only for tensors: ten times as fast, and it works for parametrized modules."""
     twin = type(module).__new__(type(module))
     vars(twin).update(
         vars(module),
@@ -127,7 +127,7 @@ def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def _scales_softmax(call: AttentionCall) -> bool:
-    """Softmax of logits times what depends on nothing but the head and n: rows can be looked at without the others."""
+    """Softmax of logits times a factor of the head and n only: rows can be measured without the others."""
     normalizer = call.normalizer
     if isinstance(normalizer, Mechanism):
         return False

@@ -1,4 +1,4 @@
-"""Separability of rows and of the same weights dealt out at random, without a look at any number on the way."""
+"""Separability of rows, and of the same weights permuted at random, without GPU synchronization."""
 
 from functools import lru_cache
 
@@ -32,12 +32,12 @@ def separability_and_null(
     groups = (len(x), -1, width)
     heaviest = _heaviest(weights if log_weights is None else log_weights, visible, top_n)
     outside = visible & ~heaviest
-    dealt = (
+    permuted = (
         relative_weights(weights, visible, log_weights),
         relative_weights(weights, outside, log_weights),
         heaviest,
     )
-    a, factors, chosen = (for_both(t).gather(-1, sources).view(groups) for t in dealt)
+    a, factors, chosen = (for_both(t).gather(-1, sources).view(groups) for t in permuted)
     hidden = ~for_both(visible).reshape(groups)
     x = near_one(x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0))  # keys that no row sees may hold anything
     along = (a * chosen) @ x @ x.mT
@@ -58,7 +58,7 @@ def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
 
 
 def _sources(visible: Tensor, scores: Tensor) -> Tensor:
-    """Whose weight each key gets: (1 or h, 2, r, w), its own, and that of a visible key at random."""
+    """The key whose weight each key gets, (1 or h, 2, r, w): itself, and a random visible key."""
     own = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
     at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
     other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))

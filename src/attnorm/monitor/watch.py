@@ -1,7 +1,7 @@
-"""Looks into one training forward of a model: the first that begins with gradients on while the watch lasts.
+"""Observe one training forward of a model: the first one with gradients enabled.
 
-Forwards without gradients - a generation or an evaluation inside a training step - are not what is trained. Neither
-counts what gradient checkpointing runs again in the backward pass (models.observe leaves it out).
+Forwards without gradients, such as a generation inside a training step, are ignored. So is what gradient checkpointing
+runs again in the backward pass (models.observe leaves it out).
 """
 
 import inspect
@@ -28,7 +28,7 @@ Layers = dict[str, dict[str, list[float]]]  # layer -> metric -> one number per 
 
 @contextmanager
 def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["ForwardWatch"]:
-    """Compiled models run uncompiled meanwhile: compiled code asks for no kernel, so there is nothing to look at."""
+    """Run compiled models uncompiled meanwhile: compiled code calls no attention function that could be observed."""
     model = trained_model(model)
     watched = ForwardWatch(rows, top_n)
     with ExitStack() as until_exit:
@@ -43,9 +43,9 @@ def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["
 
 
 def trained_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside wrappers (DDP, PEFT, a LightningModule): its forward is the one to look into.
+    """The transformers model inside wrappers (DDP, PEFT, a LightningModule): its forward is observed.
 
-    Of several the first that learns: a frozen one beside it is a teacher or a reference.
+    Of several models the first trainable one: a frozen one beside it is a teacher or a reference.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     learning = (one for one in models if any(parameter.requires_grad for parameter in one.parameters()))
@@ -53,7 +53,7 @@ def trained_model(model: nn.Module) -> nn.Module:
 
 
 class ForwardWatch:
-    """What was seen of the forward."""
+    """What was observed of the forward."""
 
     def __init__(self, rows: int, top_n: int) -> None:
         self.observation = ExitStack()
@@ -88,11 +88,11 @@ class ForwardWatch:
         failed = output is None
         if not failed:
             self._measure()
-        with suppress(UnsupportedModel) if failed else nullcontext():  # it says more about itself
-            self.observation.close()  # whatever happens next, the model is its own again
+        with suppress(UnsupportedModel) if failed else nullcontext():  # the error of the forward explains more
+            self.observation.close()  # the model is unchanged from here on, whatever happens
 
     def layers(self) -> Layers:
-        """By the name that a layer has in logs. The only transfer from the device."""
+        """Numbers by layer name, as logged. The only transfer from the device."""
         if not self._found:
             return {}
         first = next(iter(self._found.values()))

@@ -1,7 +1,7 @@
 """Theorem 2 beyond the sphere: bounds on E[N_s]/N for vectors of any shape, from their first four moments.
 
 The paper (Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821) leaves this open. Nothing is assumed about the
-vectors; what is random is which vector meets which weight. Either the n visible vectors of the row are dealt out by a
+vectors; what is random is which vector meets which weight. Either the n visible vectors of the row are assigned by a
 uniform permutation ("permuted": the null of `separability_null`), or each weight draws its vector from them
 independently ("independent": also the law of vectors that come from a distribution with these moments). In both
 cases mean and variance of ||Y_i||^2 are known exactly, and Cantelli's inequality does the rest. Proofs:
@@ -118,7 +118,7 @@ def permuted_norm_moments(power_sums: tuple[Tensor, ...], moments: PopulationMom
 def anisotropic_bounds(
     rows: SelectedRows, radius: Tensor | float, draws: Literal["permuted", "independent"] = "permuted"
 ) -> Bounds:
-    """Bounds on E[N_s]/N for a radius fixed in advance, the row's own vectors dealt out at random to its weights."""
+    """Bounds on E[N_s]/N for a radius fixed in advance, the row's own vectors assigned at random to its weights."""
     if draws not in ("permuted", "independent"):
         raise ValueError(f"draws must be 'permuted' or 'independent', got {draws!r}")
     moments = population_moments(rows)

@@ -17,7 +17,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnorm.theory.selection import at_least_float32, visible_keys
-from attnorm.theory.temperature import positive_temperature
+
+
+def positive_temperature(temperature: float | Tensor, like: Tensor | None = None) -> Tensor:
+    """As a tensor of the dtype and device of `like`; without it a number becomes float64, a tensor stays as it is."""
+    if like is not None:
+        value = torch.as_tensor(temperature, dtype=like.dtype, device=like.device)
+    elif isinstance(temperature, Tensor):
+        value = temperature
+    else:
+        value = torch.tensor(temperature, dtype=torch.float64)
+    if not bool((value > 0).all()):
+        raise ValueError(f"temperature must be positive, got {float(value.min()):g}")
+    return value
+
 
 Number = Tensor | float
 

@@ -131,7 +131,7 @@ class PowerLaw:
 
 
 def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> PowerLaw:
-    """c L^g for positive values at three or more lengths: what "grows sub-linearly" has to be judged by."""
+    """c L^g for positive values at three or more lengths: the exponent g decides whether it "grows sub-linearly"."""
     if lengths.dim() != 1 or lengths.shape != values.shape or len(lengths) < 3:
         raise ValueError(
             f"expected three or more lengths with one value each, got {tuple(lengths.shape)} and {tuple(values.shape)}"

@@ -159,9 +159,9 @@ def separability_null(
     radius: Tensor | float | None = None,
     generator: torch.Generator | None = None,
 ) -> MonteCarlo:
-    """N_s/N when the weights know nothing of the vectors, with the radius found anew in every draw unless one is given.
+    """N_s/N when the weights are independent of the vectors, with a new radius in every draw unless one is given.
 
-    "permuted" deals each row's weights out to its visible keys at random; "isotropic" gives every vector a uniform
+    "permuted" assigns each row's weights to its visible keys at random; "isotropic" gives every vector a uniform
     direction and keeps its length.
     """
     if kind not in ("permuted", "isotropic"):
@@ -172,7 +172,7 @@ def separability_null(
 
 
 def _permuted(rows: SelectedRows, generator: torch.Generator | None) -> SelectedRows:
-    # Dealing the weights out anew has the same law as dealing the vectors out, and keeps them shared by the rows.
+    # Permuting the weights has the same law as permuting the vectors, which the rows share.
     scores = torch.rand(rows.weights.shape, generator=generator, dtype=torch.float64, device=rows.weights.device)
     in_order = torch.where(rows.visible, 0.0, 1.0).sort(dim=-1, stable=True).indices
     at_random = torch.where(rows.visible, scores, 2.0).argsort(dim=-1)

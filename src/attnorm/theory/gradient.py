@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnorm.theory.dispersion import positive_temperature
 from attnorm.theory.linearization import RowMap, random_directions
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32, visible_keys
-from attnorm.theory.temperature import positive_temperature
 
 Number = Tensor | float
 

@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 CLOSED_FORM_ERROR = 1e-12
 LOW_DIMENSION = 12
-# Below this the law is too rough for the recursion's splines, and for an error judged by refining them.
+# Below this the law is too rough for the recursion's splines, and for an error estimated by refining them.
 SMOOTH_DIMENSION = 5
 MOST_HANKEL_NODES = 3_000_000
 # Radii that the vectors still to come exceed with chance below e^-40 are left out of the recursion's grids.
@@ -39,7 +39,7 @@ RECURSION_SIZES = ((100, 8), (200, 12), (400, 18), (800, 27), (1600, 40))
 
 @dataclass(frozen=True)
 class IsotropicLaw:
-    """P(R <= radius) with a bound on its numerical error; `reached` says whether that is within the tolerance."""
+    """P(R <= radius) with a bound on its numerical error; `reached`: whether that is within the tolerance."""
 
     probability: Array
     error: Array
@@ -54,7 +54,7 @@ class IsotropicLaw:
 def isotropic_norm_cdf(
     radius: ArrayLike, coefficients: ArrayLike, dimension: int, tolerance: float = 1e-6
 ) -> IsotropicLaw:
-    """P(||sum_j b_j u_j|| <= r) for every radius r. Warns, and says so in the result, where the tolerance is missed."""
+    """P(||sum_j b_j u_j|| <= r) for every radius r. Warns where the tolerance is missed (`reached` is False)."""
     r = np.asarray(radius, dtype=np.float64)
     b = np.sort(np.abs(np.asarray(coefficients, dtype=np.float64).ravel()))[::-1]
     if dimension < 2:
@@ -78,7 +78,7 @@ def isotropic_norm_cdf(
     if not law.reached:
         warnings.warn(
             f"the isotropic law for {len(b)} vectors in dimension {dimension} is known to {law.error.max():.1e}, "
-            f"not to the tolerance {tolerance:.1e} asked for",
+            f"not to the requested tolerance {tolerance:.1e}",
             RuntimeWarning,
             stacklevel=2,
         )

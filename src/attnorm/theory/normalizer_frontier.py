@@ -1,4 +1,4 @@
-"""Where every registered normalizer lies on the frontier of weight against gradient, or why it has no place there.
+"""Where every registered normalizer lies on the frontier of weight against gradient, or why it is not on it.
 
 Each is run on rows with one leader to find the gap g that keeps a weight. K is the Lipschitz constant that the
 normalizer declares; where it declares none, the largest Jacobian norm found (theory.frontier.measured_lipschitz), so
@@ -37,7 +37,7 @@ class Frontier:
     weights: tuple[float, ...]
     points: tuple[FrontierPoint, ...]
     measured: frozenset[str] = frozenset()  # names whose K is measured, not declared: their effort is at least this
-    absent: dict[str, str]  # name -> why the law says nothing about it
+    absent: dict[str, str]  # name -> why the law does not apply to it
 
     @property
     def names(self) -> list[str]:
@@ -64,7 +64,7 @@ class Frontier:
 
 
 def outside_the_law(normalizer: Normalizer | Mechanism) -> str | None:
-    """Why the law of docs/theory/frontier.md does not speak about it; None if it does."""
+    """Why the law of docs/theory/frontier.md does not apply; None if it does."""
     if not isinstance(normalizer, Normalizer):
         return "not a map of a row of logits to weights"
     promised = normalizer.properties
@@ -76,7 +76,7 @@ def outside_the_law(normalizer: Normalizer | Mechanism) -> str | None:
     if not promised.permutation_equivariant:
         reasons.append("depends on the order of the keys")
     if isinstance(normalizer.map, Hard) or any(isinstance(selection, TopK) for selection in normalizer.selections):
-        reasons.append("it jumps where keys change places, so no Lipschitz constant is finite")
+        reasons.append("it jumps where keys change order, so no Lipschitz constant is finite")
     return "; ".join(reasons) or None
 
 

@@ -39,8 +39,8 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     mu_i = (1 + N/(n-1)) y_i - N/(n-1) x_bar is the mean of y_i - s when I avoids i, and V_i the exact variance of s
     then (sampling N of the n-1 others without replacement). Cost O(L d).
 
-    `heaviest` = m tells apart the 2^m cases which of the m longest y_j are in I, and bounds within each: never looser,
-    and much tighter for peaked rows, where s depends mostly on whether it contains the winner. Cost O(2^m L d).
+    `heaviest` = m distinguishes the 2^m cases which of the m longest y_j are in I, and bounds each: never looser, and
+    much tighter for peaked rows, where s depends mostly on whether it contains the winner. Cost O(2^m L d).
     """
     if not 0 <= heaviest <= 12:
         raise ValueError(f"heaviest must lie between 0 and 12 (it costs 2^heaviest passes), got {heaviest}")

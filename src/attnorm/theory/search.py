@@ -16,11 +16,11 @@ from torch import Tensor
 
 from attnorm.engines.threads import one_thread
 from attnorm.theory.catalogue import Claim, ClaimCase, claims
-from attnorm.theory.catalogue.cases import draw_case
+from attnorm.theory.catalogue.claim import draw_case
 
 ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
 FIRST_ROUNDS = 9  # every strategy three times, whatever the budget
-ENOUGH_VIOLATIONS = 1000  # after which a refuted claim is left alone
+ENOUGH_VIOLATIONS = 1000  # after which a refuted claim is not searched further
 ASCENT_STEPS = 30
 MOST_LOG_DIAL = 7.0  # an ascent to steps of 1e-15 would climb on rounding, not on the claim
 VACUOUS_SHARE = 0.3  # a bound is called vacuous if it says nothing on at least this share of random rows
@@ -104,8 +104,9 @@ def verify(
 ) -> list[Finding]:
     """Search every claim (or those given) for about the time given.
 
-    `first_rounds` rounds of each claim are run whatever the budget; the time left goes to the claims that have had the
-    least of it, except those well refuted. `progress` is called with the claim at work and the share of the work done.
+    `first_rounds` rounds of each claim are run whatever the budget; the remaining time is given to the claims with the
+    least time so far, except those well refuted. `progress` is called with the current claim and
+    the share of the work done.
     """
     if not budget_seconds > 0:
         raise ValueError(f"budget_seconds must be positive, got {budget_seconds}")

@@ -101,8 +101,8 @@ class SelectedRows:
         *sets, queries, top_n = self.indices.shape
         every = self.vectors.expand(*sets, *self.vectors.shape[-2:]).reshape(-1, self.vectors.shape[-1])
         offsets = torch.arange(0, len(every), self.vectors.shape[-2], device=every.device)
-        places = self.indices.reshape(len(offsets), queries * top_n) + offsets.unsqueeze(-1)
-        return every.index_select(0, places.flatten()).reshape(*self.indices.shape, -1)
+        indices = self.indices.reshape(len(offsets), queries * top_n) + offsets.unsqueeze(-1)
+        return every.index_select(0, indices.flatten()).reshape(*self.indices.shape, -1)
 
     @property
     def applies(self) -> Tensor:

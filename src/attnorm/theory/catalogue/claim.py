@@ -5,7 +5,8 @@ its ratio: quantity over upper bound, or lower bound over quantity; two numbers 
 is violated where a ratio exceeds 1, and its bounds are as tight as can be where each ratio comes to 1 on some row.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -24,7 +25,7 @@ Form = Literal["printed", "corrected", "added"]
 
 @dataclass(frozen=True)
 class ClaimCase:
-    """Rows to test a claim on. Every claim reads what it needs; no row knows of another."""
+    """Rows to test a claim on. Every claim reads what it needs; rows are independent."""
 
     logits: Tensor  # (rows, L)
     vectors: Tensor  # (rows, L, d)
@@ -111,7 +112,7 @@ class Claim:
     ratio: Callable[[ClaimCase], Tensor] | None = None  # (rows,) or (rows, bounds); None: an argument, see `proof`
     attained: tuple[float | None, ...] = ()  # for each bound the ratio that a search must reach, or it became looser
     says_nothing: Callable[[ClaimCase], Tensor] | None = (
-        None  # 1 for rows where the bound is trivially true, NaN: not asked
+        None  # 1 for rows where the bound is trivially true, NaN: not evaluated
     )
     sizes: CaseSizes = CaseSizes()
     differentiable: bool = True
@@ -139,3 +140,93 @@ def between(quantity: Tensor, lower: Tensor, upper: Tensor, rounding: float = 0.
 def equals(quantity: Tensor, expected: Tensor, tolerance: Tensor | float) -> Tensor:
     """Above 1 where the difference exceeds the tolerance."""
     return (quantity - expected).abs() / tolerance
+
+
+ROWS = 32
+KEYS = (2, 3, 4, 6, 9, 16, 33, 64)
+WIDTHS = (1, 2, 3, 8)
+HEAD_SIZE = 2
+CHOICES = 12  # of `pick`: a multiple of every number of variants that a claim has
+
+
+def draw_case(seed: int, sizes: CaseSizes, *, structured: bool) -> ClaimCase:
+    """A batch of rows of one size. `structured`: ties, two levels, one winner, equal or orthogonal vectors, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    least_keys = max(sizes.least_keys, sizes.least_top_n + 1)
+    keys = _choice([size for size in KEYS if least_keys <= size <= sizes.most_keys], generator)
+    width = _choice([size for size in WIDTHS if size >= sizes.least_width], generator)
+    top_n = _choice(range(sizes.least_top_n, min(keys - 1, sizes.most_top_n) + 1), generator)
+    temperature = math.exp(_uniform(-2.5, 1.5, generator)) if _integer(2, generator) else 1.0
+    return ClaimCase(
+        logits=(_structured_logits if structured else _random_logits)(keys, generator),
+        vectors=(_structured_vectors if structured else _random_vectors)(keys, width, generator),
+        temperature=temperature,
+        top_n=top_n,
+        dial=torch.exp(1.5 * _normal(ROWS, generator=generator)),
+        pick=torch.randint(CHOICES, (ROWS,), generator=generator),
+        matrices=_normal(ROWS, 2, HEAD_SIZE, width, generator=generator),
+    )
+
+
+def _random_logits(keys: int, generator: torch.Generator) -> Tensor:
+    scale = torch.exp(1.5 * _normal(ROWS, 1, generator=generator))
+    return scale * _normal(ROWS, keys, generator=generator)
+
+
+def _structured_logits(keys: int, generator: torch.Generator) -> Tensor:
+    high = torch.exp(1.5 * _normal(ROWS, 1, generator=generator))
+    rank = torch.arange(keys, dtype=torch.float64)
+    leaders = 1 + torch.randint(keys, (ROWS, 1), generator=generator)
+    shapes = [
+        torch.zeros(ROWS, keys, dtype=torch.float64),
+        torch.where(rank < leaders, high, 0.0),
+        torch.where(rank < 1, 2 * high, 0.0).expand(ROWS, keys),
+        torch.where(rank < keys - 1, high, 0.0).expand(ROWS, keys),
+        -high * torch.log1p(rank),
+        -high * rank,
+        torch.where(rank < leaders, high * rank / keys, -2 * high),
+    ]
+    return _one_of(shapes, generator)
+
+
+def _random_vectors(keys: int, width: int, generator: torch.Generator) -> Tensor:
+    lengths = torch.exp(0.5 * _normal(ROWS, keys, 1, generator=generator))
+    return lengths * _normal(ROWS, keys, width, generator=generator)
+
+
+def _structured_vectors(keys: int, width: int, generator: torch.Generator) -> Tensor:
+    plain = _normal(ROWS, keys, width, generator=generator)
+    direction = _normal(ROWS, 1, width, generator=generator)
+    axis = torch.nn.functional.one_hot(torch.arange(keys) % width, width).double().expand(ROWS, keys, width)
+    sign = 1 - 2.0 * (torch.arange(keys) % 2).double()[:, None]
+    shapes = [
+        direction.expand(ROWS, keys, width),
+        axis,
+        sign * direction,
+        direction + 0.1 * plain,
+        plain / plain.norm(dim=-1, keepdim=True),
+        torch.where(torch.arange(keys)[:, None] < 1, 10 * plain, 0.1 * plain),
+    ]
+    return _one_of(shapes, generator)
+
+
+def _one_of(shapes: list[Tensor], generator: torch.Generator) -> Tensor:
+    """Row by row one of the shapes (each (rows, ...))."""
+    chosen = torch.randint(len(shapes), (ROWS,), generator=generator)
+    return torch.stack(shapes)[chosen, torch.arange(ROWS)].clone()
+
+
+def _normal(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _integer(below: int, generator: torch.Generator) -> int:
+    return int(torch.randint(below, (), generator=generator))
+
+
+def _uniform(low: float, high: float, generator: torch.Generator) -> float:
+    return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+
+
+def _choice(values: Sequence[int], generator: torch.Generator) -> int:
+    return values[_integer(len(values), generator)]

@@ -165,7 +165,7 @@ def _row_moments(case: ClaimCase, *, repeats: bool) -> Tensor:
 
 
 def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean and variance of ||Y_i||^2 over the ways that vectors (ways, rows, N, d) are dealt to the selected keys."""
+    """Mean and variance of ||Y_i||^2 over the ways to assign vectors (ways, rows, N, d) to the selected keys."""
     y = rows.chosen_weights[:, 0, :, None] * dealt
     squares = (y.sum(-2, keepdim=True) - y).square().sum(-1)
     largest = squares.amax((0, -1)).clamp(min=1e-30)
@@ -271,7 +271,7 @@ CLAIMS = [
         source="beyond Theorem 2",
         form="added",
         statement="mean and variance of ||Y_i||^2 of Theorem B",
-        domain="any vectors, dealt to the weights at random without repeats",
+        domain="any vectors, assigned to the weights at random without repeats",
         status="holds",
         sizes=CaseSizes(most_keys=6, least_top_n=2, most_top_n=4),
         ratio=lambda case: _row_moments(case, repeats=False),
@@ -292,7 +292,7 @@ CLAIMS = [
         proof=BEYOND,
         source="beyond Theorem 2",
         form="added",
-        statement="the same from the first four moments of the row's own vectors, dealt to the weights at random",
+        statement="the same from the first four moments of the row's own vectors, assigned to the weights at random",
         domain="any vectors, r fixed in advance",
         status="holds",
         sizes=CaseSizes(most_keys=4),
@@ -320,7 +320,7 @@ CLAIMS = [
         domain="stated as a hard limit (tested: 0.85, N >= 5)",
         status="false",
         counterexample="orthonormal vectors, N = 50: N_s/N = 1",
-        correction="judge a head against its own null: geometry.separability_null",
+        correction="compare a head with its own null: geometry.separability_null",
         sizes=CaseSizes(least_top_n=5),
         ratio=_more_than_80_percent,
     ),

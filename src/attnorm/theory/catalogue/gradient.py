@@ -20,7 +20,7 @@ WORST = f"{DOC}#5-worst-case-of-alpha-entmax-over-all-rows-of-n-keys"
 claim = partial(Claim, family="gradient")
 
 ALPHAS = (1.2, 1.5, 1.8)
-KERNELS = 4  # F that _kernel knows
+KERNELS = 4  # functions F in _kernel
 ROUNDING = 1e-12
 
 
@@ -102,7 +102,7 @@ def _gain(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
 
 
 def _toy(case: ClaimCase, *, printed: bool) -> Tensor:
-    """Two leading logits 30 T above the rest that trade places, a small step; "about": within 2 %, 0.2 % of our own."""
+    """Two leading logits 30 T above the rest that swap, a small step; "about": within 2 %, 0.2 % of our own."""
     ratios = []
     for dial in case.dial.clamp(max=10).tolist():
         example = gradient.swap_example(

@@ -18,7 +18,7 @@ from attnorm.theory.catalogue.claim import (
     between,
     equals,
 )
-from attnorm.theory.catalogue.jacobian import jacobian_norm
+from attnorm.theory.linearization import jacobian_norm
 
 DOC = "docs/theory/kneemax.md"
 GRADIENT, KEPT, ZEROS = (f"{DOC}#theorem-{name}" for name in ("2-gradient", "3-weight-kept", "4-zeros"))

@@ -1,14 +1,14 @@
-"""The monitor as a Lightning callback. Lightning is imported only here, and only when it is asked for."""
+"""The monitor in trainers: a Lightning callback (Lightning is imported only when used), and quiet Trainer output."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from attnorm.monitor.monitor import AttentionMonitor
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 
-def lightning_callback(monitor: "AttentionMonitor") -> Any:
-    """For `Trainer(callbacks=[...])`: measures on the steps that Lightning logs, and writes to its loggers."""
+def lightning_callback(monitor: Any) -> Any:
+    """An AttentionMonitor as a callback that measures on the steps that Lightning logs, and writes to its loggers."""
     callback = _callback_class()
 
     class LightningAttentionMonitor(callback):  # type: ignore[misc, valid-type]
@@ -17,7 +17,7 @@ def lightning_callback(monitor: "AttentionMonitor") -> Any:
             self._measured = -1
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._measured = -1  # steps are counted anew
+            self._measured = -1  # steps restart at 0
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             step = _step(trainer)
@@ -58,3 +58,18 @@ def _callback_class() -> Any:
     raise ImportError(
         "AttentionMonitor.lightning() needs Lightning, which is not installed. Run: pip install lightning"
     )
+
+
+def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:
+    """Make these callbacks print their logs without the keys of that prefix."""
+    for callback in callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback):
+            callback.on_log = _without(callback.on_log, prefix)  # type: ignore[method-assign]
+
+
+def _without(on_log: Any, prefix: str) -> Any:
+    def quiet(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> Any:
+        shown = None if logs is None else {key: value for key, value in logs.items() if not key.startswith(prefix)}
+        return on_log(args, state, control, logs=shown, **others)
+
+    return quiet
