@@ -20,7 +20,7 @@ HOSTILE = {
     "alternating ties": [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0],
 }
 # Powers of 1e30 are no longer finite numbers in float32.
-POWERS = ("relu,power=2.0", "kernel,function=polynomial,power=4")
+POWERS = ("relu,power=2.0", "kernel,function=polynomial", "kernel,function=polynomial,power=4")
 CASES = [
     (v, name)
     for name in HOSTILE
