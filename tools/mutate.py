@@ -15,8 +15,8 @@ reaches --timeout on the clock is not decided.
 
 OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
 with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in
-tests/mutation/equivalents.txt, one per line: `path:line:column:change  reason`. The exit code is 1 where fewer than
---target of the decided mutants are killed.
+tests/mutation/equivalents.toml and left out. The exit code is 1 where fewer than --target of the decided mutants are
+killed.
 """
 
 import argparse
@@ -28,7 +28,9 @@ import random
 import re
 import sys
 import time
+import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
@@ -41,15 +43,20 @@ from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRe
 AREAS = {
     "theory": "theory", "normalizers": "normalizers", "engines": "attention", "metrics": "metrics", "models": "models",
 }  # fmt: skip
-EQUIVALENTS = ROOT / "tests" / "mutation" / "equivalents.txt"
+EQUIVALENTS = ROOT / "tests" / "mutation" / "equivalents.toml"
 USAGE_ERROR = 4  # exit code of pytest
 OUTCOMES = {0: "survived", KILLED: "killed", ENDED: "endless", NOT_DECIDED: "timeout"}
 
 
-def equivalents() -> dict[str, str]:
-    lines = EQUIVALENTS.read_text(encoding="utf-8").splitlines()
-    named = (line.partition(" ") for line in lines if line.strip() and not line.startswith("#"))
-    return {name: reason.strip() for name, _, reason in named}
+def equivalents() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8"))["equivalent"]
+    return found
+
+
+def names(entry: dict[str, Any], mutant: Mutant) -> bool:
+    """Whether an entry of the equivalents is about this mutant."""
+    same = (entry["path"], entry["line"], entry["change"]) == (mutant.path, mutant.text, mutant.change)
+    return same and entry.get("which", mutant.which) == mutant.which
 
 
 def preload() -> None:
@@ -180,7 +187,9 @@ def main() -> int:
     chosen = every
     if given.sample is not None:
         chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
-    chosen = [mutant for mutant in chosen if mutant.name not in known]
+    drawn = len(chosen)
+    chosen = [mutant for mutant in chosen if not any(names(entry, mutant) for entry in known)]
+    left_out = drawn - len(chosen)
     part, parts = map(int, given.shard.split("/"))
     chosen = chosen[part - 1 :: parts]
     given.out = given.out.resolve()
@@ -200,7 +209,7 @@ def main() -> int:
     decided = len(tried) - slow  # a test that did not end has not decided: the machine may be busy
     sys.stdout.write(
         f"{killed} of {decided} killed; {slow} not decided in time; {len(chosen) - len(tried)} left; "
-        f"{len(known)} equivalent\n"
+        f"{left_out} equivalent\n"
     )
     return 0 if killed >= given.target * decided else 1
 

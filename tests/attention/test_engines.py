@@ -159,3 +159,11 @@ def test_autocast_keeps_the_dtype_and_rounds_nothing_inside(
     expected = outputs_and_gradients(attend, tensors, learned(normalizer))
     assert actual[0].dtype == dtype
     assert all(map(torch.equal, actual, expected))
+
+
+def test_blocks_without_dropout_draw_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", 16)
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    before = torch.get_rng_state()
+    attnorm.attention(q, k, v, "entmax15", engine="blocked")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -48,6 +48,19 @@ def test_a_key_that_only_causality_hides_reaches_nothing(case: Case) -> None:
 
 
 @every_case
+def test_garbage_in_queries_before_the_first_key_reaches_nothing(case: Case) -> None:
+    """Without a mask: six queries and four keys, of which the first two queries see none."""
+    normalizer = case.make()
+    q, k, v, hidden = PADDED.tensors()
+    q[..., :2, :] = float("nan")
+    attend = calling(case, normalizer, {"causal": True})
+    output, *gradients = outputs_and_gradients(attend, [q, k[..., :4, :], v[..., :4, :], hidden], learned(normalizer))
+    assert output[..., :2, :].eq(0).all()
+    assert output.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@every_case
 @pytest.mark.parametrize("rows", ["some", "all"])
 def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(case: Case, rows: str) -> None:
     normalizer = case.make()

@@ -188,6 +188,10 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
             attnorm.attention(q, k, v, name, engine="triton")
     inputs = validate_inputs(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
     assert not one_pass.applies(inputs, attnorm.get("sigmoid")), "few queries, as in decoding"
+    for width, runs in ((128, True), (129, False)):
+        wide = [torch.zeros(1, 1, 16, width, device=DEVICE) for _ in range(3)]
+        inputs = validate_inputs(*wide, mask=None, causal=False, scale=None, positions=None)
+        assert one_pass.applies(inputs, attnorm.get("sigmoid")) == runs
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU computes in bfloat16")

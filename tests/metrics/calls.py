@@ -51,6 +51,9 @@ CALLS = {
     "padding of keys": make_call(mask=torch.arange(33).lt(torch.tensor([33, 20])[:, None])[:, None, None]),
     "window": make_call(90, batch=1, mask=window(90, 5)),
     "mask per head": make_call(mask=torch.rand(2, HEADS, 33, 33, generator=torch.Generator().manual_seed(1)) < 0.5),
+    "mask per head, three dimensions": make_call(
+        batch=1, mask=torch.rand(HEADS, 33, 33, generator=torch.Generator().manual_seed(3)) < 0.5
+    ),
     "softcap": make_call(softcap=3.0),
     "bias": make_call(17, bias=torch.randn(1, HEADS, 17, 17, generator=torch.Generator().manual_seed(2))),
     "sinks": make_call(sinks_H=torch.tensor([0.0, 5.0, -30.0, 60.0])),

@@ -3,7 +3,7 @@
 import ast
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -26,6 +26,8 @@ class Mutant:
     end: int
     new: str
     change: str
+    text: str  # of the line, as it was
+    which: int = 1  # of the same changes in this line, from the left
 
     @property
     def name(self) -> str:
@@ -54,11 +56,21 @@ class Function:
     runs_once: bool = True  # the place is evaluated when the file is imported, as a default or a decorator is
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Every mutant of one file, in the order of the source."""
+def mutants_of(path: Path) -> list[Mutant]:
+    """Every mutant of one file."""
+    found, alike = list(_mutants_of(path)), dict[tuple[int, str], list[int]]()
+    for mutant in found:
+        alike.setdefault((mutant.line, mutant.change), []).append(mutant.start)
+    return [
+        replace(mutant, which=1 + sum(start < mutant.start for start in alike[mutant.line, mutant.change]))
+        for mutant in found
+    ]
+
+
+def _mutants_of(path: Path) -> Iterator[Mutant]:
     source = path.read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
+    starts, lines = [0], source.splitlines(keepends=True)
+    for line in lines:
         starts.append(starts[-1] + len(line))
     relative = path.relative_to(ROOT).as_posix()
 
@@ -66,7 +78,8 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         return starts[line - 1] + column
 
     def mutant(node: ast.expr, start: int, end: int, new: str, change: str) -> Mutant:
-        return Mutant(relative, node.lineno, node.col_offset, start, end, new, change)
+        text = lines[node.lineno - 1].decode().strip()
+        return Mutant(relative, node.lineno, node.col_offset, start, end, new, change, text)
 
     def between(left: ast.expr, right: ast.expr, symbols: dict[bytes, str]) -> tuple[int, int, str] | None:
         """Where the operator between two operands stands."""

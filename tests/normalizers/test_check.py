@@ -151,6 +151,8 @@ BROKEN = [
         made(lambda block: torch.softmax(block.logits.view(-1, block.logits.shape[-1]), -1).view_as(block.logits)),
     ),
     ("empty_batch", made(lambda block: torch.sigmoid(block.logits - block.logits.max()), FREE)),
+    ("empty_batch", made(lambda block: torch.stack([*torch.softmax(block.filled_low(), -1)]))),
+    ("empty_batch", made(lambda block: torch.stack(torch.softmax(block.filled_low(), -1).unbind(-2), -2))),
     ("half_precision", StaysInHalf(Softmax(), name="broken")),
     ("single_precision", made(softmax_that_drops_digits)),
     ("large_logits", made(unstable_softmax)),

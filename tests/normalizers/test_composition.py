@@ -97,6 +97,12 @@ def test_a_map_that_reads_the_order_of_the_keys_takes_no_sink() -> None:
             compose(ordered, sink="sink")
 
 
+def test_a_row_of_one_key_has_log_n_zero_also_beside_a_sink() -> None:
+    z = torch.tensor([[[[3.0]]]])
+    assert compose("softmax", scale=get("ssmax", s=2.0), sink="softmax1")(z).item() == 0.5
+    assert get("ssmax", s=2.0)(z).item() == 1
+
+
 def test_the_sink_is_not_rescaled(z: Tensor) -> None:
     composed = compose(scale=get("softmax", temperature=0.5), sink=Sink(1.0))
     torch.testing.assert_close(composed(z), get("sink", logit=1.0)(2 * z))

@@ -229,6 +229,14 @@ def test_the_gradient_of_alpha_tends_to_its_limit_at_1() -> None:
     assert alpha.grad.item() == pytest.approx(limit, rel=1e-4)
 
 
+@pytest.mark.parametrize("t", [-9.9e-3, -3e-3, 9.9e-3])
+def test_the_series_for_alpha_near_1_equals_the_formula_where_they_meet(t: float) -> None:
+    p = torch.tensor([math.exp(-0.5)], dtype=torch.float64)
+    formula = -p * 0.25 * (math.expm1(-t) + t) / t**2
+    alpha = torch.tensor(1 - 2 * t, dtype=torch.float64)  # (alpha - 1) log p = t
+    torch.testing.assert_close(entmax_module._change_with_alpha(p, alpha), formula, rtol=1e-10, atol=0)
+
+
 def test_each_head_learns_its_own_alpha() -> None:
     normalizer = get("entmax", alpha=1.5, learned=True, heads=3).double()
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """The table of claims: well formed, every proof and correction exists, no row knows of another."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_structured_vectors_are_equal_opposite_orthogonal_or_one_long_among_shor
         assert shapes.any(-1).all()
         seen |= set(shapes.any(0).nonzero().flatten().tolist())
     assert seen == set(range(6))
+
+
+def test_a_row_with_one_weight_refutes_corollary_2_by_the_factor_that_the_table_names() -> None:
+    claim = CLAIMS["corollary-2-i"]
+    case = draw_case(0, claim.sizes, structured=False)
+    leads = torch.where(torch.arange(case.keys) == 0, 1e4, 0.0).double().expand_as(case.logits)
+    assert claim.ratio is not None
+    found = claim.ratio(dataclasses.replace(case, logits=leads))
+    torch.testing.assert_close(found[:, 1], torch.full_like(case.dial, 2 * (1 - 1 / case.keys) / 1.25))
 
 
 def test_ratios_exceed_one_exactly_where_the_bound_fails() -> None:

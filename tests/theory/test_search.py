@@ -255,6 +255,19 @@ def test_ascent_does_not_run_to_where_only_rounding_is_left(
     assert case.dial.min() >= 0.99 * math.exp(-search.MOST_LOG_DIAL)
 
 
+@pytest.mark.parametrize("slope", [1, -1, 0])  # of the ratio: +inf, -inf, NaN
+def test_ascent_does_not_follow_a_slope_that_is_not_finite(slope: int) -> None:
+    seen = []
+
+    def ratio(case: Any) -> Tensor:
+        seen.append(case.dial.detach().clone())
+        return 1 + slope * (case.dial - case.dial.detach()).sqrt()
+
+    replay(toy(ratio), 0, 2)
+    assert len(seen) > 2
+    assert all(torch.equal(one, seen[0]) for one in seen)
+
+
 class Clock:
     """Every look at it takes a hundredth of a second: a budget then means the same on every machine."""
 
