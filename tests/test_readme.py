@@ -31,6 +31,7 @@ GUIDE = (ROOT / "docs" / "guide.md").read_text()
 NOT_RUN = {
     "make test": "this is make test",
     "make format": "would rewrite the working tree",
+    "make docs": "tests/docs builds the site",
     "make demo": "creates .venv and installs; what it runs afterwards is in tests/cli",
     ". .venv/bin/activate": "the tests run inside it already",
     "attnorm bench": "takes half an hour; tests/bench runs it with --quick",
@@ -44,7 +45,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    lines = "".join(blocks(text, "bash")).splitlines()
+    """Lines of bash blocks, and commands in the cells of tables, in the order of the text."""
+    found = re.findall(r"^```bash\n(.*?)^```|(?<=\| )`(attnorm [^`]+)`(?= \|)", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block, cell in found for line in (block or cell).splitlines()]
     return [command for line in lines if (command := line.partition("#")[0].strip())]
 
 
@@ -56,6 +59,7 @@ def run(command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.as_installed
 @pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(NORMALIZERS, "python"), *blocks(GUIDE, "python")])
 def test_python_in_the_readme_and_the_docs_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,15 +73,16 @@ MEASURING = ("attnorm analyze", "attnorm compare", "attnorm report")
 
 
 @pytest.mark.slow
+@pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("story", STORIES)
-def test_measuring_as_the_documents_tell_it(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measuring_commands_of_a_document_run(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, with a book at hand; the bundled model stands in for gpt2, which needs a network."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text(passage())
-    told = [command for command in commands(STORIES[story]) if command.startswith(MEASURING)]
-    assert told
-    for command in told:
+    measuring = [command for command in commands(STORIES[story]) if command.startswith(MEASURING)]
+    assert measuring
+    for command in measuring:
         result = CliRunner().invoke(app, shlex.split(command.replace("gpt2", "bundled"))[1:])
         assert result.exit_code == 0, f"{command}\n{result.output}"
     assert "bundled" in (tmp_path / "run" / "report.html").read_text()
@@ -86,6 +91,7 @@ def test_measuring_as_the_documents_tell_it(story: str, tmp_path: Path, monkeypa
 OTHERS = [c for c in commands(README + CONTRIBUTING + BENCHMARKS + GUIDE) if not c.startswith(MEASURING)]
 
 
+@pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("command", sorted({*OTHERS}))
 def test_commands_in_the_documents_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +112,16 @@ def test_the_two_commands_are_there() -> None:
 
 def test_the_number_under_the_picture_is_the_one_measured() -> None:
     (curve,) = dispersion(names=["softmax"], lengths=(131_072,)).curves
-    assert f"leaves it {percent(curve.kept[-1])}" in README.replace("\n", " ")
+    assert f"leaves it {percent(curve.kept[-1])}" in NORMALIZERS.replace("\n", " ")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    "document",
+    ["README.md", "CONTRIBUTING.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))],
 )
 def test_links_to_files_lead_somewhere(document: str) -> None:
     path = ROOT / document
@@ -119,9 +130,9 @@ def test_links_to_files_lead_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_normalizer_is_in_the_readmes_table_and_described_in_the_docs(name: str) -> None:
+def test_every_normalizer_is_in_the_table_and_has_a_section(name: str) -> None:
     (description,) = (one for one in catalogue() if one.name == name)
-    table = "\n".join(line for line in README.splitlines() if line.startswith("|"))
+    table = "\n".join(line for line in NORMALIZERS.splitlines() if line.startswith("|"))
     assert f"`{name}`" in table
     section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", NORMALIZERS, flags=re.MULTILINE | re.DOTALL)
     assert section is not None, f"docs/normalizers.md has no section '### {name}'"
