@@ -103,6 +103,11 @@ def read_text(path: Path) -> str:
         raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
 
 
+def text_name(path: Path) -> str:
+    """The path as text for results: a file name may hold any bytes, tables and manifests hold text."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _fsync(path: Path, *, contents: bool = True) -> None:
     """Flush a file, or a folder and the files in it: a new name must never point at missing bytes."""
     inside = path.iterdir() if path.is_dir() and contents else ()

@@ -14,7 +14,8 @@ from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.result import Analysis
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
-from attnorm.models.inputs import prepared, run, texts_from
+from attnorm.models.forward_pass import run
+from attnorm.models.inputs import prepared, texts_from
 from attnorm.models.load import load
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch

@@ -22,7 +22,7 @@ from attnorm.experiments.dispersion.measure import (
 from attnorm.experiments.experiment import ExperimentSubject, Outcome
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.rotation import before_rotation
+from attnorm.models.query_key_origin import before_rotation
 from tests.models.tiny import tiny
 
 QUICK = ExperimentSubject(quick=True)

@@ -188,7 +188,7 @@ def test_rows_that_do_not_see_everything_are_left_out_or_refused() -> None:
 
 def test_the_last_row_is_the_models_own() -> None:
     """Weights sum to 1, and weights times values are what the head gives out, in every layer."""
-    from attnorm.models.inputs import run
+    from attnorm.models.forward_pass import run
     from attnorm.models.observe import observe
 
     subject = ExperimentSubject()

@@ -14,7 +14,7 @@ from attnorm.experiments.spread.figure import figure
 from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.projections import projections
+from attnorm.models.query_key_origin import projections
 from tests.models.tiny import tiny
 
 

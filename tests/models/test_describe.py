@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from attnorm.models.describe import describe, fingerprint
-from attnorm.models.load import LoadedModel, load, longest_context
-from attnorm.models.positions import position_kind
+from attnorm.models.describe import describe, fingerprint, longest_context, position_kind
+from attnorm.models.load import LoadedModel, load
 from tests.models.families import tiny
 
 

@@ -89,7 +89,7 @@ def test_a_folder_with_a_gguf_file_names_the_file(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.models.gguf_file.NEEDED", ("gguf", "no_such_package"))
+    monkeypatch.setattr("attnorm.models.source.NEEDED", ("gguf", "no_such_package"))
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(CannotLoad, match="pip install no_such_package"):
         load(tmp_path / "x.gguf")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from attnorm.models.hub import commit_of, hub_answers
+from attnorm.models.source import commit_of, hub_answers
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

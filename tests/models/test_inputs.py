@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.inputs import Text, prepared, run, texts_from
+from attnorm.models.forward_pass import run
+from attnorm.models.inputs import Text, prepared, texts_from
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel, modeling_utils
 
 from attnorm.models import source
-from attnorm.models.inputs import run
+from attnorm.models.forward_pass import run
 from attnorm.models.load import CannotLoad, load
 from tests.models.families import ids, tiny, tiny_tokenizer
 

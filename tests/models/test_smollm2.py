@@ -8,7 +8,8 @@ import torch
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models import smollm2 as fetching
-from attnorm.models.inputs import Text, prepared, run
+from attnorm.models.forward_pass import run
+from attnorm.models.inputs import Text, prepared
 from attnorm.models.load import load
 from attnorm.models.observe import observe
 from tests.models import dense

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_visible, dense_weights
 from attnorm.models import torch_calls
-from attnorm.models.call_sites import CallSite
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.torch_calls import watch_torch
+from attnorm.models.torch_calls import CallSite, watch_torch
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 

@@ -18,9 +18,9 @@ from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.store import Part
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.call_sites import CallSite, CallSites
+from attnorm.models.describe import add_weights
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.weights_digest import add_weights
+from attnorm.models.torch_calls import CallSite, CallSites
 from attnorm.normalizers.contract import Normalizer
 
 

@@ -20,10 +20,9 @@ from attnorm.analysis.plan import AnalysisPlan, PartPlan
 from attnorm.analysis.reading import Tokens, token_texts
 from attnorm.analysis.sequences import query_masks
 from attnorm.analysis.settings import AnalysisSettings
-from attnorm.models.inputs import run
+from attnorm.models.forward_pass import reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe
-from attnorm.models.reading import reading
 from attnorm.normalizers.contract import Normalizer
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from attnorm.analysis.manifest import content_hash
 from attnorm.analysis.settings import BUDGET, Windows
+from attnorm.models.describe import longest_context
 from attnorm.models.inputs import Media, Text, prepared
-from attnorm.models.load import LoadedModel, longest_context
+from attnorm.models.load import LoadedModel
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
 SHORTEST = 8  # visible keys; with fewer, "which keys does it select" is no question

@@ -10,9 +10,10 @@ from attnorm.analysis.plan import AnalysisPlan, described
 from attnorm.analysis.readable import readings, warnings_of
 from attnorm.analysis.settings import AnalysisSettings, description, vector_rows_at
 from attnorm.metrics.vectors import NULL_ROWS
+from attnorm.models.describe import describe
 from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.inputs import Text
-from attnorm.models.load import LoadedModel, describe
+from attnorm.models.load import LoadedModel
 
 _ABOUT = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
 

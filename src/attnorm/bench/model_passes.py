@@ -72,8 +72,8 @@ def tokens(length: int) -> Tensor:
 
 def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
     if way == "plain":
-        from attnorm.models.inputs import run
-        from attnorm.models.loaded import LoadedModel
+        from attnorm.models.forward_pass import run
+        from attnorm.models.load import LoadedModel
 
         return partial(run, LoadedModel(model, None, way), {"input_ids": ids[None]})
     if way == "eager":

@@ -93,7 +93,7 @@ def texts_of(files: list[Path] | None) -> "dict[str, Text] | None":
     """By name; None where no file is given, for one that is on every machine."""
     if not files:
         return None
-    from attnorm.models.text_files import read_text, text_name
+    from attnorm.files import read_text, text_name
 
     return files_read({text_name(path): read_text(path) for path in files})
 
@@ -102,8 +102,8 @@ def inputs_of(texts: list[Path] | None, images: list[Path] | None, audio: list[P
     """Texts, images and sound by name; None where no file is given."""
     if not (images or audio):
         return texts_of(texts)
+    from attnorm.files import text_name
     from attnorm.models.inputs import Media
-    from attnorm.models.text_files import text_name
 
     found: dict[str, Any] = dict(texts_of(texts) or {})
     found |= {text_name(path): Media(path, "image") for path in images or ()}

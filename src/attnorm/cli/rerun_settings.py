@@ -34,7 +34,7 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
 
 def _content(name: str) -> str | None:
     from attnorm.analysis.default_text import PASSAGE, TOPICS, passage, topics
-    from attnorm.models.text_files import read_text
+    from attnorm.files import read_text
 
     if name in (PASSAGE, TOPICS):
         return passage() if name == PASSAGE else topics()

@@ -50,8 +50,8 @@ def stability(
     """
     from attnorm.analysis.stability import passages as parts_of
     from attnorm.analysis.stability import stability as of_runs
+    from attnorm.files import read_text
     from attnorm.models.inputs import Text
-    from attnorm.models.text_files import read_text
 
     with usage_errors():
         check_model(model)

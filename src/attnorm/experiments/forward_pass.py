@@ -9,7 +9,7 @@ from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.sampling import length_bins, spread
 from attnorm.models.dispatch import attention_sites
-from attnorm.models.inputs import run
+from attnorm.models.forward_pass import run
 from attnorm.models.observe import observe
 
 

@@ -65,7 +65,7 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: ExperimentSubject)
     Raises:
         ValueError: The text has fewer tokens than one of the experiments needs, or the model fewer positions.
     """
-    from attnorm.models.positions import longest_context
+    from attnorm.models.describe import longest_context
 
     needs = {one.name: one.fewest_tokens(quick=subject.quick) for one in chosen if one.needs_model}
     if not needs:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnorm.models.inputs import Text
-    from attnorm.models.loaded import LoadedModel
+    from attnorm.models.load import LoadedModel
 
 BUNDLED = "bundled"
 ProgressCallback = Callable[[str, int, int], None]
@@ -57,7 +57,7 @@ class ExperimentSubject:
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
         """Return the lengths, sorted, for which the first text has tokens and the model has positions."""
-        from attnorm.models.positions import longest_context
+        from attnorm.models.describe import longest_context
 
         loaded = self.loaded()
         limit, _ = longest_context(loaded.model)

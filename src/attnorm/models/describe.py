@@ -1,16 +1,21 @@
-"""What a model is, for the manifest of a measurement: enough to tell it from every other."""
+"""Describe a model for the manifest of a measurement: sizes, position encoding, and a hash of its weights.
+
+Quantized weights are tensor subclasses that have few of a tensor's operations (torchao's cannot be reshaped). The plain
+tensors inside them are hashed: those that the subclass names for torch.compile, or its dequantized values.
+"""
 
 import hashlib
 import json
-from typing import Any
+import re
+from contextlib import suppress
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnorm.models.dispatch import attention_sites, running_normalizer
-from attnorm.models.loaded import LoadedModel
-from attnorm.models.positions import longest_context, position_kind, text_config
-from attnorm.models.weights_digest import add_weights
+from attnorm.models.load import LoadedModel
 
 # Of a configuration: where it was read from and by whom, not what the model is.
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -70,3 +75,93 @@ def _stated(config: Any, name: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError:  # what differs from layer to layer (the width of Gemma 4's heads) is not told
         return None
+
+
+PositionKind = Literal["learned", "sinusoidal", "rotary", "relative", "none"]
+
+TABLE_NAMES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "pos_embed", "pos_emb")
+LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "n_ctx")
+
+
+def longest_context(model: PreTrainedModel) -> tuple[int | None, bool]:
+    """Positions that the model was made for (None: any number), and whether going beyond is impossible."""
+    config = text_config(model)
+    stated = next((int(getattr(config, name)) for name in LIMITS if getattr(config, name, None)), None)
+    kind, table = _positions(model)
+    if kind in ("learned", "sinusoidal"):
+        limits = [limit for limit in (stated, table) if limit]
+        return (min(limits), True) if limits else (None, False)
+    return (None if kind == "relative" else stated), False
+
+
+def position_kind(model: PreTrainedModel) -> PositionKind:
+    return _positions(model)[0]
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The part of a nested configuration that is about text (the decoder, where there are two)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def _positions(model: PreTrainedModel) -> tuple[PositionKind, int | None]:
+    """The kind, and the rows of the table that can be used where it is one."""
+    modules = [(path.rsplit(".", 1)[-1], module) for path, module in model.named_modules()]
+    if any("Rotary" in type(module).__name__ for _, module in modules):
+        return "rotary", None
+    tables = [module for name, module in modules if isinstance(module, nn.Embedding) and name in TABLE_NAMES]
+    if tables:
+        sizes = [table.num_embeddings - _offset(table) for table in tables]
+        fixed = all("Sinusoid" in type(table).__name__ or not table.weight.requires_grad for table in tables)
+        return "sinusoidal" if fixed and "Sinusoid" in type(tables[0]).__name__ else "learned", min(sizes)
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 1)[-1] in TABLE_NAMES and parameter.dim() >= 2:
+            return "learned", parameter.shape[-2]
+    if any("relative" in name for name, _ in modules):
+        return "relative", None
+    return "none", None
+
+
+def _offset(table: nn.Embedding) -> int:
+    """Rows at the start that no token uses."""
+    offset = getattr(table, "offset", None)
+    if isinstance(offset, int):
+        return offset
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+SAMPLED = 4096  # values of each weight that enter the hash
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory: another one in every process
+
+
+def add_weights(digest: Any, module: nn.Module) -> None:
+    """Update a hashlib digest with the parameters of a module."""
+    for name, weight in module.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        _add_values(digest, weight)
+
+
+def _add_values(digest: Any, weight: Tensor) -> None:
+    if weight.device.type == "meta":
+        return
+    if hasattr(weight, "__tensor_flatten__"):
+        names, how = weight.__tensor_flatten__()
+        digest.update(f"{type(weight).__name__} {ADDRESS.sub('', str(how))}".encode())
+        for name in names:
+            inner = getattr(weight, name)
+            digest.update(f"{name} {tuple(inner.shape)} {inner.dtype}".encode())
+            _add_values(digest, inner)
+        return
+    try:
+        digest.update(_sample(weight))
+    except (NotImplementedError, RuntimeError, TypeError):
+        if type(weight) in (Tensor, nn.Parameter):
+            raise
+        with suppress(NotImplementedError, RuntimeError, TypeError):  # name, shape and dtype must do
+            digest.update(_sample(weight.dequantize()))
+
+
+def _sample(weight: Tensor) -> bytes:
+    flat = weight.detach().reshape(-1)
+    step = max(1, flat.numel() // SAMPLED)
+    taken = flat[::step].cpu()
+    return taken.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,11 +1,16 @@
-"""Which models can be watched: those whose attention asks transformers' attention interface for its kernel.
+"""Which modules of a model compute attention through transformers' attention interface, and their layer indices.
 
-A class shows it in its own code (`ALL_ATTENTION_FUNCTIONS.get_interface(...)`), so nothing here is a list to keep.
+A class shows it in its own code (`ALL_ATTENTION_FUNCTIONS.get_interface(...)`), so no list of families is kept here.
+
+The layer index is the model's own `layer_idx` where every module of a stack has a different one (layers without
+attention leave a gap), else the order of calls. A second stack of one kind (a text and an image encoder) continues the
+first one's indices. A looped model, which runs one module several times in a forward pass, gets new indices each time.
 """
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +19,8 @@ from typing import Any
 
 import transformers
 from torch import nn
+
+from attnorm.metrics.call import Kind
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 ASKED_FOR = "get_interface"
@@ -129,3 +136,49 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _stack(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+class LayerNumbers:
+    """Told which modules start to run, it knows what to call them."""
+
+    def __init__(self, sites: Mapping[nn.Module, Site]) -> None:
+        self._sites = sites
+        self._indices: dict[str, set[int]] = {}  # of each stack, in its own numbers
+        for site in sites.values():
+            indices = self._indices.setdefault(site.stack, set())
+            indices.add(len(indices) if site.layer_index is None else site.layer_index)
+        self._order: Counter[str] = Counter()  # of the calls of a stack in this forward
+        self._times: Counter[nn.Module] = Counter()
+        self._offsets: dict[tuple[Kind, str], int] = {}
+        self._extra: dict[tuple[Kind, str, int], int] = {}
+        self._taken: dict[Kind, set[int]] = {}
+
+    def restart(self, modules: Iterable[nn.Module]) -> None:
+        """A forward of the model that holds these begins."""
+        for module in modules:
+            self._order.pop(self._sites[module].stack, None)
+            self._times.pop(module, None)
+
+    def enter(self, module: nn.Module) -> int:
+        """Its number within its stack, for the call that begins."""
+        site = self._sites[module]
+        order, times = self._order[site.stack], self._times[module]
+        self._order[site.stack] += 1
+        self._times[module] += 1
+        if site.layer_index is None:
+            return order
+        return site.layer_index + times * (max(self._indices[site.stack]) + 1)
+
+    def within_kind(self, module: nn.Module, kind: Kind, own: int) -> int:
+        """The number within its kind, from the one within its stack."""
+        stack = self._sites[module].stack
+        indices, taken = self._indices[stack], self._taken.setdefault(kind, set())
+        if (kind, stack) not in self._offsets:
+            self._offsets[kind, stack] = max(taken) + 1 if taken & indices else 0
+            taken |= {index + self._offsets[kind, stack] for index in indices}
+        if own in indices:
+            return own + self._offsets[kind, stack]
+        if (kind, stack, own) not in self._extra:
+            self._extra[kind, stack, own] = max(taken) + 1
+            taken.add(self._extra[kind, stack, own])
+        return self._extra[kind, stack, own]

@@ -6,6 +6,7 @@ Weights are read from safetensors and GGUF only, and code out of a repository is
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,38 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from attnorm.models.describe import describe
-from attnorm.models.gguf_file import in_its_folder, is_gguf
-from attnorm.models.hub import commit_of
-from attnorm.models.loaded import LoadedModel, with_known_loss
-from attnorm.models.positions import longest_context
-from attnorm.models.saving import restore_normalizers
-from attnorm.models.source import BUNDLED, GGUF, CannotLoad, did_you_mean, find, unreachable
+from attnorm.models.saving import restore_normalizers, with_known_loss
+from attnorm.models.source import (
+    BUNDLED,
+    GGUF,
+    CannotLoad,
+    commit_of,
+    did_you_mean,
+    find,
+    in_its_folder,
+    is_gguf,
+    unreachable,
+)
 
-__all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "describe", "load", "longest_context"]
+__all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "load"]
 
 CUT_SHORT = (struct.error, IndexError)  # what reading a GGUF file beyond its end raises
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, its tokenizer, and where both came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str  # on the hub, of its folder, or of its class
+    revision: str | None = None  # commit hash where known
+    tokenizer_problem: str = ""  # why there is none
+    tokenizer_given: str | None = None  # where it was read from, if not from beside the model
+    source: str | Path | None = None  # hub name or folder, where it was loaded here
+    trusted: bool = False  # code that comes with it may run
 
 
 def load(

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from attnorm.models.inputs import Media, Text
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.load import LoadedModel
 
 PROCESSORS = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}
 EXPECTED = {"image": "pixel_values", "audio": "input_features or input_values"}

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import (
+    LayerNumbers,
     UnsupportedModel,
     attention_sites,
     check_observable,
@@ -27,7 +28,6 @@ from attnorm.models.dispatch import (
     running_normalizer,
     what_works,
 )
-from attnorm.models.layers import LayerNumbers
 from attnorm.models.output_check import check_output
 from attnorm.models.visibility import MaskReader, chosen_keys
 

@@ -24,12 +24,10 @@ from attnorm.files import write_json
 from attnorm.models import normalizer_files
 from attnorm.models.dispatch import NORMALIZER, attention_sites
 from attnorm.models.head_subset import check_fit, checked_heads, on_heads
-from attnorm.models.hub import hub_answers
-from attnorm.models.loaded import with_known_loss
 from attnorm.models.model_card import correct_card, write_card
 from attnorm.models.normalizer_files import RECIPE_FILE, VALUES_FILE
 from attnorm.models.patch_state import Recipe, attach, device_of, normalizer_of, patched_modules, recipe_of
-from attnorm.models.source import can_only_be_a_folder, did_you_mean
+from attnorm.models.source import can_only_be_a_folder, did_you_mean, hub_answers
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
 
@@ -117,6 +115,17 @@ def from_pretrained(
         model: PreTrainedModel = chosen.from_pretrained(directory, **{"use_safetensors": True, **options})
     restore_normalizers(model, directory, **where)
     return with_known_loss(model)
+
+
+def with_known_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """Name the loss that transformers does not find for GPT-2 by its class name.
+
+    Without it transformers takes this loss after a warning, and a Trainer logs a loss that is lower by the share of
+    each text's first token.
+    """
+    if getattr(model, "loss_type", "known") is None and hasattr(model, "generate"):
+        model.loss_type = "ForCausalLM"
+    return model
 
 
 def _check_directory(directory: Any) -> None:

@@ -1,14 +1,20 @@
-"""Where a model is: in this package, in a folder or on the Hugging Face hub; told before anything heavy is imported."""
+"""Where a model is: in this package, in a folder, in a .gguf file or on the Hugging Face hub.
+
+Nothing heavy is imported here, so that a wrong name is reported at once. Transformers dequantizes the weights of a
+.gguf file (llama.cpp's format), so that the quantized model is measured at full arithmetic precision.
+"""
 
 import difflib
+import importlib.util
 import os
+import socket
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
 
-from huggingface_hub import constants
-
-from attnorm.models.hub import hub_answers
+from huggingface_hub import constants, try_to_load_from_cache
 
 BUNDLED = "bundled"
 GGUF = ".gguf"
@@ -90,3 +96,56 @@ def _bundled() -> Path:
             "install the released package, or name a model: attnorm analyze FOLDER or HUB/NAME"
         )
     return folder
+
+
+def hub_answers() -> bool:
+    """Asked first: without a network transformers tries again and again for half a minute, and is loud about it."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    hub = urlsplit(constants.ENDPOINT)
+    proxy = getproxies().get(hub.scheme)
+    if proxy is None:
+        return _listens(hub)
+    return _listens(urlsplit(proxy if "://" in proxy else f"http://{proxy}"))
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit that the cache has of a model on the hub, whose folder is called by it."""
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def _listens(address: SplitResult) -> bool:
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+MAGIC = b"GGUF"
+NEEDED = ("gguf", "accelerate")  # by transformers, to read one
+
+
+def is_gguf(source: str | Path) -> bool:
+    return isinstance(source, Path) and source.suffix == GGUF
+
+
+def in_its_folder(file: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder and the options by which transformers' from_pretrained finds a .gguf file.
+
+    Raises:
+        CannotLoad: A package is missing, or the file is something else.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CannotLoad(f"reading {file.name} needs {' and '.join(missing)}. Run: pip install {' '.join(missing)}")
+    with file.open("rb") as opened:
+        start = opened.read(len(MAGIC))
+    if start != MAGIC:
+        raise CannotLoad(
+            f"expected a file that starts with {MAGIC.decode()}, got {start!r} in {file}. It is damaged or no GGUF "
+            "file; download it again."
+        )
+    return file.absolute().parent, {"gguf_file": file.name}

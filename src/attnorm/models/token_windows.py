@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnorm.models.inputs import Text, needs_tokenizer, ready
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.load import LoadedModel
 
 # Tokenizing a book takes many seconds, so of a longer text only pieces are tokenized, spread from its start to its end.
 WHOLE_CHARACTERS = 400_000

@@ -6,23 +6,30 @@ those of its own thread. Two things would change while such a mode is active, an
 - nn.MultiheadAttention, nn.TransformerEncoder and nn.TransformerEncoderLayer leave their fast path, because they ask
   torch.overrides.has_torch_function. They get the answer that they would get without the mode.
 - Compiled code calls no functions that could be seen. It runs uncompiled meanwhile.
+
+Where a call comes from: modules that run are kept on a stack by global forward hooks, and the innermost one makes the
+call. A call site is a module, the count of its forward calls within one pass over the input, and the count of attention
+calls within that forward. Sites are numbered within their kind, in the order of their first calls. A pass begins when a
+module that no other module called runs again: `model(x)` twice gives two passes, a loop over the blocks of a model one.
 """
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from attnorm.metrics.call import AttentionCall
-from attnorm.models.call_sites import CallSite, CallSites
+from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.flex_calls import read_flex_attention
 from attnorm.models.output_check import check_output
 from attnorm.models.torch_functions import (
@@ -31,6 +38,95 @@ from attnorm.models.torch_functions import (
     read_scaled_dot_product_attention,
     read_transformer_encoder_layer,
 )
+
+COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's name
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Where attention calls come from."""
+
+    kind: Kind
+    layer: int  # within its kind
+    path: str  # of the module, "" for a call outside of any module
+    function: str  # torch's name of what is called
+
+
+class CallSites:
+    """The running modules of one thread, and the call sites seen so far."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+        self.passes = 0
+        self.roots: list[nn.Module] = []  # modules that no other module called
+        self.inputs: dict[int, tuple[Any, ...]] = {}  # of each pass: the positional arguments of its first module
+        self.sites: dict[tuple[Any, ...], CallSite] = {}
+        self._thread = get_ident()
+        self._running: list[tuple[nn.Module | None, int]] = []
+        self._roots_of_pass: set[nn.Module] = set()
+        self._forwards: Counter[nn.Module] = Counter()
+        self._calls: Counter[tuple[nn.Module | None, int]] = Counter()
+        self._layers: Counter[Kind] = Counter()
+        self._paths: dict[nn.Module, str] = {}
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """While inside, modules that this thread runs are noted."""
+        with ExitStack() as restore:
+            restore.callback(register_module_forward_pre_hook(self._enter).remove)
+            restore.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def site(self, kind: Kind, function: str, inside: str = "") -> CallSite:
+        """The site of a call that happens now. A site keeps its first kind: with a cache, later masks say less.
+
+        inside: the name below the running module, where that does the work of one of its children.
+        """
+        if not self.passes:
+            self._begin_pass(())
+        module, forward = self._running[-1] if self._running else (None, 0)
+        call = self._calls[module, forward]
+        self._calls[module, forward] += 1
+        key = (module, forward, call, function)
+        if key not in self.sites:
+            path = ".".join(part for part in (self._path(module), inside) if part)
+            self.sites[key] = CallSite(kind, self._layers[kind], path, function)
+            self._layers[kind] += 1
+        return self.sites[key]
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if get_ident() != self._thread:
+            return
+        if not self._running:
+            if not self.passes or module in self._roots_of_pass:
+                self._begin_pass(args)
+            self._roots_of_pass.add(module)
+            if module not in self.roots:
+                self.roots.append(module)
+                self._name_modules(module)
+        self._running.append((module, self._forwards[module]))
+        self._forwards[module] += 1
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if get_ident() == self._thread and self._running and self._running[-1][0] is module:
+            self._running.pop()
+
+    def _begin_pass(self, args: tuple[Any, ...]) -> None:
+        self.passes += 1
+        self.inputs[self.passes] = args
+        self._roots_of_pass.clear()
+        self._forwards.clear()
+        self._calls.clear()
+
+    def _name_modules(self, root: nn.Module) -> None:
+        for holder, prefix in ((self.model, ""), (root, f"{type(root).__name__}." if len(self.roots) > 1 else "")):
+            for path, module in holder.named_modules() if holder is not None else ():
+                self._paths.setdefault(module, (prefix + path).replace(COMPILED, ""))
+
+    def _path(self, module: nn.Module | None) -> str:
+        if module is None:
+            return ""
+        return self._paths.get(module) or type(module).__name__
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.models.positions import longest_context
+from attnorm.models.describe import longest_context
 
 AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall
 

@@ -18,7 +18,7 @@ from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.forward_pass import run_forward_pass
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.rotation import before_rotation
+from attnorm.models.query_key_origin import before_rotation
 from attnorm.theory.dispersion import horizon, least_squares_line
 
 LENGTHS, QUICK_LENGTHS = (256, 512, 1024, 2048, 4096, 8192), (256, 512)

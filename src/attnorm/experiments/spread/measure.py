@@ -15,7 +15,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import attention_sites
-from attnorm.models.projections import projections
+from attnorm.models.query_key_origin import projections
 from attnorm.theory.dispersion import horizon
 from attnorm.theory.spread import proposition31_bound
 

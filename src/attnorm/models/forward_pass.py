@@ -1,9 +1,10 @@
-"""Can the model read the text? Next-token loss from the same forward pass, and the first token of the input.
+"""Run a model on prepared inputs, and measure from the same pass how well it predicts the text.
 
-The pass that is measured stops before the language-model head. The head runs here on the hidden states in chunks, by
-the model's own forward with its base model replaced by the states, so that scaling and capping of logits are its own.
+The measured pass stops before the language-model head. For the loss, the head runs on the hidden states in chunks, by
+the model's own forward with its base model replaced by the states. Scaling and capping of logits are the model's own.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,10 +13,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.load import LoadedModel
 
 LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
+
+
+def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
+    """One forward pass in evaluation mode, without gradients, cache and language-model head.
+
+    The logits of the head (length x vocabulary) are most of the memory of a long pass, and nobody looks at them.
+    """
+    model = loaded.model
+    target = _reader(model, model_inputs)
+    head: Any = model.get_output_embeddings() if target is model else None  # type: ignore[no-untyped-call]
+    options = {"use_cache": False} if "use_cache" in inspect.signature(target.forward).parameters else {}
+    with torch.no_grad(), _evaluating(model), _stopping_before(head):
+        try:
+            return target(**model_inputs, **options)
+        except _HeadReached as reached:
+            return reached.hidden_states
+
+
+def _reader(model: PreTrainedModel, model_inputs: Mapping[str, Tensor]) -> nn.Module:
+    """The base model, unless that is an inner part which does not take these inputs (the encoder of DINOv3)."""
+    base: nn.Module = model.base_model
+    return base if model_inputs.keys() <= inspect.signature(base.forward).parameters.keys() else model
+
+
+class _HeadReached(Exception):  # noqa: N818 - not an error
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
+
+
+@contextmanager
+def _stopping_before(head: nn.Module | None) -> Iterator[None]:
+    """For models that have no base model inside (T5): their forward ends where the head would start."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _HeadReached(args[0])
+
+    handle = head.register_forward_pre_hook(stop) if isinstance(head, nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout; modules that were being trained go back to it."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,153 @@
+"""How an attention module makes queries and keys: its projections, and the states before the rotation to positions.
+
+Projections: the matrices that make queries and keys from a layer's input, where a model stores them as plain weights.
+
+Rotation (RoPE, https://arxiv.org/abs/2104.09864): attention modules of transformers call the function
+`apply_rotary_pos_emb` of their own file. While a model is watched, that function also keeps its arguments. Every way of
+pairing coordinates is covered, because nothing is inverted.
+
+Rotations change no norm of q and k, so both are checked by norms: where these differ, the result is None.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.dispatch import attention_sites
+
+NAMES = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
+FUSED = ("c_attn", "qkv_proj")  # queries, then keys, then values
+SAME_NORM = 2e-2  # relative difference of norms after a projection; half precision rounds by less
+SAME_ROTATED_NORM = 1e-2  # after a rotation, which rounds once
+
+
+@dataclass(frozen=True)
+class Projections:
+    """W_Q (H, e, D), W_K (G, e, D) and their biases (H, e), (G, e)."""
+
+    query_weight: Tensor
+    key_weight: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+
+
+def projections(module: nn.Module, call: AttentionCall) -> Projections | None:
+    """Those of an attention module, checked on one of its calls; None where q and k are not made by them alone.
+
+    The call must have its layer input. Rotations change no length of q and k, so lengths are what is compared: a module
+    that normalises them after the projection, or is built in another way, is not mistaken for a plain one.
+    """
+    if call.inputs_BKC is None:
+        return None
+    found = _matrices(module)
+    if found is None:
+        return None
+    heads, groups, width = call.query_BHQD.shape[1], call.key_BGKD.shape[1], call.query_BHQD.shape[-1]
+    (query_weight, query_bias), (key_weight, key_bias) = found
+    if query_weight.shape[0] < heads * width or key_weight.shape[0] < groups * width:
+        return None
+    made = Projections(
+        query_weight[: heads * width].unflatten(0, (heads, width)),
+        key_weight[: groups * width].unflatten(0, (groups, width)),
+        None if query_bias is None else query_bias[: heads * width].unflatten(0, (heads, width)),
+        None if key_bias is None else key_bias[: groups * width].unflatten(0, (groups, width)),
+    )
+    x = call.inputs_BKC[0, -call.query_BHQD.shape[2] :].float()
+    same = _projects_to(made.query_weight, made.query_bias, x, call.query_BHQD[0])
+    return made if same and _projects_to(made.key_weight, made.key_bias, call.inputs_BKC[0], call.key_BGKD[0]) else None
+
+
+def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
+    for query, key in NAMES:
+        parts = [getattr(module, name, None) for name in (query, key)]
+        if all(isinstance(part, nn.Linear) for part in parts):
+            return _of(parts[0]), _of(parts[1])  # type: ignore[arg-type]
+    fused = next((part for name in FUSED if isinstance(part := getattr(module, name, None), nn.Module)), None)
+    if fused is None or not isinstance(getattr(fused, "weight", None), Tensor):
+        return None
+    weight, bias = _of(fused)
+    third = weight.shape[0] // 3
+    if weight.shape[0] % 3:  # keys at another number of heads: where they start depends on the model
+        return None
+    rest = None if bias is None else bias[third:]
+    return (weight[:third], None if bias is None else bias[:third]), (weight[third:], rest)
+
+
+def _of(part: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight (out, in) and bias; GPT-2's Conv1D holds the transposed matrix."""
+    weight, bias = part.weight.detach().float(), part.bias  # type: ignore[operator]
+    assert isinstance(weight, Tensor)
+    weight = weight if isinstance(part, nn.Linear) else weight.T
+    return weight, bias.detach().float() if isinstance(bias, Tensor) else None
+
+
+def _projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) -> bool:
+    made = torch.einsum("hed,ld->hle", weight, x.float())
+    made = made if bias is None else made + bias[:, None]
+    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (made, there))
+    return bool(a.shape == b.shape and ((a - b).abs() <= SAME_NORM * b.clamp(min=1e-3)).all())
+
+
+FUNCTION = "apply_rotary_pos_emb"
+
+_lock = threading.RLock()
+
+
+class BeforeRotation:
+    """What the last rotation was given."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def keep(self, query: Tensor, key: Tensor) -> None:
+        self._kept = query, key
+
+    def of(self, call: AttentionCall) -> AttentionCall | None:
+        """The call with its queries and keys as they were before; None where they were not rotated, or more was done.
+
+        To be asked while the call is looked at: the next layer's rotation takes the place of this one's.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or kept[0].shape != call.query_BHQD.shape or kept[1].shape != call.key_BGKD.shape:
+            return None
+        if not (_same_norms(kept[0], call.query_BHQD) and _same_norms(kept[1], call.key_BGKD)):
+            return None
+        return replace(call, query_BHQD=kept[0], key_BGKD=kept[1])
+
+
+@contextmanager
+def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
+    """Inside, what the model's attention modules rotate is kept, one layer at a time."""
+    before = BeforeRotation()
+    files = {sys.modules[type(module).__module__] for module in attention_sites(model)}
+    with _lock:
+        originals = {file: getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)}
+        for file, original in originals.items():
+            setattr(file, FUNCTION, _keeping(original, before))
+        try:
+            yield before
+        finally:
+            for file, original in originals.items():
+                setattr(file, FUNCTION, original)
+
+
+def _keeping(original: Any, before: BeforeRotation) -> Any:
+    @wraps(original)
+    def rotate(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before.keep(q, k)
+        return original(q, k, *args, **kwargs)
+
+    return rotate
+
+
+def _same_norms(one: Tensor, other: Tensor) -> bool:
+    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (one, other))
+    return bool(((a - b).abs() <= SAME_ROTATED_NORM * b.clamp(min=1e-6)).all())
