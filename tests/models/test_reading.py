@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnorm.models import reading
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.load import LoadedModel
 from tests.models.tiny import VOCABULARY, tiny, tokens
 
 

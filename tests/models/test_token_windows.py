@@ -5,7 +5,7 @@ import torch
 
 from attnorm.models import token_windows
 from attnorm.models.inputs import Text
-from attnorm.models.loaded import LoadedModel
+from attnorm.models.load import LoadedModel
 from attnorm.models.token_windows import Tokens, tokens_of, window_inputs
 from tests.models.families import tiny, tiny_tokenizer
 

@@ -14,9 +14,9 @@ from attnorm.analysis.settings import Rows, named_normalizers, settings_of
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall
+from attnorm.models.hf_call import Visible, read_mask
 from attnorm.models.torch_calls import watch_torch
 from attnorm.models.torch_functions import kind_of
-from attnorm.models.visibility import Visible, read_mask
 from attnorm.normalizers.contract import Normalizer
 
 Normalizers = str | Normalizer | Iterable[str | Normalizer]

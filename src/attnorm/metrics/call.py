@@ -29,5 +29,6 @@ class AttentionCall:
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks_H: Tensor | None = None  # one learned logit per head that takes mass and gives no output
     bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)
+    dropout: float = 0.0  # share of the weights that the model drops in training
     normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs instead of softmax
     inputs_BKC: Tensor | None = None  # the layer input behind the keys, if requested

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.load import LoadedModel
+from attnorm.models.private_names import kernel_name
 
 # Of a configuration: where it was read from and by whom, not what the model is.
 NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -43,7 +44,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
         "head_dim": _first(config, "head_dim", "d_kv") or (width // heads if alike and width and heads else None),
         "max_positions": longest_context(model)[0],
         "position_kind": position_kind(model),
-        "kernel": model.config._attn_implementation,
+        "kernel": kernel_name(model.config),
         "fingerprint": fingerprint(model),
         **({} if loaded.tokenizer_given is None else {"tokenizer": loaded.tokenizer_given}),
     }

@@ -21,9 +21,8 @@ import transformers
 from torch import nn
 
 from attnorm.metrics.call import Kind
+from attnorm.models.private_names import GET_INTERFACE, INTERFACE, kernel_name
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-ASKED_FOR = "get_interface"
 # What a patched attention module has: what replaces softmax, the config that its model goes by (its own is a copy that
 # names our kernel), and how that kernel is called.
 NORMALIZER = "attnorm_normalizer"
@@ -80,7 +79,7 @@ def check_observable(model: object) -> None:
 def mask_kernel(module: nn.Module, kernel: str) -> str:
     """The kernel that the model builds an attention module's masks for; `kernel` is the one that runs there."""
     config = getattr(module, MODEL_CONFIG, None)
-    return kernel if config is None else config._attn_implementation or "eager"
+    return kernel if config is None else kernel_name(config)
 
 
 def is_paused(module: nn.Module) -> bool:
@@ -107,7 +106,7 @@ def what_works() -> str:
 def supported_families() -> tuple[str, ...]:
     """The families of the installed transformers that can be watched, read from its source files."""
     root = Path(transformers.__file__).parent / "models"
-    asks = f"{INTERFACE}.{ASKED_FOR}("
+    asks = f"{INTERFACE}.{GET_INTERFACE}("
     found = {path.parent.name for path in root.glob("*/modeling_*.py") if asks in path.read_text(encoding="utf-8")}
     return tuple(sorted(found))
 
@@ -124,7 +123,7 @@ def _dispatches(module_class: type[nn.Module]) -> bool:
 
 
 def _asks(code: CodeType) -> bool:
-    return any({INTERFACE, ASKED_FOR} <= {*part.co_names} for part in _nested(code))
+    return any({INTERFACE, GET_INTERFACE} <= {*part.co_names} for part in _nested(code))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask, flex_attention, noop_mask
+from torch.nn.attention.flex_attention import create_mask, noop_mask
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import UnsupportedModel
+from attnorm.models.hf_call import Visible, read_mask
+from attnorm.models.private_names import is_identity_score_mod
 from attnorm.models.torch_functions import kind_of
-from attnorm.models.visibility import Visible, read_mask
 
 LARGEST = 2**29  # scores that a score_mod is evaluated for at once: 2 GiB in float32
 
@@ -34,7 +35,7 @@ def read_flex_attention(
     key, value = (tensor.expand(query.shape[0], *tensor.shape[1:]) for tensor in (key, value))
     queries, keys = query.shape[-2], key.shape[-2]
     visible = _masked(block_mask, queries, keys, query.device)
-    if not _is_identity(score_mod):
+    if not is_identity_score_mod(score_mod):
         visible = _scored(query, key, score_mod, scale, visible)
     return AttentionCall(
         layer=0,
@@ -83,11 +84,6 @@ def _scored(query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], scale:
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
         return Visible(causal=False, mask=mask & ordered, bias=found.bias)
     return Visible(causal=visible.causal or found.causal, mask=mask, bias=found.bias)
-
-
-def _is_identity(score_mod: Callable[..., Tensor]) -> bool:
-    own = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
-    return own == (flex_attention.__module__, "_identity")
 
 
 def _check_size(scores: int, what: str) -> None:

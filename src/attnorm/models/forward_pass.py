@@ -101,7 +101,8 @@ def predicts_next_token(loaded: LoadedModel) -> bool:
     model: Any = loaded.model
     if model.config.is_encoder_decoder or not model.can_generate() or model.base_model is model:
         return False
-    return isinstance(model.get_output_embeddings(), nn.Module) and model.base_model_prefix in model._modules
+    has_base = any(name == model.base_model_prefix for name, _ in model.named_children())
+    return has_base and isinstance(model.get_output_embeddings(), nn.Module)
 
 
 def _first_token(loaded: LoadedModel, ids: Tensor | None) -> str | None:
@@ -150,8 +151,8 @@ class _Given(nn.Module):
 @contextmanager
 def _base_gives(model: Any, output: Any) -> Iterator[None]:
     prefix, base = model.base_model_prefix, model.base_model
-    model._modules[prefix] = _Given(base, output)
+    setattr(model, prefix, _Given(base, output))
     try:
         yield
     finally:
-        model._modules[prefix] = base
+        setattr(model, prefix, base)

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from attnorm.models.private_names import commit_hash, loaded_from, uncompiled
 from attnorm.models.saving import restore_normalizers, with_known_loss
 from attnorm.models.source import (
     BUNDLED,
@@ -104,15 +105,15 @@ def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> Load
             f"{' and '.join(asked)} cannot be chosen for a model that is in memory already; "
             "prepare it yourself, e.g. model.to('cuda', torch.float32), and leave it out"
         )
-    plain: Any = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    plain: Any = uncompiled(model)
     if hasattr(plain, "get_base_model"):
         plain = plain.get_base_model()  # adapters of PEFT sit inside it and stay active
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(f"expected a transformers model, a hub name or a folder, got {type(model).__name__}")
     read, problem = _tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
-    known_as = str(getattr(plain.config, "_name_or_path", "") or "").rstrip("/")
+    known_as = loaded_from(plain.config).rstrip("/")
     name = Path(known_as).name if Path(known_as).is_dir() else known_as
-    commit = getattr(plain.config, "_commit_hash", None)
+    commit = commit_hash(plain.config)
     return LoadedModel(plain, read, name or type(plain).__name__, commit, problem, _as_named(tokenizer))
 
 

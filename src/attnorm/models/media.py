@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnorm.models.inputs import Media, Text
 from attnorm.models.load import LoadedModel
+from attnorm.models.private_names import loaded_from
 
 PROCESSORS = {"image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}
 EXPECTED = {"image": "pixel_values", "audio": "input_features or input_values"}
@@ -46,7 +47,7 @@ def _processor(media: Media, loaded: LoadedModel) -> Any:
 
     if media.kind == "image" and importlib.util.find_spec("PIL") is None:
         raise ValueError(f"reading {media.path} needs Pillow, which is not installed. Run: pip install pillow")
-    place = loaded.source if loaded.source is not None else loaded.model.config._name_or_path
+    place = loaded.source if loaded.source is not None else loaded_from(loaded.model.config)
     try:
         found = getattr(transformers, PROCESSORS[media.kind]).from_pretrained(
             place, trust_remote_code=loaded.trusted, local_files_only=isinstance(place, Path)

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,18 +24,16 @@ from attnorm.models.dispatch import (
     UnsupportedModel,
     attention_sites,
     check_observable,
-    mask_kernel,
-    running_normalizer,
     what_works,
 )
+from attnorm.models.hf_call import POSITIONAL, MaskReader, read_call
 from attnorm.models.output_check import check_output
-from attnorm.models.visibility import MaskReader, chosen_keys
+from attnorm.models.private_names import in_backward_pass, is_compiled, replace_get_interface
 
 __all__ = ["check_observable", "observe"]
 
 # The parameters through which an attention module is given the states of another sequence.
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-IGNORED_BY_SDPA = ("softcap", "s_aux")  # without a word, in some versions of transformers
 
 _lock = threading.RLock()
 _watched: dict[nn.Module, "_Observation"] = {}  # attention module -> who watches it
@@ -59,7 +57,7 @@ def observe(
         modules = [*model.modules()]
         for handle in observation.hooks(modules):
             restore.callback(handle.remove)
-        if any(isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl for m in modules):
+        if any(map(is_compiled, modules)):
             restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code asks for no kernel
         yield
     if observation.ran and not observation.calls:
@@ -115,73 +113,27 @@ class _Observation:
     def run(self, kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The kernel's own result; `on_call` has seen the arguments before, and one row is checked after."""
         # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward_pass():
             return function(module, *args, **kwargs)
-        call = self._call(kernel, module, **dict(zip(_POSITIONAL, args, strict=False)), **kwargs)
+        call = self._call(kernel, module, dict(zip(POSITIONAL, args, strict=False)) | kwargs)
         self.calls += 1
         self.on_call(call)
         result = function(module, *args, **kwargs)
-        if module not in self._checked and call.normalizer is None and not kwargs.get("dropout"):
+        if module not in self._checked and call.normalizer is None and not call.dropout:
             with torch.no_grad():
                 check_output(call, result[0], self.sites[module].path, kernel)
             self._checked.add(module)
         return result
 
-    def _call(
-        self,
-        kernel: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        scaling: float | Tensor | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> AttentionCall:
+    def _call(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
         running = self._running.get(module) or _Running(0, False, None)
-        causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-        queries, bias = query.shape[2], others.get("position_bias")
-        if kernel == "sdpa":
-            others = {name: value for name, value in others.items() if name not in IGNORED_BY_SDPA}
-        masks = mask_kernel(module, kernel)
-        if masks == "sdpa" and causal and attention_mask is None and 1 < queries < key.shape[2]:
-            # The first tokens into a cache of fixed size: the rest of it is still empty.
-            key, value = key[:, :, :queries], value[:, :, :queries]
-            bias = None if bias is None else bias[..., :queries]
-        visible = self.read_mask(
-            masks,
-            attention_mask,
-            causal=causal,
-            queries=queries,
-            keys=key.shape[2],
-            window=others.get("sliding_window"),
-            device=query.device,
-        )
-        if visible.bias is not None:
-            bias = visible.bias if bias is None else bias + visible.bias
-        mask = visible.mask
-        if others.get("indices") is not None:
-            chosen = chosen_keys(others["indices"], key.shape[2])
-            mask = chosen if mask is None else mask & chosen
-        if isinstance(scaling, Tensor) and scaling.numel() > 1:
-            query, scaling = query * scaling, 1.0
-        told = is_causal is not None or hasattr(module, "is_causal")
-        kind: Kind = "cross" if running.crosses else "decoder" if visible.causal or (causal and told) else "encoder"
-        return AttentionCall(
+        call = read_call(kernel, module, **arguments, read_mask=self.read_mask)
+        kind: Kind = "cross" if running.crosses else call.kind
+        return replace(
+            call,
             layer=self._layers.within_kind(module, kind, running.layer),
             kind=kind,
-            query_BHQD=query,
-            key_BGKD=key,
-            value_BGKE=value,
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            causal=visible.causal,
-            mask=mask,
-            softcap=others.get("softcap"),
-            sinks_H=others.get("s_aux"),
-            bias=bias,
-            normalizer=running_normalizer(module),
-            inputs_BKC=_behind(key, running.source),
+            inputs_BKC=_behind(call.key_BGKD, running.source),
         )
 
 
@@ -194,7 +146,6 @@ class _Running:
     source: Any  # what they are projected from, if that is wanted
 
 
-_POSITIONAL = ("query", "key", "value", "attention_mask")
 _original: list[Any] = []  # AttentionInterface.get_interface, while it is replaced
 
 
@@ -203,8 +154,7 @@ def _register(observation: _Observation) -> None:
         if any(module in _watched for module in observation.sites):
             raise RuntimeError("this model is observed already; leave the first observe() before entering another")
         if not _watched:
-            _original.append(AttentionInterface.get_interface)
-            AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+            _original.append(replace_get_interface(_get_interface))
         _watched.update(dict.fromkeys(observation.sites, observation))
 
 
@@ -213,7 +163,7 @@ def _forget(observation: _Observation) -> None:
         for module in observation.sites:
             del _watched[module]
         if not _watched:
-            AttentionInterface.get_interface = _original.pop()  # type: ignore[method-assign]
+            replace_get_interface(_original.pop())
 
 
 def _get_interface(self: AttentionInterface, attn_implementation: str | None, default: Callable[..., Any]) -> Any:

@@ -6,7 +6,7 @@ eager: None hides nothing, everything is added. The masks of flash and flex atte
 keys, and leave half of their meaning to the kernel; they are refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.models.dispatch import KERNEL as KERNEL
 from attnorm.models.dispatch import NORMALIZER, mask_kernel
 from attnorm.models.head_subset import ByHead
-from attnorm.models.visibility import HIDING, chosen_keys
+from attnorm.models.hf_call import mask_as_given, read_call
+from attnorm.models.private_names import kernel_name
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
 
@@ -37,7 +38,7 @@ def register() -> None:
 def check_masks(module: nn.Module) -> str:
     """The kernel that the model builds this module's masks for; raises ValueError where we cannot read those."""
     config: Any = module.config
-    masks = mask_kernel(module, config._attn_implementation or "eager")
+    masks = mask_kernel(module, kernel_name(config))
     if masks not in READABLE:
         raise ValueError(
             f"the model runs {masks!r}, whose masks attnorm's normalizers cannot read; "
@@ -53,52 +54,42 @@ def patched_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | Tensor | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    **others: Any,
+    *,
+    output_attentions: bool | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
-    if others.get("cache") is not None:
-        raise NotImplementedError("a patched model has no paged cache: use generate() instead of continuous batching")
-    if others.get("block_indices") is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} chooses blocks of keys for each query, which attnorm's kernel cannot read; "
-            "leave the layers that choose out with layers="
-        )
+    check_masks(module)
+    _refuse_unreadable(module, attention_mask, options)
+    call = read_call(KERNEL, module, query, key, value, attention_mask, read_mask=mask_as_given, **options)
+    query, key, value = _one_dtype(call.query_BHQD, call.key_BGKD, call.value_BGKE)
+    inputs = validate_inputs(query, key, value, mask=call.mask, causal=call.causal, scale=call.scale, positions=None)
     normalizer: Any = getattr(module, NORMALIZER)
-    queries = query.shape[2]
-    masks = check_masks(module)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = attention_mask is None and queries > 1 and bool(causal) and masks != "eager"
-    if causal and key.shape[2] > queries:  # the first tokens into a cache of fixed size: the rest is still empty
-        key, value = key[:, :, :queries], value[:, :, :queries]
-        position_bias = None if position_bias is None else position_bias[..., :queries]
-    if isinstance(scaling, Tensor) and scaling.numel() > 1:
-        query, scaling = query * scaling, 1.0
-    query, key, value = _one_dtype(query, key, value)
-    mask, bias = _read_mask(attention_mask, position_bias, key.shape[2], masks)
-    if indices is not None:
-        chosen = chosen_keys(indices, key.shape[2])
-        mask = chosen if mask is None else mask & chosen
-    inputs = validate_inputs(
-        query, key, value,
-        mask=mask, causal=causal, scale=None if scaling is None else float(scaling), positions=None,
-    )  # fmt: skip
     if isinstance(normalizer, Mechanism):
-        output = _run_mechanism(normalizer, inputs, softcap, bias)
+        output = _run_mechanism(normalizer, inputs, call.softcap, call.bias)
         return output.transpose(1, 2).contiguous(), None
-    if bias is not None:
-        bias = bias.expand(*bias.shape[:2], queries, key.shape[2])
-    inputs = replace(inputs, softcap=softcap, bias=bias, dropout=dropout, positions=_positions(normalizer, inputs))
-    if s_aux is not None:
-        normalizer = with_sinks(normalizer, s_aux)
+    bias = None if call.bias is None else call.bias.expand(*call.bias.shape[:2], inputs.queries, inputs.keys)
+    positions = _positions(normalizer, inputs)
+    inputs = replace(inputs, softcap=call.softcap, bias=bias, dropout=call.dropout, positions=positions)
+    if call.sinks_H is not None:
+        normalizer = with_sinks(normalizer, call.sinks_H)
     output = attend(inputs, normalizer).to(query.dtype).transpose(1, 2).contiguous()
-    return output, _weights(inputs, normalizer) if others.get("output_attentions") else None
+    return output, _weights(inputs, normalizer) if output_attentions else None
+
+
+def _refuse_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    if options.get("cache") is not None:
+        raise NotImplementedError("a patched model has no paged cache. Use generate() instead of continuous batching.")
+    if options.get("block_indices") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses blocks of keys for each query (block_indices), which attnorm cannot "
+            "read. Leave out the layers that choose, with layers=."
+        )
+    if mask is not None and mask.dim() != 4:
+        raise ValueError(
+            f"expected an attention mask of shape (batch, 1, queries, keys), got {tuple(mask.shape)}. Give the model a "
+            "mask of shape (batch, keys); it builds the other one."
+        )
 
 
 class ModelSinks(Sink):
@@ -143,28 +134,6 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     else:
         dtype = tensors[-1].dtype
     return tuple(t.to(dtype) for t in tensors)
-
-
-def _read_mask(given: Tensor | None, bias: Tensor | None, keys: int, masks: str) -> tuple[Tensor | None, Tensor | None]:
-    """The boolean mask, and what is added to the logits."""
-    if given is None:
-        return None, bias
-    if given.dim() != 4:
-        raise ValueError(
-            f"expected an attention mask of shape (batch, 1, queries, keys), got {tuple(given.shape)}; "
-            "give the model a mask of shape (batch, keys), and it builds the other one"
-        )
-    given = given[..., :keys]
-    if given.dtype == torch.bool and masks != "eager":
-        return given, bias
-    given = given if given.is_floating_point() else given.float()
-    visible = given > HIDING
-    added = torch.where(visible, given, 0.0)
-    # An eager model's masks add nothing to what they leave visible, and without a bias the fused engine can run.
-    # (Compiled code cannot look, and adds the zeros.)
-    if not torch.compiler.is_compiling() and not bool(added.any()):
-        return visible, bias
-    return visible, added if bias is None else added + bias
 
 
 def _positions(normalizer: Normalizer, inputs: Inputs) -> Positions | None:

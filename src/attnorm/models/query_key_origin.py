@@ -9,7 +9,6 @@ pairing coordinates is covered, because nothing is inverted.
 Rotations change no norm of q and k, so both are checked by norms: where these differ, the result is None.
 """
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import attention_sites
+from attnorm.models.private_names import ROTARY_FUNCTION, rotary_files
 
 NAMES = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
 FUSED = ("c_attn", "qkv_proj")  # queries, then keys, then values
@@ -96,8 +96,6 @@ def _projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) 
     return bool(a.shape == b.shape and ((a - b).abs() <= SAME_NORM * b.clamp(min=1e-3)).all())
 
 
-FUNCTION = "apply_rotary_pos_emb"
-
 _lock = threading.RLock()
 
 
@@ -127,16 +125,15 @@ class BeforeRotation:
 def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
     """Inside, what the model's attention modules rotate is kept, one layer at a time."""
     before = BeforeRotation()
-    files = {sys.modules[type(module).__module__] for module in attention_sites(model)}
     with _lock:
-        originals = {file: getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)}
+        originals = rotary_files([*attention_sites(model)])
         for file, original in originals.items():
-            setattr(file, FUNCTION, _keeping(original, before))
+            setattr(file, ROTARY_FUNCTION, _keeping(original, before))
         try:
             yield before
         finally:
             for file, original in originals.items():
-                setattr(file, FUNCTION, original)
+                setattr(file, ROTARY_FUNCTION, original)
 
 
 def _keeping(original: Any, before: BeforeRotation) -> Any:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -32,14 +31,21 @@ from torch.overrides import TorchFunctionMode
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.flex_calls import read_flex_attention
 from attnorm.models.output_check import check_output
+from attnorm.models.private_names import (
+    COMPILED_PREFIX,
+    fast_encoder_layer,
+    fast_multi_head_attention,
+    flex_operator,
+    function_modes,
+    in_backward_pass,
+    without_innermost_mode,
+)
 from attnorm.models.torch_functions import (
     read_multi_head_attention,
     read_native_multi_head_attention,
     read_scaled_dot_product_attention,
     read_transformer_encoder_layer,
 )
-
-COMPILED = "_orig_mod."  # what torch.compile puts in front of a module's name
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class CallSites:
     def _name_modules(self, root: nn.Module) -> None:
         for holder, prefix in ((self.model, ""), (root, f"{type(root).__name__}." if len(self.roots) > 1 else "")):
             for path, module in holder.named_modules() if holder is not None else ():
-                self._paths.setdefault(module, (prefix + path).replace(COMPILED, ""))
+                self._paths.setdefault(module, (prefix + path).replace(COMPILED_PREFIX, ""))
 
     def _path(self, module: nn.Module | None) -> str:
         if module is None:
@@ -141,9 +147,9 @@ class Watched:
 WATCHED: dict[Any, Watched] = {
     F.scaled_dot_product_attention: Watched("scaled_dot_product_attention", read_scaled_dot_product_attention),
     F.multi_head_attention_forward: Watched("MultiheadAttention", read_multi_head_attention),
-    torch._native_multi_head_attention: Watched("MultiheadAttention", read_native_multi_head_attention),
-    torch._transformer_encoder_layer_fwd: Watched("MultiheadAttention", read_transformer_encoder_layer, "self_attn"),
-    flex_attention_operator: Watched("flex_attention", read_flex_attention),
+    fast_multi_head_attention: Watched("MultiheadAttention", read_native_multi_head_attention),
+    fast_encoder_layer: Watched("MultiheadAttention", read_transformer_encoder_layer, "self_attn"),
+    flex_operator: Watched("flex_attention", read_flex_attention),
 }
 
 OnCall = Callable[[AttentionCall, CallSite], None]
@@ -188,7 +194,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         watched = WATCHED.get(func) if func.__hash__ is not None else None
         # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
-        if watched is not None and torch._C._current_graph_task_id() == -1:
+        if watched is not None and not in_backward_pass():
             with torch.no_grad():
                 self._saw(watched, result, args, kwargs)
         return result
@@ -224,10 +230,10 @@ def _fast_paths_kept() -> Iterator[None]:
     ordinary = torch.overrides.has_torch_function
 
     def without_the_watch(arguments: Any) -> bool:
-        modes = torch.overrides._get_current_function_mode_stack()
+        modes = function_modes()
         alone = len(modes) == 1 and isinstance(modes[0], _Watch)
         if alone and all(argument is None or isinstance(argument, Tensor) for argument in arguments):
-            with torch.overrides._pop_mode_temporarily():
+            with without_innermost_mode():
                 return ordinary(arguments)
         return ordinary(arguments)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.visibility import Visible, read_mask
+from attnorm.models.hf_call import Visible, read_mask
 
 
 def read_scaled_dot_product_attention(

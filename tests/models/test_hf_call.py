@@ -1,13 +1,12 @@
-"""What the kernels that do not run on a CPU are told about their masks, against the definition."""
+"""Masks of every kernel, also of those that do not run on a CPU, against their definition."""
 
 import weakref
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnorm.models.visibility import MaskReader, Visible
-
-CPU = torch.device("cpu")
+from attnorm.models.hf_call import MaskReader, Visible, read_call
 
 
 def dense(visible: Visible, batch: int, queries: int, keys: int) -> Tensor:
@@ -16,10 +15,16 @@ def dense(visible: Visible, batch: int, queries: int, keys: int) -> Tensor:
     return seen if visible.mask is None else seen & visible.mask
 
 
-def flash(given: Tensor | None, *, window: int | None, causal: bool = True, queries: int = 6, keys: int = 6) -> Visible:
-    return MaskReader()(
-        "flash_attention_2", given, causal=causal, queries=queries, keys=keys, window=window, device=CPU
+def seen_by(kernel: str, mask: Any, *, causal: bool, queries: int, keys: int, window: int | None = None) -> Visible:
+    query, key = torch.zeros(1, 1, queries, 4), torch.zeros(1, 1, keys, 4)
+    call = read_call(
+        kernel, nn.Module(), query, key, key, mask, read_mask=MaskReader(), is_causal=causal, sliding_window=window
     )
+    return Visible(call.causal, call.mask, call.bias)
+
+
+def flash(given: Tensor | None, *, window: int | None, causal: bool = True, queries: int = 6, keys: int = 6) -> Visible:
+    return seen_by("flash_attention_2", given, causal=causal, queries=queries, keys=keys, window=window)
 
 
 def test_flash_attention_is_causal_without_a_mask() -> None:
@@ -53,18 +58,17 @@ def test_a_block_mask_is_read() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     block_mask = create_block_mask(lambda b, h, q, k: (q >= k) & (k > q - 4), 2, None, 16, 16, device="cpu")
-    visible = MaskReader()("flex_attention", block_mask, causal=True, queries=16, keys=16, window=None, device=CPU)
+    visible = seen_by("flex_attention", block_mask, causal=True, queries=16, keys=16)
     assert dense(visible, 2, 16, 16)[1, 0].sum(-1).tolist() == [1, 2, 3, *[4] * 13]
 
 
 def test_eager_attention_sees_everything_without_a_mask() -> None:
-    visible = MaskReader()("eager", None, causal=True, queries=6, keys=6, window=None, device=CPU)
-    assert visible == Visible(causal=False)
+    assert seen_by("eager", None, causal=True, queries=6, keys=6) == Visible(causal=False)
 
 
 def test_a_mask_object_is_read_once_and_another_anew() -> None:
     reader = MaskReader()
-    options = {"causal": True, "queries": 6, "keys": 6, "window": None, "device": CPU}
+    options = {"causal": True, "queries": 6, "keys": 6}
     mask = torch.eye(6, dtype=torch.bool)[None, None]
     first = reader("sdpa", mask, **options)
     assert reader("sdpa", mask, **options) is first
@@ -77,7 +81,7 @@ def test_a_mask_object_is_read_once_and_another_anew() -> None:
 
 def test_long_masks_are_compared_in_pieces() -> None:
     causal = torch.ones(1, 1, 3000, 3000, dtype=torch.bool).tril()
-    options = {"causal": True, "queries": 3000, "keys": 3000, "window": None, "device": CPU}
+    options = {"causal": True, "queries": 3000, "keys": 3000}
     assert MaskReader()("sdpa", causal, **options) == Visible(causal=True)
     causal[0, 0, 2999, 7] = False  # now the last row says that key 7 is padding, and no other row does
     visible = MaskReader()("sdpa", causal, **options)
@@ -90,6 +94,6 @@ def test_masks_of_earlier_steps_are_let_go() -> None:
     masks = [torch.rand(1, 1, 6, 6) > 0.5 for _ in range(20)]
     alive = [weakref.ref(mask) for mask in masks]
     for mask in masks:
-        reader("sdpa", mask, causal=True, queries=6, keys=6, window=None, device=CPU)
+        reader("sdpa", mask, causal=True, queries=6, keys=6)
     del mask, masks
     assert sum(one() is not None for one in alive) <= 4

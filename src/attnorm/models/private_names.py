@@ -1,0 +1,148 @@
+"""Every private name of torch, transformers and accelerate that this room relies on, each behind one function.
+
+PRIVATE lists the names with their purpose. tests/models/test_private_names.py checks each one, so that a new version of
+a library that lacks a name fails there, with that name, and not somewhere in a measurement.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import AttentionInterface
+from transformers.utils.hub import cached_file
+
+INTERFACE, GET_INTERFACE = "ALL_ATTENTION_FUNCTIONS", "get_interface"
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
+COMPILED_PREFIX = "_orig_mod."
+IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
+
+PRIVATE: dict[str, str] = {
+    "torch._C._current_graph_task_id": "a layer that gradient checkpointing runs again is no new call",
+    "torch._dynamo.OptimizedModule": "a compiled model runs uncompiled while it is observed",
+    "torch.nn.Module._compiled_call_impl": "the same, for module.compile()",
+    "torch._native_multi_head_attention": "the fast path of nn.MultiheadAttention",
+    "torch._transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
+    "torch._higher_order_ops.flex_attention.flex_attention": "the operator that flex_attention calls",
+    "torch.nn.attention.flex_attention._identity": "the score_mod of a call that gives none",
+    "torch.overrides._get_current_function_mode_stack": "whether attnorm's mode is the only one",
+    "torch.overrides._pop_mode_temporarily": "to ask for fast paths as if attnorm's mode were not active",
+    "transformers.AttentionInterface.get_interface": "where every attention module asks for its kernel",
+    f"transformers.models.llama.modeling_llama.{INTERFACE}": "the name in its code shows a module that asks",
+    f"transformers.models.llama.modeling_llama.{ROTARY_FUNCTION}": "queries and keys before their rotation",
+    f"transformers.PreTrainedModel.{IGNORED_KEYS}": "the normalizers' weights are expected by attnorm",
+    "transformers.PreTrainedConfig._attn_implementation": "the kernel that a model builds its masks for",
+    "transformers.PreTrainedConfig._attn_implementation_internal": "the kernel of a patched module alone",
+    "transformers.PreTrainedConfig._name_or_path": "where a model was loaded from",
+    "transformers.utils.hub.cached_file(_raise_exceptions_for_missing_entries)": "a file that may be absent",
+    "transformers.utils.hub.cached_file(_raise_exceptions_for_connection_errors)": "the same, without a network",
+    "accelerate.hooks.add_hook_to_module -> _hf_hook": "the device of weights that accelerate offloads",
+}
+
+fast_multi_head_attention = torch._native_multi_head_attention
+fast_encoder_layer = torch._transformer_encoder_layer_fwd
+flex_operator = flex_attention_operator
+
+
+def in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
+
+
+def uncompiled(model: Any) -> Any:
+    """The model inside torch.compile's wrapper, or the model itself."""
+    return getattr(model, COMPILED_PREFIX.rstrip("."), model)
+
+
+def function_modes() -> list[Any]:
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+def without_innermost_mode() -> AbstractContextManager[Any]:
+    return torch.overrides._pop_mode_temporarily()
+
+
+def is_identity_score_mod(score_mod: Any) -> bool:
+    own = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
+    return own == (flex_attention.__module__, "_identity")
+
+
+def replace_get_interface(function: Any) -> Any:
+    """Put `function` in the place of AttentionInterface.get_interface; return what was there."""
+    original = AttentionInterface.get_interface
+    AttentionInterface.get_interface = function  # type: ignore[method-assign]
+    return original
+
+
+def kernel_name(config: Any) -> str:
+    """Name of the attention function that a model with this config runs and builds masks for."""
+    return config._attn_implementation or "eager"
+
+
+def copy_with_kernel(config: Any, kernel: str) -> Any:
+    """A copy of the config that names another kernel; sub-configs are shared and keep theirs."""
+    copied = copy.copy(config)
+    copied._attn_implementation_internal = kernel
+    return copied
+
+
+def loaded_from(config: Any) -> str:
+    return str(getattr(config, "_name_or_path", "") or "")
+
+
+def commit_hash(config: Any) -> str | None:
+    """The hub commit of a loaded model; None also in versions of transformers that do not keep it (5.22)."""
+    return getattr(config, "_commit_hash", None)
+
+
+def rotary_files(modules: list[nn.Module]) -> dict[ModuleType, Any]:
+    """The source files of these modules that define a rotation, each with its function."""
+    files = {sys.modules[type(module).__module__] for module in modules}
+    return {file: getattr(file, ROTARY_FUNCTION) for file in files if hasattr(file, ROTARY_FUNCTION)}
+
+
+def offload_devices(module: nn.Module) -> list[torch.device]:
+    """Where parts of the module compute whose weights accelerate keeps elsewhere."""
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    found = [getattr(hook, "execution_device", None) for hook in hooks]
+    return [torch.device(device) for device in found if device is not None]
+
+
+def find_file(directory: Any, name: str, **where: Any) -> Path | None:
+    """A file of a folder or of a hub repository; None if it is absent, or not cached and the hub cannot be reached."""
+    found = cached_file(
+        directory,
+        name,
+        **where,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+@contextmanager
+def expecting_weights(model_class: Any, pattern: str) -> Iterator[None]:
+    """While inside, from_pretrained of this class does not report weights that match the pattern as unexpected."""
+    if not hasattr(model_class, IGNORED_KEYS):  # an Auto class
+        yield
+        return
+    inherits = IGNORED_KEYS not in vars(model_class)
+    before = getattr(model_class, IGNORED_KEYS)
+    setattr(model_class, IGNORED_KEYS, [*(before or []), pattern])
+    try:
+        yield
+    finally:
+        if inherits:
+            delattr(model_class, IGNORED_KEYS)
+        else:
+            setattr(model_class, IGNORED_KEYS, before)

@@ -1,0 +1,94 @@
+"""A private name that a new version of a library lacks is reported here by that name."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedConfig
+
+from attnorm.models import private_names
+from attnorm.models.private_names import PRIVATE, in_backward_pass, is_compiled, is_identity_score_mod, uncompiled
+
+ROOM = Path(private_names.__file__).parent
+
+
+def resolve(name: str) -> Any:
+    """The object that a dotted name stands for; AttributeError says which part of it is gone."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(name)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_the_installed_libraries_have(name: str) -> None:
+    if " -> " in name:
+        hooks = pytest.importorskip("accelerate.hooks")
+        module = hooks.add_hook_to_module(nn.Linear(1, 1), hooks.ModelHook())
+        assert hasattr(module, name.split(" -> ")[1]), name
+        return
+    if name.startswith("transformers.PreTrainedConfig."):  # attributes that instances have, one only from the hub
+        attribute = name.rsplit(".", 1)[1]
+        assert hasattr(LlamaConfig(), attribute) or f".{attribute}" in source_of(PreTrainedConfig), name
+        return
+    called = re.fullmatch(r"(.*)\((\w+)\)", name)
+    try:
+        found = resolve(called[1] if called else name)
+    except AttributeError as error:
+        pytest.fail(f"{name} is gone: {error}. Used for: {PRIVATE[name]}")
+    if called is not None:
+        parameters = inspect.signature(found).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        assert called[2] in parameters or (takes_any and called[2] in source_of(found)), name
+
+
+def source_of(thing: Any) -> str:
+    """The file that defines it: where options are passed on, their names must occur in it."""
+    return Path(inspect.getsourcefile(thing) or "").read_text(encoding="utf-8")
+
+
+def test_private_names_mean_what_they_should() -> None:
+    assert not in_backward_pass()
+    seen = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: seen.append(in_backward_pass()))
+    (weight * 2).sum().backward()
+    assert seen == [True]
+    linear = nn.Linear(1, 1)
+    assert not is_compiled(linear)
+    assert is_compiled(torch.compile(linear))
+    assert uncompiled(torch.compile(linear)) is linear
+    linear.compile()
+    assert is_compiled(linear)
+    from torch.nn.attention import flex_attention
+
+    assert is_identity_score_mod(flex_attention._identity)
+    assert not is_identity_score_mod(lambda score, b, h, q, k: score)
+
+
+def test_no_other_file_of_the_room_touches_a_private_name() -> None:
+    own = {"torch", "transformers", "accelerate", "config", "model", "module", "hook"}
+    found = []
+    for path in sorted(ROOM.glob("*.py")):
+        if path.name == "private_names.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            private = isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr)
+            if private and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}):
+                root = ast.unparse(node.value).split(".")[0].split("(")[0]
+                found += [f"{path.name}: {ast.unparse(node)}"] if root in own else []
+            if isinstance(node, ast.ImportFrom) and re.search(r"\._", f".{node.module}"):
+                found.append(f"{path.name}: {node.module}")
+    assert found == []
