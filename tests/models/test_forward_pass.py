@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from attnorm.models import reading
+from attnorm.models import forward_pass
 from attnorm.models.load import LoadedModel
 from tests.models.tiny import VOCABULARY, tiny, tokens
 
 
-def read(model: Any, ids: Tensor, mask: Tensor | None = None) -> reading.Reading:
+def read(model: Any, ids: Tensor, mask: Tensor | None = None) -> forward_pass.Reading:
     inputs = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
         output = model.base_model(**inputs)
-    return reading.reading(LoadedModel(model, None, "tiny"), inputs, output)
+    return forward_pass.reading(LoadedModel(model, None, "tiny"), inputs, output)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])  # gemma2 caps its logits
-@pytest.mark.parametrize("at_once", [reading.LOGITS_AT_ONCE, 3 * 2 * VOCABULARY])
+@pytest.mark.parametrize("at_once", [forward_pass.LOGITS_AT_ONCE, 3 * 2 * VOCABULARY])
 def test_the_loss_is_the_mean_over_real_tokens(family: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(forward_pass, "LOGITS_AT_ONCE", at_once)
     model, ids = tiny(family), tokens(batch=2, length=12)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
@@ -36,11 +36,11 @@ def test_the_loss_is_the_mean_over_real_tokens(family: str, at_once: int, monkey
 
 
 def test_models_that_do_not_predict_the_next_token_have_no_loss() -> None:
-    assert read(tiny("bert"), tokens()) == reading.Reading(None, None, 0)
-    assert not reading.predicts_next_token(LoadedModel(tiny("t5"), None, "tiny"))
+    assert read(tiny("bert"), tokens()) == forward_pass.Reading(None, None, 0)
+    assert not forward_pass.predicts_next_token(LoadedModel(tiny("t5"), None, "tiny"))
 
 
 def test_a_loss_that_is_not_finite_is_none() -> None:
     model = tiny("gpt2")
     torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
-    assert read(model, tokens()) == reading.Reading(None, None, 0)
+    assert read(model, tokens()) == forward_pass.Reading(None, None, 0)
