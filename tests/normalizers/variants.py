@@ -24,6 +24,10 @@ class Variant(NamedTuple):
         """Of the hidden states that it reads."""
         return self.options.get("width")
 
+    @property
+    def heads(self) -> int:
+        return self.options.get("heads") or 2
+
     def __str__(self) -> str:
         return ",".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
 

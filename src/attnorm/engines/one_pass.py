@@ -73,9 +73,10 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     elif last is not None and not isinstance(last, ScaleRule):
         return None
     for selection in normalizer.selections:
-        if selection.window is None or not inputs.causal or inputs.positions is not None:
+        window = selection.kernel_window
+        if window is None or not inputs.causal or inputs.positions is not None:
             return None
-        form = replace(form, window=min(selection.window, form.window or selection.window))
+        form = replace(form, window=min(window, form.window or window))
     return form
 
 

@@ -129,7 +129,7 @@ class Selection(nn.Module):
     permutation_equivariant: bool = True
     continuous: bool = True
     swap_untrained: bool = True
-    window: int | None = None  # keeps the keys less than this many positions away, and no others
+    kernel_window: int | None = None  # for the kernels: it keeps the keys less than this many positions away, no others
 
     def forward(self, block: Block) -> Tensor:
         """The keys to keep: boolean, broadcastable to the logits."""

@@ -17,7 +17,7 @@ class Local(Selection):
         super().__init__()
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        self.window: int = window
+        self.window = self.kernel_window = window
 
     def forward(self, block: Block) -> Tensor:
         return block.positions.distance.abs() < self.window
