@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Choice, resolve_normalizers
@@ -20,7 +21,7 @@ from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
 from tests.metrics.calls import CALLS, HEADS, make_call
 
-pytestmark = pytest.mark.skipif(not fused_rows.HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
 TOP_N = (1, 4)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,6 @@ Adaptive temperature is two such calls. The entropy of a row is log D - <q, atte
 carry gradients, and its beta is the factor of the second call.
 """
 
-import importlib.util
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never
 
@@ -15,16 +14,14 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
 
-LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
-FEWEST_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
 POWERS = (1, 2, 3, 4)  # of relu and of the polynomial kernel, multiplied out
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LN2 = 0.6931471805599453
 
 
@@ -40,14 +37,9 @@ class Lowered:
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
-    q, v = inputs.q_BHQD, inputs.v_BGKE
     if inputs.bias is not None or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
         return False
-    if max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
-        return False
-    if q.dtype == torch.bfloat16 and not q.is_cuda:
-        return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
-    if not (HAS_TRITON and _runs_on(q.device)) or transformed():
+    if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or transformed():
         return False
     return lowered(normalizer, inputs) is not None
 
@@ -134,15 +126,6 @@ def _call(
         form.parameter, inputs.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _runs_on(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)  # on a CPU, slowly: for tests
 
 
 def _form(

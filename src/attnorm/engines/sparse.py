@@ -3,20 +3,17 @@
 Operators of torch.library, so that compiled code contains them as they are.
 """
 
-import importlib.util
 from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.entmax import Entmax
 
 ALPHAS = (1.5, 2.0)
-LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
-FEWEST_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -28,21 +25,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
         return False
-    q, v = inputs.q_BHQD, inputs.v_BGKE
-    if inputs.queries < FEWEST_QUERIES or max(q.shape[-1], v.shape[-1]) > LARGEST_WIDTH.get(q.dtype, 0):
-        return False
-    if q.dtype == torch.bfloat16 and not q.is_cuda:
-        return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
-    return HAS_TRITON and _runs_on(q.device) and not transformed()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _runs_on(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)  # on a CPU, slowly: for tests
+    return inputs.queries >= FEWEST_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
 
 
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:

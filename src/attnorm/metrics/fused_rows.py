@@ -4,8 +4,6 @@ The kernel replaces the logit blocks of rows.py for softmax and its rescalings o
 are not among its sums: they are measured on some rows only.
 """
 
-import importlib.util
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.softmax_rows import LARGEST_EXPONENT, RowSums
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 
-LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
 # The Jacobian norm starts with a relative error of 4e-3 at most; a pass squares it, times less than 10. The inputs
 # themselves are rounded by 4e-3 in bfloat16 and by 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MASS_ROWS = 512  # rows whose heaviest keys are summed; the default number of sampled rows
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LOG2E = 1.4426950408889634
 
 
 def applies(call: AttentionCall) -> bool:
     """Whether the kernel runs on this call: its device, dtype and width, and no bias on the logits."""
-    query = call.query_BHQD
-    if call.bias is not None or not HAS_TRITON or query.shape[-1] > LARGEST_WIDTH.get(query.dtype, 0):
-        return False
-    if query.is_cuda:
-        return torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    # Triton's interpreter reads bfloat16 as integers.
-    return os.environ.get("TRITON_INTERPRET") == "1" and query.dtype != torch.bfloat16 and query.device.type == "cpu"
+    return call.bias is None and runs_kernels(call.query_BHQD)
 
 
 def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
