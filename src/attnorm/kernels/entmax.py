@@ -280,18 +280,21 @@ def backward_keys(
             at = (batch * heads + head) * queries + rows
             peak, t = _load_threshold(threshold, at, rows < queries)
             mean = tl.load(delta + at, mask=rows < queries, other=0.0)
-            own = tl.full([ROWS], 1.0, tl.float32)
+            row_scale = factor
             if FACTORED:
                 own = tl.load(row_factor + at, mask=rows < queries, other=0.0)
+                row_scale = own[:, None] * factor
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             s = scores(
                 products, rows, columns, mask + batch * mask_batch + head * mask_head, mask_row, mask_column,
-                queries, keys, offset, own[:, None] * factor, CAUSAL, MASKED, True,
+                queries, keys, offset, row_scale, CAUSAL, MASKED, True,
             )  # fmt: skip
             p, u = _weights_and_slopes(_above(s, peak, t), SQUARED)
             found_v = tl.dot(tl.trans((p * LIFT).to(grad_tile.dtype)), grad_tile, found_v, input_precision=PRECISION)
             grad_p = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
-            grad_s = u * (grad_p - mean[:, None]) * own[:, None]
+            grad_s = u * (grad_p - mean[:, None])
+            if FACTORED:
+                grad_s = grad_s * own[:, None]
             found_k = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, found_k, input_precision=PRECISION)
     at_k = grad_k + batch * gk_batch + key_head * gk_head
     at_v = grad_v + batch * gv_batch + key_head * gv_head
