@@ -62,7 +62,7 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     q, n, factor = inputs.q_BHQD, inputs.n(), row_factors(inputs, normalizer)
     if factor is not None and q.dtype not in HALF:
         q, factor = q * factor, None
-    call = _Call(inputs, q, n, factor)
+    call = _FlexCall(inputs, q, n, factor)
     map_ = normalizer.map
     if isinstance(map_, Softmax):
         rule = normalizer.rules[-1]
@@ -72,7 +72,7 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     return torch.where(n > 0, output, 0.0).to(q.dtype)
 
 
-class _Call:
+class _FlexCall:
     """One attention call, and flex attention over it with any score.
 
     factor (B, H, Q, 1): multiplies the logits of each row in float32. Multiplied into q it would be rounded once more.
@@ -164,13 +164,13 @@ def _distance_score(rule: DistanceRule, offset: int) -> ScoreMod:
     return score
 
 
-def _kernel(call: _Call, map_: Kernel) -> Tensor:
+def _kernel(call: _FlexCall, map_: Kernel) -> Tensor:
     log = map_.function.log
     assert log is not None
     return call.attend(lambda z, b, h, i, j: log(z))[0]
 
 
-def _sigmoid(call: _Call, map_: Sigmoid) -> Tensor:
+def _sigmoid(call: _FlexCall, map_: Sigmoid) -> Tensor:
     bias = map_.bias_of(call.n)
     per_row = call.row_values(bias)
 
@@ -181,7 +181,7 @@ def _sigmoid(call: _Call, map_: Sigmoid) -> Tensor:
     return output * torch.exp(log_sum)
 
 
-def _relu(call: _Call, map_: Relu) -> Tensor:
+def _relu(call: _FlexCall, map_: Relu) -> Tensor:
     def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(z > 0, map_.power * torch.log(torch.where(z > 0, z, 1.0)), -torch.inf)
 
@@ -189,7 +189,7 @@ def _relu(call: _Call, map_: Relu) -> Tensor:
     return _scaled_by_sum(output, log_sum) / call.n.clamp(min=1)
 
 
-def _softpick(call: _Call, map_: Softpick) -> Tensor:
+def _softpick(call: _FlexCall, map_: Softpick) -> Tensor:
     def log_distance_from_one(z: Tensor) -> Tensor:
         """log |e^z - 1|."""
         return z.clamp(min=0) + torch.log(-torch.expm1(-z.abs().clamp(min=1e-30)))
@@ -206,7 +206,7 @@ def _softpick(call: _Call, map_: Softpick) -> Tensor:
     return _scaled_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
 
 
-def _self_adjusted(call: _Call, map_: SelfAdjusted) -> Tensor:
+def _self_adjusted(call: _FlexCall, map_: SelfAdjusted) -> Tensor:
     low, high = (_logit_of(call, index) for index in _extreme_keys(call))
     low, high = low.clamp(max=0), high.clamp(min=0)
     # sum p (z - low) v is linear in low: compute it for a constant safely below, where the logarithm is smooth, and
@@ -225,7 +225,7 @@ def _self_adjusted(call: _Call, map_: SelfAdjusted) -> Tensor:
     return total / torch.where(width > 0, width, 1.0)
 
 
-def _extreme_keys(call: _Call, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
+def _extreme_keys(call: _FlexCall, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
     """For each row the visible keys of the smallest and the largest logit, (B, H, Q), found block by block."""
     inputs = call.inputs
     q, k = call.q.detach().float(), inputs.k_BGKD.detach().float()
@@ -243,7 +243,7 @@ def _extreme_keys(call: _Call, block_elements: int = 2**24) -> tuple[Tensor, Ten
     return torch.cat(lowest, -1), torch.cat(highest, -1)
 
 
-def _logit_of(call: _Call, index: Tensor) -> Tensor:
+def _logit_of(call: _FlexCall, index: Tensor) -> Tensor:
     """The logit of each query with the key at its index, (B, H, Q, 1), with gradients."""
     inputs = call.inputs
     k = inputs.k_BGKD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BGKD
@@ -258,8 +258,8 @@ def _scaled_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
     return torch.where(empty, 0.0, output) * torch.exp(torch.where(empty, 0.0, log_sum))
 
 
-def _recipe(map_: Map) -> Callable[[_Call, Any], Tensor]:
-    recipes: dict[type, Callable[[_Call, Any], Tensor]] = {
+def _recipe(map_: Map) -> Callable[[_FlexCall, Any], Tensor]:
+    recipes: dict[type, Callable[[_FlexCall, Any], Tensor]] = {
         Kernel: _kernel,
         Sigmoid: _sigmoid,
         Relu: _relu,

@@ -17,7 +17,7 @@ def runs_kernels(*tensors: Tensor) -> bool:
         return False
     if first.dtype == torch.bfloat16 and not first.is_cuda:
         return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
-    return _runs_on(first.device)
+    return bool(_runs_on(first.device))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ def forward(
 
     mask: boolean (B, H, Q, K) or None; factor: (B, H, Q) in float32 or None; causal: bottom-right; alpha: 1.5 or 2.
     """
-    call = _Call.of(q, k, v, mask, factor, causal, scale, alpha)
+    call = _EntmaxLaunch.of(q, k, v, mask, factor, causal, scale, alpha)
     batch, heads, queries = q.shape[:3]
     output = q.new_empty(batch, heads, queries, v.shape[-1])
     mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
@@ -41,7 +41,7 @@ def backward(
     threshold: Tensor, causal: bool, scale: float, alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and factor; the last one is empty where there is none."""
-    call = _Call.of(q, k, v, mask, factor, causal, scale, alpha)
+    call = _EntmaxLaunch.of(q, k, v, mask, factor, causal, scale, alpha)
     grad, threshold = grad.contiguous(), threshold.contiguous()
     delta = (grad.float() * mean_u).sum(-1).contiguous()
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -63,7 +63,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Call(Launch):
+class _EntmaxLaunch(Launch):
     scale: float
     alpha: float
 
@@ -71,7 +71,7 @@ class _Call(Launch):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float,
         alpha: float,
-    ) -> "_Call":  # fmt: skip
+    ) -> "_EntmaxLaunch":  # fmt: skip
         factor = None if factor is None else factor.contiguous()
         return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, scale, alpha)
 

@@ -41,7 +41,7 @@ def forward(
     sink: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """Output, in float32 if precise, and the state of each row. factor, shift: (B, H, Q) in float32; sink: (H,)."""
-    call = _Call.of(q, k, v, mask, factor, shift, sink, form)
+    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
@@ -60,7 +60,7 @@ def backward(
     factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, out: Tensor, saved: Saved, form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
-    call = _Call.of(q, k, v, mask, factor, shift, sink, form)
+    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, form)
     out, grad = in_rows(out), in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
@@ -96,7 +96,7 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Call(Launch):
+class _OnePassLaunch(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
     form: Form
@@ -105,7 +105,7 @@ class _Call(Launch):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
         sink: Tensor | None, form: Form,
-    ) -> "_Call":  # fmt: skip
+    ) -> "_OnePassLaunch":  # fmt: skip
         factor, shift = (None if t is None else t.contiguous() for t in (factor, shift))
         return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, form)
 

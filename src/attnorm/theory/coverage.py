@@ -36,7 +36,7 @@ def union_bounds(shares: Float[Tensor, "*rows H"]) -> Bounds:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class HeadCoverage:
     """Per row: the share of the reference keys that each head covers, that all cover together, and the prediction."""
 
     per_head: Tensor
@@ -44,7 +44,7 @@ class Coverage:
     independent: Tensor
 
 
-def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "..."]) -> Coverage:
+def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "..."]) -> HeadCoverage:
     """Shares of the reference keys (..., L) covered by the heads' sets (..., H, L); NaN for rows that have none.
 
     The paper's reading: `covered` = the distinguishable keys of each head, `reference` = the keys the heads select.
@@ -57,12 +57,12 @@ def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "
     per_head = inside.sum(-1, dtype=torch.float64) / size.unsqueeze(-1)
     union = inside.any(-2).sum(-1, dtype=torch.float64) / size
     predicted = -torch.expm1(torch.log1p(-per_head).sum(-1))
-    return Coverage(per_head, union, predicted)
+    return HeadCoverage(per_head, union, predicted)
 
 
 def top_n_coverage(
     weights: Float[Tensor, "*rows H L"], top_n: int, mask: Bool[Tensor, "..."] | None = None
-) -> Coverage:
+) -> HeadCoverage:
     """How much of the visible keys (mask (..., L), the same for all heads) lies in the top-N sets of the H heads."""
     visible = torch.ones_like(weights[..., 0, :], dtype=torch.bool)
     visible = visible if mask is None else visible & mask

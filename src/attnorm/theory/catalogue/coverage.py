@@ -13,7 +13,7 @@ HEADS = 4
 claim = partial(Claim, family="coverage", proof="docs/theory/coverage.md", differentiable=False)
 
 
-def _coverage(case: ClaimCase) -> coverage.Coverage:
+def _coverage(case: ClaimCase) -> coverage.HeadCoverage:
     """Groups of four rows as four heads over one context."""
     return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
 
