@@ -126,10 +126,20 @@ DECLARED = [
     if declared.reference is not None
     for options in declared.examples
 ]
-CASES = [
-    *DECLARED,
+COMPOSED = [
     Case("mixture", {}, _mixture),
     Case("scale, selection and sink", {}, _everything),
     Case("sparsemax behind qwen", {}, lambda row: entmax_row(row.z * max(1.0, math.log2(row.n)), 2.0)),
     Case("adaptive behind ssmax", {}, lambda row: softmax_row(adapted(_scaled(row)))),
 ]
+CASES = [*DECLARED, *COMPOSED]
+
+
+def _first_and_last(cases: list[Case]) -> list[Case]:
+    names = dict.fromkeys(case.name for case in cases)
+    of_name = [[case for case in cases if case.name == name] for name in names]
+    return [case for some in of_name for case in (some if len(some) < 3 else (some[0], some[-1]))]
+
+
+# The default and the richest options of each normalizer: enough for what no formula decides (masks, shapes, caches).
+TYPICAL = [*_first_and_last(DECLARED), *COMPOSED]

@@ -12,9 +12,9 @@ from attnorm.engines import fused
 from attnorm.engines import inputs as engine_inputs
 from attnorm.engines.inputs import validate_inputs
 from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
-from tests.attention.reference import CASES, Case, seen
+from tests.attention.reference import TYPICAL, Case, seen
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 
 ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_temperature"]
 
@@ -100,7 +100,7 @@ def test_learned_parameters_get_the_same_gradient_in_blocks_as_in_one(
     assert_all_close(outputs_and_gradients(attend, tensors, learned(normalizer)), whole, atol=1e-13)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if learned(case.make())], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in TYPICAL if learned(case.make())], ids=lambda case: case.id)
 @pytest.mark.parametrize("rows", [1, 7], ids=["blocks", "one block"])
 def test_parameters_learn_where_the_inputs_do_not(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(queries=7, keys=7, options={"causal": True})

@@ -10,12 +10,12 @@ import attnorm
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kneemax import Kneemax
 from tests.attention.calls import Call, Tensors, assert_all_close, calling, learned, outputs_and_gradients
-from tests.attention.reference import CASES, Case
+from tests.attention.reference import TYPICAL, Case
 
 LENGTH = 7
 SEQUENCE = Call(batch=1, key_heads=2, queries=LENGTH, keys=LENGTH, options={"causal": True})
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 
 
 def tokens(tensors: Tensors, start: int, stop: int) -> Tensors:

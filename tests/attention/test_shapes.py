@@ -8,11 +8,11 @@ from torch import Tensor
 
 import attnorm
 from tests.attention.calls import Call, calling, learned
-from tests.attention.reference import CASES, HEADS, Case
+from tests.attention.reference import HEADS, TYPICAL, Case
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 one_headed = pytest.mark.parametrize(
-    "case", [case for case in CASES if not any(p.dim() for p in case.make().parameters())], ids=lambda case: case.id
+    "case", [case for case in TYPICAL if not any(p.dim() for p in case.make().parameters())], ids=lambda case: case.id
 )
 
 
