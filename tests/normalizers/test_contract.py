@@ -5,13 +5,18 @@ import pytest
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.checks import CHECKS
 from attnorm.normalizers.registry import BUILT_IN
-from tests.normalizers.variants import ROW_NAMES, VARIANTS, Variant
+from tests.normalizers.variants import OTHERS, ROW_NAMES, TYPICAL, VARIANTS, Variant
 
 # Compiled in every run of the tests: a fixed number of Newton steps, a rule with a parameter, a scan.
 COMPILED = [Variant("entmax15", {}), Variant("ssmax", {}), Variant("stick_breaking", {})]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+each_variant = pytest.mark.parametrize(
+    "variant", [*TYPICAL, *(pytest.param(variant, marks=pytest.mark.nightly) for variant in OTHERS)], ids=str
+)
+
+
+@each_variant
 def test_every_built_in_keeps_the_contract(variant: Variant) -> None:
     report = check_normalizer(variant.make(), heads=variant.heads, width=variant.width)
     assert report.passed

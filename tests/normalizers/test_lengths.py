@@ -8,11 +8,11 @@ from torch import Tensor
 
 from attnorm.normalizers import Positions, get
 from attnorm.normalizers.declaration import HEADS
-from tests.normalizers.variants import VARIANTS, Variant
+from tests.normalizers.variants import TYPICAL, Variant
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-no_hidden_states = [v for v in VARIANTS if v.width is None]
+no_hidden_states = [v for v in TYPICAL if v.width is None]
 
 
 def logits() -> Tensor:
