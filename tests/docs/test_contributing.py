@@ -1,0 +1,21 @@
+"""The map in CONTRIBUTING names files and functions that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAP = re.search(r"^## Where is \.\.\.\?\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)[1]
+
+
+@pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w./-]+(?:/|\.py|\.yml|\.md))`", MAP)}))
+def test_a_path_of_the_map_exists(path: str) -> None:
+    folders = (ROOT / "src" / "attnorm", ROOT, ROOT / "src" / "attnorm" / "experiments" / "fig2")
+    assert any((folder / path).exists() for folder in folders) or "NAME" in path, path
+
+
+def test_the_map_names_the_function_that_replaces_softmax() -> None:
+    source = ROOT / "src" / "attnorm" / "models"
+    assert "def patched_attention(" in (source / "patched_attention.py").read_text()
+    assert "def patch(" in (source / "patch.py").read_text()
