@@ -1,1 +1,1 @@
-"""How attention is computed: `fused` on torch's SDPA, `flex` on FlexAttention (CUDA), `blocked` for everything else."""
+"""Engines of attention: `fused` (SDPA), `one_pass` and `sparse` (Triton), `flex` (FlexAttention), `blocked` (all)."""

@@ -26,7 +26,7 @@ class Launch:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, v, mask, factor; q stands for what is missing and is not read there."""
+        """q, k, v, mask, factor; q replaces a missing one and is not read there."""
         mask = self.q if self.mask is None else self.mask.view(torch.uint8)
         return self.q, self.k, self.v, mask, self.q if self.factor is None else self.factor
 

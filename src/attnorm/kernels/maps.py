@@ -162,7 +162,7 @@ class Reference(IntEnum):
     NONE = 0  # not scaled
     LARGEST = 1  # m
     AT_LEAST_ZERO = 2  # max(m, 0), for maps that compare with e^0
-    AT_MOST_ZERO = 3  # min(m, 0), for maps that are exponential below 0 and tame above
+    AT_MOST_ZERO = 3  # min(m, 0), for maps that are exponential below 0 and linear above
 
 
 class TileMap(NamedTuple):

@@ -1,4 +1,4 @@
-"""Launches the one-pass kernels: shapes, strides, tiles."""
+"""Launch the one-pass kernels: shapes, strides, tiles."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The record that every normalizer reads: a block of logits, which keys each row may see, and where the rows stand.
+"""The record that every normalizer reads: a block of logits, which keys each row may see, and its positions.
 
 Shapes: logits (..., Q, K); the mask broadcasts to them and is True where a query may attend. Hidden logits are
 replaced by 0 once, here, through `torch.where`: neither their value nor their gradient (NaN included) can leave.

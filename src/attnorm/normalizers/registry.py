@@ -122,7 +122,7 @@ _registered: dict[str, NormalizerEntry] = {}
 
 def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
     """Decorator: make a factory - or a Map, LogitRule, Selection or Mechanism class - available as `name`."""
-    if not isinstance(name, str):  # @register without a name would give its class away for a decorator, silently
+    if not isinstance(name, str):  # @register without a name would silently replace its class by a decorator
         raise TypeError(f"register takes the name: write @attnorm.register('my_normalizer'), got {name!r}")
 
     def add(factory: F) -> F:

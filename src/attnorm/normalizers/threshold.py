@@ -4,7 +4,7 @@ t is found by Newton steps on a convex, decreasing function of t that is 0 at th
 where the row sums to more than 1, every step stays on the left, so the iteration needs no bracket. The solution for a
 subset of the keys lies left of that for all, so we start from the largest key of every group, and they from theirs.
 What is 0 there stays 0: where few groups are left, only their keys are read again, the rest are zeros. Most rows
-then need two or three steps and a few need many: rows that are done are left behind. Each step is taken from the row
+then need two or three steps and a few need many: finished rows are skipped. Each step is taken from the row
 itself, not added up in t: keys near the threshold, which decide the result, keep all their digits.
 """
 
@@ -68,7 +68,7 @@ def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | Non
 
 
 def _weigh(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | None) -> None:
-    """Turns the rows y (rows, n) into their weights, in place."""
+    """Turn the rows y (rows, n) into their weights, in place."""
     grouped, rest = _in_groups(y)
     size, groups = grouped.shape[-2:]
     if groups < LEAST_GROUPS:
@@ -99,7 +99,7 @@ def _weigh_all(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tenso
 
 
 def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: float) -> Tensor:
-    """Moves the rows y (rows, n) to their thresholds, in place; returns how far."""
+    """Move the rows y (rows, n) to their thresholds, in place; return how far."""
     room = torch.empty_like(y)
     grouped, _ = _in_groups(y)
     if grouped.shape[-1] < LEAST_GROUPS:

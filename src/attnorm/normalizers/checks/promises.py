@@ -65,7 +65,7 @@ def shift(subject: CheckedNormalizer) -> Complaints:
     """Adding a constant to a row changes nothing, if so declared, up to what the arithmetic must lose.
 
     The logits are multiples of 1/8, so the sum with the offset is exact. A rule then multiplies numbers as large as the
-    offset, which costs digits of them; a map alone has no excuse, in float32 neither.
+    offset, which costs digits of them; a map alone must keep them, in float32 too.
     """
     if not subject.normalizer.properties.shift_invariant:
         return
@@ -84,7 +84,7 @@ def shift(subject: CheckedNormalizer) -> Complaints:
 
 
 def lipschitz(subject: CheckedNormalizer) -> Complaints:
-    """No Jacobian of a row of n visible keys, wherever they stand, has a larger norm than lipschitz(n)."""
+    """No Jacobian of a row of n visible keys, wherever they are, has a larger norm than lipschitz(n)."""
     for n in (1, 2, 5, 31):
         bound = subject.normalizer.lipschitz(n)
         if bound is None:

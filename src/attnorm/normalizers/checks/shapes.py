@@ -1,4 +1,4 @@
-"""Any shape, any strides, and every row for itself."""
+"""Any shape and strides; rows are independent."""
 
 import torch
 
