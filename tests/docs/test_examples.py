@@ -1,11 +1,13 @@
-"""Python in docs/reference, docs/how-to and docs/start.md runs, and every public name has an example."""
+"""Python in docs/reference, docs/how-to and docs/start.md runs; every public name has an example; commands exist."""
 
 import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import attnorm
+from attnorm.cli import app
 from attnorm.normalizers import registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -36,3 +38,16 @@ def test_a_public_name_has_an_example(name: str) -> None:
     section = re.search(rf"^::: attnorm\.{name}\n(.*?)(?=^:::|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     assert section is not None, f"docs/reference has no section for attnorm.{name}"
     assert any(re.search(rf"\b{name}\b", code) for code in blocks(section[1])), f"no example uses attnorm.{name}"
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")))
+def test_commands_and_options_of_a_page_exist(page: str) -> None:
+    shell = "".join(re.findall(r"^```bash\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL))
+    for line in re.findall(r"^attnorm (.*)$", shell, flags=re.MULTILINE):
+        command, words = get_command(app), line.partition("#")[0].split()
+        while hasattr(command, "commands") and words:
+            assert words[0] in command.commands, f"attnorm {line}"
+            command = command.commands[words.pop(0)]
+        known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+        given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert given <= known, f"attnorm {line}"
