@@ -16,9 +16,9 @@ from attnorm.analysis.default_text import passage
 from attnorm.bench.dispersion import dispersion
 from attnorm.bench.dispersion_table import percent
 from attnorm.cli import app
+from attnorm.cli.normalizer_table import describe_all, promises
 from attnorm.normalizers import registry
 from attnorm.normalizers.registry import BUILT_IN
-from attnorm.report.catalogue import catalogue, promises
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -131,7 +131,7 @@ def test_links_to_files_lead_somewhere(document: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_normalizer_is_in_the_table_and_has_a_section(name: str) -> None:
-    (description,) = (one for one in catalogue() if one.name == name)
+    (description,) = (one for one in describe_all() if one.name == name)
     table = "\n".join(line for line in NORMALIZERS.splitlines() if line.startswith("|"))
     assert f"`{name}`" in table
     section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", NORMALIZERS, flags=re.MULTILINE | re.DOTALL)

@@ -72,7 +72,7 @@ def test_sides_that_measured_other_rows_or_groups_are_noted() -> None:
     quick.manifest["settings"] |= {"rows": 5, "metrics": ["core", "gradient"]}
     notes = compare({"whole": whole, "quick": quick}).notes
     assert "the measured rows differ: whole all, quick 5" in notes
-    assert any(note.startswith("the groups of metrics differ: ") and "quick core + gradient" in note for note in notes)
+    assert any("metric groups" in note and "quick core + gradient" in note for note in notes)
 
 
 def test_one_analysis_is_compared_over_its_normalizers() -> None:
@@ -82,9 +82,9 @@ def test_one_analysis_is_compared_over_its_normalizers() -> None:
 
 
 def test_one_analysis_with_one_normalizer_has_nothing_beside_it() -> None:
-    with pytest.raises(ValueError, match="only one thing to compare: run"):
+    with pytest.raises(ValueError, match=r"^run: .*--normalizers"):
         compare({"run": made()})
-    with pytest.raises(ValueError, match="nothing to compare"):
+    with pytest.raises(ValueError, match="got none"):
         compare({})
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnorm.analysis.analyze import analyze
-from attnorm.analysis.readable import readings, warnings_of
+from attnorm.analysis.manifest import readings, unreadable_notes
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.models.inputs import texts_from
@@ -33,7 +33,7 @@ def test_a_loss_near_that_of_token_frequencies_is_a_warning() -> None:
     parts = [{"text": text, "loss": loss, "loss_tokens": 10} for text, loss in (("read", 3.0), ("unread", 5.5))]
     found = readings(parts, {"read": 6.0, "unread": 6.0})
     assert [one["readable"] for one in found.values()] == [True, False]
-    (warning,) = warnings_of(found)
+    (warning,) = unreadable_notes(found)
     assert "'unread'" in warning
     assert "5.50" in warning
 

@@ -129,7 +129,7 @@ def test_a_damaged_layer_is_measured_again(tmp_path: Path, measured: list[int]) 
     first.write_bytes(content)
     second.write_bytes(second.read_bytes()[:40])
     measured.clear()
-    with pytest.warns(UserWarning, match="this layer is measured again"):
+    with pytest.warns(UserWarning, match=r"\.layers.*measured again"):
         analyze(gpt2(layers=3), ids(64), out=tmp_path / "damaged", **OPTIONS)
     assert measured == [0, 1, 2]
     assert table_bytes(tmp_path / "damaged") == table_bytes(tmp_path / "whole")
@@ -169,12 +169,12 @@ def test_layers_of_other_versions_are_not_used(
 
 def test_a_short_part_writes_no_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    real = store.write_whole
+    real = store.write_file
 
     def listing(path: Path, content: bytes) -> None:
         written.append(path.parent.name)
         real(path, content)
 
-    monkeypatch.setattr(store, "write_whole", listing)
+    monkeypatch.setattr(store, "write_file", listing)
     analyze(gpt2(), ids(64), out=tmp_path, **OPTIONS)
     assert not [name for name in written if name.endswith(".layers")]

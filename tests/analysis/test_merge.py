@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from attnorm.analysis.merge import merged_table
+from attnorm.analysis.merge import merge_runs
 from tests.analysis.tables_of import table, tables
 
 
 @pytest.mark.parametrize("name", ["heads", "by_length", "top_n", "sensitivity", "coverage"])
 def test_different_rows_are_put_together_and_equal_rows_are_kept_once(name: str) -> None:
     here, there = tables(text="a")[name], tables(text="b")[name]
-    both = merged_table(name, [here, there, here])
+    both = merge_runs(name, [here, there, here])
     assert both.num_rows == here.num_rows + there.num_rows
     assert both.slice(0, here.num_rows).drop_columns([]).schema.equals(here.schema)
     assert both["text"].to_pylist() == [*here["text"].to_pylist(), *there["text"].to_pylist()]
@@ -19,17 +19,17 @@ def test_different_rows_are_put_together_and_equal_rows_are_kept_once(name: str)
 
 def test_nan_equals_nan_but_not_a_number() -> None:
     here = table("heads", [{"head": 3, "entropy_nats": math.nan}])
-    assert merged_table("heads", [here, here]).num_rows == 1
-    with pytest.raises(ValueError, match=r"disagree on entropy_nats \(nan and 0.0\).*head 3"):
-        merged_table("heads", [here, table("heads", [{"head": 3}])])
+    assert merge_runs("heads", [here, here]).num_rows == 1
+    with pytest.raises(ValueError, match=r"head 3.*entropy_nats nan .* 0\.0"):
+        merge_runs("heads", [here, table("heads", [{"head": 3}])])
 
 
 def test_a_head_has_one_row_even_if_the_bins_differ() -> None:
     here, there = (table("heads", [{"n_low": low}]) for low in (4, 5))
-    with pytest.raises(ValueError, match="disagree on n_low"):
-        merged_table("heads", [here, there])
+    with pytest.raises(ValueError, match="n_low"):
+        merge_runs("heads", [here, there])
 
 
 def test_bins_of_one_head_are_different_rows() -> None:
     here, there = (table("by_length", [{"n_low": low, "n_high": 9}]) for low in (4, 5))
-    assert merged_table("by_length", [here, there]).num_rows == 2
+    assert merge_runs("by_length", [here, there]).num_rows == 2

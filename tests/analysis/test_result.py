@@ -110,20 +110,20 @@ def test_a_merged_analysis_can_be_saved_and_read(analysis: Analysis, tmp_path: P
 
 def test_a_run_that_measured_less_is_named_by_what_it_lacks() -> None:
     core, full = (analyze(gpt2(layers=1), ids(16), metrics=groups) for groups in ("core", ("core", "vectors")))
-    with pytest.raises(ValueError, match="one run did not measure the group vectors, on a text"):
+    with pytest.raises(ValueError, match="got vectors in some"):
         Analysis.merged([core, full])
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing to merge"):
+    with pytest.raises(ValueError, match="got none"):
         Analysis.merged([])
     options: dict[str, Any] = {"metrics": "core", "top_n": (1,)}
     here = analyze(gpt2(layers=1), ids(16), **options)
-    with pytest.raises(ValueError, match=r"different models.*attnorm compare"):
+    with pytest.raises(ValueError, match=r"on one model.*attnorm compare"):
         Analysis.merged([here, analyze(gpt2(layers=1, seed=1), ids(16), **options)])
-    with pytest.raises(ValueError, match=r"in different precisions \(float32, bfloat16\).*one dtype.*attnorm compare"):
+    with pytest.raises(ValueError, match=r"got float32, bfloat16.*attnorm compare"):
         Analysis.merged([here, analyze(gpt2(layers=1).bfloat16(), ids(16), **options)])
-    with pytest.raises(ValueError, match=r"two runs disagree on .*different names"):
+    with pytest.raises(ValueError, match=r"in one run and .*different names"):
         Analysis.merged([here, analyze(gpt2(layers=1), ids(16, seed=1), **options)])
 
 
@@ -144,12 +144,12 @@ def test_without_pandas_or_polars_the_error_says_what_to_do(
     analysis: Analysis, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}.*pip install"):
+    with pytest.raises(ImportError, match=rf"pip install {package}"):
         getattr(analysis, f"to_{package}")()
 
 
 def test_an_unknown_table_is_named(analysis: Analysis) -> None:
-    with pytest.raises(ValueError, match="unknown table 'head'; expected one of 'heads'"):
+    with pytest.raises(ValueError, match=r"'head'.*'heads'"):
         analysis.to_pandas("head")
 
 
@@ -162,7 +162,7 @@ def test_one_head_can_be_looked_at(analysis: Analysis) -> None:
         assert all(row.items() >= key.items() for row in table.to_pylist())
     other = analysis.head(1, 0, text="b", length=24, normalizer="ssmax")
     assert (other.numbers["text"], other.numbers["length"], other.numbers["normalizer"]) == ("b", 24, "ssmax")
-    with pytest.raises(KeyError, match=r"no head with layer 7, head 0 was measured; there are.*layer 0, 1"):
+    with pytest.raises(KeyError, match=r"layer 7, head 0.*layer 0, 1"):
         analysis.head(7, 0)
 
 
@@ -217,7 +217,7 @@ def test_a_notebook_shows_a_small_table_in_which_hostile_names_do_nothing() -> N
 def test_a_folder_without_an_analysis_and_one_of_another_version_are_refused(
     analysis: Analysis, tmp_path: Path
 ) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no analysis: there is no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         Analysis.load(tmp_path)
     folder = analysis.save(tmp_path / "run")
     (folder / "heads.parquet").unlink()
@@ -225,7 +225,7 @@ def test_a_folder_without_an_analysis_and_one_of_another_version_are_refused(
         Analysis.load(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     store.write_json(folder / "manifest.json", manifest | {"schema": 99})
-    with pytest.raises(ValueError, match="tables of version 99"):
+    with pytest.raises(ValueError, match="got 99"):
         Analysis.load(folder)
 
 

@@ -62,7 +62,7 @@ def test_an_interrupted_run_computes_only_what_is_missing(tmp_path: Path, error:
         analyze(model, tokens, out=tmp_path, progress=stop_after(2, error), **OPTIONS)
     assert passes.lengths == [16, 24, 32]
     assert store.finished_parts(tmp_path) == 2
-    with pytest.raises(ValueError, match=r"not finished \(2 of 3 parts\).*goes on where it stopped"):
+    with pytest.raises(ValueError, match=r"2 of 3 parts.*resume"):
         Analysis.load(tmp_path)
 
     states: list[AnalysisProgress] = []
@@ -115,23 +115,23 @@ def test_a_folder_with_another_run_is_refused_and_not_touched(
     with pytest.raises(Stop):
         analyze(**asked, progress=stop_after(1, Stop()))
     before = files(tmp_path)
-    with pytest.raises(FileExistsError, match=f"holds another run .*{named}.*choose another folder"):
+    with pytest.raises(FileExistsError, match=f"another run .*{named}"):
         analyze(**asked | change)
-    with pytest.raises(FileExistsError, match="holds another run"):
+    with pytest.raises(FileExistsError, match="another run"):
         analyze(**asked | change, resume=False)
     assert files(tmp_path) == before
 
 
 def test_a_folder_of_something_else_is_refused_and_not_touched(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "my web app", "icons": []}')
-    with pytest.raises(FileExistsError, match="holds another run"):
+    with pytest.raises(FileExistsError, match="another run"):
         analyze(gpt2(layers=1), ids(64), out=tmp_path, **OPTIONS)
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "heads.parquet").write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match=r"holds heads\.parquet of something else"):
+    with pytest.raises(FileExistsError, match=r"heads\.parquet"):
         analyze(gpt2(layers=1), ids(64), out=tmp_path, **OPTIONS)
     assert files(tmp_path) == {"heads.parquet": b"mine"}
-    with pytest.raises(FileExistsError, match="is a file"):
+    with pytest.raises(FileExistsError, match="got a file"):
         analyze(gpt2(layers=1), ids(64), out=tmp_path / "heads.parquet", **OPTIONS)
 
 
@@ -147,7 +147,7 @@ def test_a_full_disk_stops_the_run_and_keeps_its_parts(tmp_path: Path, monkeypat
         real(path, content)
 
     monkeypatch.setattr(store, "_write_bytes", full)
-    with pytest.raises(OSError, match="2 finished parts are kept there") as caught:
+    with pytest.raises(OSError, match="2 finished parts") as caught:
         analyze(model, tokens, out=tmp_path, **OPTIONS)
     assert caught.value.errno == errno.ENOSPC
     assert str(tmp_path) in str(caught.value)
@@ -212,6 +212,8 @@ def test_kill_9_at_any_moment_leaves_only_whole_parts(tmp_path: Path) -> None:
     )
     assert child.stdout is not None
     child.stdout.readline()
+    while child.poll() is None and not list(tmp_path.glob("parts/[!.]*")):  # on a busy machine a part takes a while
+        time.sleep(0.01)
     time.sleep(0.3)
     child.kill()
     child.wait()

@@ -16,8 +16,8 @@ from attnorm.analysis.settings import (
     AnalysisSettings,
     groups,
     named_normalizers,
+    sampled_rows_at,
     settings_of,
-    vector_rows_at,
 )
 from attnorm.analysis.tables import SENSITIVITY
 from attnorm.metrics.sampling import rows_to_measure
@@ -40,16 +40,16 @@ def settings(**changes: Any) -> AnalysisSettings:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metrics": "sensitivty"}, "unknown metric group 'sensitivty'; did you mean 'sensitivity'"),
-        ({"metrics": ("core", "zebra")}, "unknown metric group 'zebra'; known are"),
-        ({"vectors": "value"}, "unknown vectors 'value'; did you mean 'values'"),
-        ({"rows": 0}, "rows must be .* got 0"),
-        ({"vector_rows": 0}, "vector_rows must be .* got 0"),
-        ({"top_n": ()}, r"top_n must be .* got \(\)"),
-        ({"top_n": (0, 5)}, "top_n must be"),
-        ({"temperatures": (1.0, -1.0)}, "temperatures must be positive"),
-        ({"temperatures": (float("nan"),)}, "temperatures must be positive"),
-        ({"temperatures": ()}, "temperatures must be positive"),
+        ({"metrics": "sensitivty"}, "'sensitivty'.*'sensitivity'"),
+        ({"metrics": ("core", "zebra")}, "'zebra'"),
+        ({"vectors": "value"}, "'value'.*'values'"),
+        ({"rows": 0}, "rows: .*got 0"),
+        ({"vector_rows": 0}, "vector_rows: .*got 0"),
+        ({"top_n": ()}, r"top_n: .*got \(\)"),
+        ({"top_n": (0, 5)}, "top_n: "),
+        ({"temperatures": (1.0, -1.0)}, "temperatures: "),
+        ({"temperatures": (float("nan"),)}, "temperatures: "),
+        ({"temperatures": ()}, "temperatures: "),
     ],
 )
 def test_a_wrong_parameter_is_named_with_what_was_expected(change: dict[str, Any], message: str) -> None:
@@ -62,32 +62,32 @@ def test_a_wrong_parameter_is_named_with_what_was_expected(change: dict[str, Any
     "change", [{"rows": "first"}, {"rows": 1.5}, {"rows": True}, {"seed": "x"}, {"vector_rows": 2.5}]
 )
 def test_a_parameter_of_the_wrong_type_is_named(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}: expected"):
         settings(**change)
 
 
 def test_an_unknown_normalizer_comes_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="unknown normalizer 'entmx15'; did you mean 'entmax15'"):
+    with pytest.raises(ValueError, match=r"'entmx15'.*'entmax15'"):
         named_normalizers(("model", "entmx15"))
 
 
 def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"two normalizers are named 'entmax'.*another \.name"):
+    with pytest.raises(ValueError, match=r"'entmax'.*another \.name"):
         named_normalizers((attnorm.get("entmax", alpha=1.2), attnorm.get("entmax", alpha=1.8)))
     imposter = attnorm.get("sparsemax")
     imposter.name = "model"
-    with pytest.raises(ValueError, match="stands for what the model itself runs"):
+    with pytest.raises(ValueError, match=r"'model'.*another \.name"):
         named_normalizers((imposter,))
 
 
 def test_a_mechanism_cannot_be_measured_on_logits() -> None:
-    with pytest.raises(TypeError, match=r"'linear' is no function of a row of logits.*patch it"):
+    with pytest.raises(TypeError, match=r"'linear'.*normalizers=\('model',\)"):
         named_normalizers(("linear",))
 
 
 def test_one_name_alone_and_none_at_all() -> None:
     assert list(named_normalizers("ssmax")) == ["ssmax"]
-    with pytest.raises(ValueError, match="normalizers is empty"):
+    with pytest.raises(ValueError, match=r"normalizers: .*got none"):
         named_normalizers(())
 
 
@@ -155,8 +155,8 @@ def test_what_does_not_decide_a_part_is_not_in_its_key() -> None:
     [(64, 18, 16), (64, 1024, 16), (64, 2048, 8), (64, 4096, 4), (64, 10**6, 4), (512, 4096, 32), ("all", 4096, 64)],
 )
 def test_separability_has_16_rows_up_to_a_thousand_keys(rows: int | str, n: int, expected: int) -> None:
-    assert vector_rows_at(settings(rows=rows, vector_rows=None), n) == expected
-    assert vector_rows_at(settings(rows=rows, vector_rows=7), n) == 7, "what was asked for"
+    assert sampled_rows_at(settings(rows=rows, vector_rows=None), n) == expected
+    assert sampled_rows_at(settings(rows=rows, vector_rows=7), n) == 7, "what was asked for"
 
 
 def test_the_default_measures_what_verdicts_need_on_at_most_512_rows() -> None:

@@ -119,7 +119,7 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     store.write_part(tmp_path, part())
     damaged = tmp_path / "parts" / part().key / "heads.parquet"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"heads\.parquet is damaged"):
+    with pytest.raises(ValueError, match=r"heads\.parquet"):
         store.read_part(tmp_path, part().key)
 
 
@@ -127,14 +127,14 @@ def test_a_part_of_other_columns_is_refused(tmp_path: Path) -> None:
     other = part()
     other.tables["coverage"] = other.tables["coverage"].drop_columns(["union"])
     store.write_part(tmp_path, other)
-    with pytest.raises(ValueError, match="other columns"):
+    with pytest.raises(ValueError, match=r"coverage\.parquet"):
         store.read_part(tmp_path, other.key)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "\x00"])
 def test_a_manifest_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="not a file that attnorm wrote"):
+    with pytest.raises(ValueError, match=r"manifest\.json"):
         store.read_json(tmp_path / "manifest.json")
 
 
@@ -150,11 +150,11 @@ def test_drafts_of_killed_processes_go_and_those_of_running_ones_stay(tmp_path: 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     target = tmp_path / "heads [1].parquet"
-    left, at_work = (tmp_path / f".{target.name}-{process}" for process in (gone.pid, os.getppid()))
-    others = [tmp_path / f".other.parquet-{gone.pid}", tmp_path / f".{target.name}-notes"]
+    left, at_work = (tmp_path / f".{target.name}.{process}.tmp" for process in (gone.pid, os.getppid()))
+    others = [tmp_path / f".other.parquet.{gone.pid}.tmp", tmp_path / f".{target.name}.notes.tmp"]
     for path in (left, at_work, *others):
         path.write_bytes(b"half")
-    store.write_whole(target, b"whole")
+    store.write_file(target, b"whole")
     assert target.read_bytes() == b"whole"
     assert not left.exists()
     assert at_work.exists()

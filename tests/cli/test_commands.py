@@ -91,12 +91,12 @@ def test_dispersion_prints_a_table(few: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["dispersion", "--gap", "-1"], "gap must be positive"),
-        (["dispersion", "--noise", "-0.5"], "noise must not be negative"),
-        (["dispersion", "--draws", "0"], "draws must be at least 1"),
+        (["dispersion", "--gap", "-1"], "gap"),
+        (["dispersion", "--noise", "-0.5"], "noise"),
+        (["dispersion", "--draws", "0"], "draws"),
         (["bench", "speed"], "speed"),
-        (["bench", "normalizers", "--threads", "0"], "threads must be at least 1"),
-        (["bench", "--json", "--markdown"], "choose one"),
+        (["bench", "normalizers", "--threads", "0"], "threads"),
+        (["bench", "--json", "--markdown"], "--markdown"),
         (["normaliser"], "normaliser"),
     ],
 )

@@ -33,10 +33,10 @@ def test_two_runs_are_compared_head_by_head(tmp_path: Path) -> None:
     result = runner.invoke(app, ["compare", before, after])
     assert result.exit_code == 0, result.output
     assert "1 of 4 heads have another verdict" in flat(result.stdout)
-    told = json.loads(runner.invoke(app, ["compare", before, after, "--json"]).stdout)
-    assert told["changes"][0]["verdicts"] == ["dispersed-forced", "healthy"]
-    assert told["changed_verdicts"] == {after: 1}
-    assert [side["label"] for side in told["sides"]] == [before, after]
+    found = json.loads(runner.invoke(app, ["compare", before, after, "--json"]).stdout)
+    assert found["changes"][0]["verdicts"] == ["dispersed-forced", "healthy"]
+    assert found["changed_verdicts"] == {after: 1}
+    assert [side["label"] for side in found["sides"]] == [before, after]
 
 
 def test_one_run_is_compared_over_its_normalizers(tmp_path: Path) -> None:
@@ -71,16 +71,16 @@ def test_a_model_is_measured_as_the_folder_before_it_was(tmp_path: Path) -> None
     sides, _ = measured(tmp_path)
     result = runner.invoke(app, ["compare", *sides, "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["notes"] == []
-    assert told["matched"] == [sides[1]]
-    assert [side["longest"] for side in told["sides"]] == [32, 32]
-    told = json.loads(runner.invoke(app, ["compare", *sides, "--lengths", "16", "--rows", "all", "--json"]).stdout)
-    assert [side["longest"] for side in told["sides"]] == [32, 16]
-    assert "the measured rows differ" in " ".join(told["notes"])
+    found = json.loads(result.stdout)
+    assert found["notes"] == []
+    assert found["matched"] == [sides[1]]
+    assert [side["longest"] for side in found["sides"]] == [32, 32]
+    found = json.loads(runner.invoke(app, ["compare", *sides, "--lengths", "16", "--rows", "all", "--json"]).stdout)
+    assert [side["longest"] for side in found["sides"]] == [32, 16]
+    assert "the measured rows differ" in " ".join(found["notes"])
 
 
-@pytest.mark.parametrize(("happens", "says"), [("removed", "is not here"), ("changed", "has changed")])
+@pytest.mark.parametrize(("happens", "says"), [("removed", "does not exist"), ("changed", "has changed")])
 def test_a_text_that_cannot_be_read_again_is_asked_for(happens: str, says: str, tmp_path: Path) -> None:
     sides, text = measured(tmp_path)
     other = save_text(tmp_path / "other.txt", seed=1)
@@ -100,33 +100,33 @@ def test_a_text_that_cannot_be_read_again_is_asked_for(happens: str, says: str, 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["{run}"], "only one thing to compare"),
-        (["{run}", "{run}"], "is named twice"),
-        (["{run}", "{empty}"], "holds no analysis"),
-        (["{run}", "./nothing"], "there is no folder './nothing'"),
-        (["./nothing"], "there is no folder './nothing'"),
-        (["bundled"], "bundled is the only side"),
+        (["{run}"], "--normalizers"),
+        (["{run}", "{run}"], "twice"),
+        (["{run}", "{empty}"], "manifest.json"),
+        (["{run}", "./nothing"], "'./nothing'"),
+        (["./nothing"], "'./nothing'"),
+        (["bundled"], "attnorm analyze bundled --normalizers"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_2(arguments: list[str], complaint: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    places = {"run": saved(tmp_path / "run"), "empty": str(tmp_path / "empty")}
-    result = runner.invoke(app, ["compare", *(argument.format(**places) for argument in arguments)])
+    folders = {"run": saved(tmp_path / "run"), "empty": str(tmp_path / "empty")}
+    result = runner.invoke(app, ["compare", *(argument.format(**folders) for argument in arguments)])
     assert result.exit_code == 2, result.output
     assert complaint in flat(result.output)
 
 
-def test_thresholds_hold_for_all_sides_and_a_difference_is_told(tmp_path: Path) -> None:
+def test_thresholds_hold_for_all_sides_and_a_difference_is_found(tmp_path: Path) -> None:
     here, there = saved(tmp_path / "here"), saved(tmp_path / "there")
     strict = Thresholds(dispersed_entropy=1.0)
     Analysis.load(there).judged(strict).save(there)
     assert "the thresholds differ" in flat(runner.invoke(app, ["compare", here, there]).stdout)
     result = runner.invoke(app, ["compare", here, there, "--threshold", "dispersed_entropy=1", "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["changed_verdicts"] == {there: 0}
-    assert told["sides"][0]["counts"]["dispersed-forced"] == 0
-    assert not told["notes"]
+    found = json.loads(result.stdout)
+    assert found["changed_verdicts"] == {there: 0}
+    assert found["sides"][0]["counts"]["dispersed-forced"] == 0
+    assert not found["notes"]
     refused = runner.invoke(app, ["compare", here, there, "--threshold", "zebra=1"])
     assert refused.exit_code == 2
-    assert "unknown threshold 'zebra'" in flat(refused.stderr)
+    assert "'zebra'" in flat(refused.stderr)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from attnorm.cli.analysis_options import failures
-from attnorm.cli.output import _safe_messages
+from attnorm.cli.output import _safe_messages, failures
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

@@ -22,7 +22,7 @@ def test_verdicts_go_to_stdout_and_the_place_of_the_page_to_stderr(
     for word in ("The toy", "It <b>is</b> so.", "a | b <i>", "1 of 2", "does not", "reproduces"):
         assert word in result.stdout
     assert "index.html" in result.stderr
-    assert "toy: playing, 1 of 2" in result.stderr
+    assert "toy: playing: 1 of 2" in result.stderr
     assert (tmp_path / "out" / "index.html").is_file()
     again = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path / "out"), "--quick"])
     assert "found finished" in again.stdout
@@ -74,20 +74,20 @@ def test_wrong_usage_exits_with_2_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "words"),
     [
-        (KeyboardInterrupt(), 130, "the same command continues"),
+        (KeyboardInterrupt(), 130, "Interrupted"),
         (MemoryError(), 1, "out of memory. Use --quick"),
         (torch.OutOfMemoryError("CUDA"), 1, "out of memory. Use --quick"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (ValueError("the text ends"), 2, "the text ends"),
     ],
 )
-def test_what_goes_wrong_is_told_in_a_sentence(
-    error: BaseException, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_is_one_sentence_and_an_exit_code(
+    error: BaseException, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Toy(fails=error).enter(monkeypatch)
     result = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path)])
     assert result.exit_code == code, result.output
-    assert told in " ".join(result.output.replace("│", " ").split())
+    assert words in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output

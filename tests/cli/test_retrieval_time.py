@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnorm.cli.retrieval_time import TimeLeft
+from attnorm.cli.train_retrieval import TimeLeft
 from attnorm.training.retrieval.run import RetrievalProgress
 
 

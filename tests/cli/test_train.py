@@ -30,7 +30,7 @@ def test_it_prints_the_losses_and_writes_the_model(call: list[str], tmp_path: Pa
     result = runner.invoke(app, [*call, "--steps", "4", "--eval-every", "2"])
     assert result.exit_code == 0, result.output
     assert all(name in result.stdout for name in ("model", "bigram", "unigram", "bits per byte"))
-    assert "step 4 of 4: loss" in result.stderr
+    assert "training: 4 of 4, loss" in result.stderr
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert "float32" in (tmp_path / "out" / "README.md").read_text()
 
@@ -70,14 +70,14 @@ def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(ca
     ("more", "message"),
     [
         (["--width", "15"], "multiple of heads"),
-        (["--steps", "3", "--tokens", "100"], "not both"),
+        (["--steps", "3", "--tokens", "100"], "--steps or --tokens"),
         (["--context", "5000"], "too short for one window of 5000"),
         (["--device", "abacus"], "cannot use device"),
         (["--valid", "absent.txt"], "no such text file: absent.txt"),
         (["--normalizer", "entmax51"], "unknown normalizer 'entmax51'"),
-        (["--normalizer-options", "alpha"], "key=value with commas between, each key once; got 'alpha'"),
+        (["--normalizer-options", "alpha"], "got 'alpha'"),
         (["--eval-lengths", "64"], "gpt2 has 16 positions and none beyond"),
-        (["--eval-lengths", "long"], "--eval-lengths takes whole numbers"),
+        (["--eval-lengths", "long"], "--eval-lengths: "),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(call: list[str], more: list[str], message: str) -> None:
@@ -98,7 +98,7 @@ def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
 ) -> None:
     for interruption, words in (
         (TrainingInterrupted(7), "interrupted after step 7; the same command continues from there"),
-        (KeyboardInterrupt(), "checkpoints are complete"),  # as while it learns a tokenizer
+        (KeyboardInterrupt(), "checkpoints are kept"),  # as while it learns a tokenizer
     ):
         monkeypatch.setattr(trainer, "train_lm", Mock(side_effect=interruption))
         result = runner.invoke(app, call)
@@ -111,7 +111,7 @@ def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
     monkeypatch.setattr(trainer, "train_lm", full)
     result = runner.invoke(app, call)
     assert result.exit_code == 1
-    assert "cannot write model.safetensors: No space left on device" in result.stderr
+    assert "No space left on device: model.safetensors" in result.stderr
 
 
 def test_the_package_itself_is_the_command() -> None:

@@ -28,7 +28,7 @@ def test_it_prints_accuracy_and_errors_and_writes_the_folder(call: list[str], tm
     assert "logits wrong" in words
     assert "class leak" in words
     assert result.stdout.count("kneemax") == 4, "own and hard, in two tables"
-    assert "kneemax (2 of 2): training, step 4 of 4, loss" in result.stderr
+    assert "kneemax (2 of 2): training: 4 of 4, loss" in result.stderr
     assert (tmp_path / "out" / "manifest.json").is_file()
     assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2 * 2 * 2 * 2
 
@@ -68,7 +68,7 @@ def test_the_flags_reach_the_recipe_and_quick_yields_to_them(tmp_path: Path, mon
     ]  # fmt: skip
     result = runner.invoke(app, ["train", "retrieval", "--out", str(tmp_path), *flags])
     assert result.exit_code == 130
-    assert "interrupted; finished work is kept" in result.stderr
+    assert "Interrupted" in result.stderr
     recipe = seen["recipe"]
     assert (recipe.batch, recipe.learning_rate, recipe.weight_decay, recipe.cosine) == (7, 0.5, 0.25, True)
     assert (recipe.smallest, recipe.largest, recipe.leak_penalty, recipe.leak_from) == (3, 9, 2.0, 0.1)
@@ -98,7 +98,7 @@ def test_the_command_tests_on_fewer_sets_than_the_reproduction(tmp_path: Path, m
         (["--normalizers", ","], "no normalizers"),
         (["--task", "mux"], "did you mean 'max'"),
         (["--sizes", "16,1"], "got size 1"),
-        (["--sizes", "16,many"], "whole numbers, got '16,many'"),
+        (["--sizes", "16,many"], "got '16,many'"),
         (["--seeds", "0"], "no seeds"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--device", "abacus"], "cannot use device"),
@@ -117,4 +117,4 @@ def test_a_full_disk_exits_with_1(call: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "train_retrieval", full)
     result = runner.invoke(app, call)
     assert result.exit_code == 1
-    assert "cannot write records.jsonl: No space left on device" in result.stderr
+    assert "No space left on device: records.jsonl" in result.stderr

@@ -62,10 +62,10 @@ def test_a_counterexample_is_shown_in_full() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["verify", "corolary-3"], "unknown claim 'corolary-3'; did you mean 'corollary-3'"),
-        (["verify", "--budget", "0"], "budget_seconds must be positive"),
-        (["verify", "--replay", "corollary-3"], "expected CLAIM:SEED:ROUND:ROW"),
-        (["verify", "--replay", "corollary-3:0:0:99"], "a round has 32 rows"),
+        (["verify", "corolary-3"], "'corollary-3'"),
+        (["verify", "--budget", "0"], "budget_seconds"),
+        (["verify", "--replay", "corollary-3"], "CLAIM:SEED:ROUND:ROW"),
+        (["verify", "--replay", "corollary-3:0:0:99"], "0 to 31, got 99"),
         (["verify", "--replay", "theorem-2.2:0:0:0"], "is an argument"),
         (["verify", "horizon", "--figure", "f", *QUICK], "nothing to draw"),
     ],

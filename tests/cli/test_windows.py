@@ -125,14 +125,14 @@ def test_compare_repeats_windows_and_bos_of_the_folder(
     options = ["--text", text, "--lengths", "32", "--windows", "2", "--no-bos", *CORE]
     ran("analyze", with_bos, *options, "--out", str(tmp_path / "run"))
     seen: list[dict[str, Any]] = []
-    from attnorm.cli import compare as command
+    from attnorm.cli import analysis_options
 
     def watched(name: str, **given: Any) -> Any:
         seen.append(given)
         return measure(name, **given)
 
-    measure = command.measure
-    monkeypatch.setattr(command, "measure", watched)
+    measure = analysis_options.measure
+    monkeypatch.setattr(analysis_options, "measure", watched)
     ran("compare", str(tmp_path / "run"), with_bos, "--json")
     assert (seen[0]["windows"], seen[0]["bos"], seen[0]["lengths"]) == (2, False, [32])
     ran("compare", str(tmp_path / "run"), with_bos, "--windows", "3", "--bos", "--json")

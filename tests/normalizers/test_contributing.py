@@ -17,7 +17,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import attnorm
-from attnorm.report.catalogue import catalogue, promises
+from attnorm.cli.normalizer_table import describe_all, promises
 
 report = attnorm.check_normalizer("taylor")
 assert "reference" in {check.name for check in report.checks}
@@ -37,7 +37,7 @@ with torch.no_grad():
     attnorm.save_pretrained(model, sys.argv[1])
     torch.testing.assert_close(attnorm.from_pretrained(sys.argv[1])(ids).logits, after)
 
-(described,) = (one for one in catalogue() if one.name == "taylor")
+(described,) = (one for one in describe_all() if one.name == "taylor")
 print(described.name, described.paper, described.url, described.summary, promises(described), sep="|")
 """
 

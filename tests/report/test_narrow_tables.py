@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 import attnorm
 from attnorm.analysis.compare import compare
 from attnorm.cli.health import examine, health_tables
+from attnorm.cli.normalizer_table import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth
-from attnorm.report.catalogue import catalogue, catalogue_table
 from attnorm.report.terminal_compare import comparison_tables
 from attnorm.report.terminal_heads import analysis_summary
 
@@ -28,8 +28,8 @@ def analysis() -> attnorm.Analysis:
 
 
 def test_normalizers() -> None:
-    descriptions = catalogue()
-    text = rendered(ByWidth(catalogue_table(descriptions), catalogue_table(descriptions, narrow=True)))
+    descriptions = describe_all()
+    text = rendered(ByWidth(normalizer_table(descriptions), normalizer_table(descriptions, narrow=True)))
     assert "\u2026" not in text
     assert all(name in text for name in attnorm.available())
 

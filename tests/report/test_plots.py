@@ -56,10 +56,10 @@ def test_all_heads_have_a_line_and_their_median_another() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "map"}, "got 'map'"), ({"kind": "curves", "metric": "gap_slope"}, "metric of each row"),
-        ({"kind": "heads", "metric": "entropie"}, "unknown metric"), ({"kind": "head"}, "Give both"),
-        ({"kind": "verdicts", "metric": "horizon"}, "expected no metric"),
-        ({"kind": "heads", "layer": 1}, "expected no layer"), ({"kind": "curves", "layer": 99}, "layer 99"),
+        ({"kind": "map"}, "got 'map'"), ({"kind": "curves", "metric": "gap_slope"}, "got 'gap_slope'"),
+        ({"kind": "heads", "metric": "entropie"}, "'entropie'"), ({"kind": "head"}, "got None and None"),
+        ({"kind": "verdicts", "metric": "horizon"}, "got 'horizon'"),
+        ({"kind": "heads", "layer": 1}, "layer, head"), ({"kind": "curves", "layer": 99}, "layer 99"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_named(options: dict[str, Any], words: str) -> None:

@@ -1,8 +1,7 @@
-"""Several analyses side by side: how many heads of each verdict, the middle of each metric, and which heads changed.
+"""Compare several analyses: heads per verdict, quartiles of each metric, and which heads changed.
 
-Heads are matched by (kind, layer, head) with those of the first side where both have the same ones - a model before and
-after training, one model under two normalizers or at two lengths. Models of different shape are compared by their
-distributions over heads only.
+Heads are matched with those of the first side by (kind, layer, head) if both sides have the same ones: a model before
+and after training, or one model under two normalizers. Models of different shapes are compared by their distributions.
 """
 
 import math
@@ -22,7 +21,7 @@ METRICS = (
     "entropy_ratio", "effective_keys", "max_weight", "gap_slope", "sink_mass", "entropy_ratio_without_sink",
     "horizon", "jacobian_norm",
 )  # fmt: skip
-MOVED_BY = ("entropy_ratio", "max_weight", "sink_mass")  # on one scale, 0 to 1: a head moved by the largest change
+CHANGE_METRICS = ("entropy_ratio", "max_weight", "sink_mass")  # from 0 to 1, so that changes are comparable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,47 +32,47 @@ class Side:
     longest: int  # keys of the longest rows
     heads: int
     counts: dict[str, int]
-    quartiles: dict[str, tuple[float, float, float] | None]  # over heads; None: not measured
+    quartiles: dict[str, tuple[float, float, float] | None]  # over heads; None if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One head on the first side and on another."""
+    """One head on the first side and on another side."""
 
-    label: str  # the other side
+    label: str  # of the other side
     kind: str
     layer: int
     head: int
     verdicts: tuple[str | None, str | None]
     numbers: dict[str, tuple[float, float]]
-    size: float  # the largest change among MOVED_BY
+    size: float  # the largest change of CHANGE_METRICS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     sides: list[Side]
-    matched: list[str]  # labels of the sides whose heads are those of the first
-    changes: list[Change]  # the largest first
-    changed_verdicts: dict[str, int]  # per matched side
-    notes: list[str]  # what makes the sides less than comparable
+    matched: list[str]  # labels of the sides with the same heads as the first
+    changes: list[Change]  # largest first
+    changed_verdicts: dict[str, int]  # number of heads per matched side
+    notes: list[str]  # differences that limit the comparison
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def compare(analyses: Mapping[str, Analysis]) -> Comparison:
-    """Analyses by label, the first being what the others are compared with.
+    """Compare analyses, given by label, with the first one.
 
-    A single analysis with several normalizers is compared with itself: a side for each of them.
+    A single analysis with several normalizers is compared with itself: each normalizer is a side.
     """
     if not analyses:
-        raise ValueError("nothing to compare; give at least one analysis")
+        raise ValueError("expected at least one analysis, got none")
     chosen = _chosen(analyses)
     if len(chosen) < 2:
         (label,) = analyses
         raise ValueError(
-            f"only one thing to compare: {label} was measured with one normalizer; give a second folder or model, or "
-            "measure it again with --normalizers model,ssmax,entmax15"
+            f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or measure it "
+            "again with --normalizers model,ssmax,entmax15"
         )
     rows = {label: representative(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()}
     sides = [_side(label, *chosen[label], rows[label]) for label in chosen]
@@ -129,7 +128,7 @@ def _change(label: str, key: tuple[str, int, int], before: Row, after: Row) -> C
         for name in METRICS
         if (a := number(before, name)) is not None and (b := number(after, name)) is not None
     }
-    size = max((abs(numbers[name][1] - numbers[name][0]) for name in MOVED_BY if name in numbers), default=0.0)
+    size = max((abs(numbers[name][1] - numbers[name][0]) for name in CHANGE_METRICS if name in numbers), default=0.0)
     kind, layer, head = key
     return Change(
         label=label,
@@ -145,29 +144,30 @@ def _change(label: str, key: tuple[str, int, int], before: Row, after: Row) -> C
 def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping[str, Any]) -> list[str]:
     first, *others = runs
     notes = [
-        f"{label} has other layers or heads than {first}: compared by distribution, not head by head"
+        f"{label} has other layers or heads than {first}: compared by distribution, not by head"
         for label in others
         if label not in matched
     ]
     if len({side.longest for side in sides}) > 1:
         lengths = ", ".join(f"{side.label} {side.longest:,}" for side in sides)
-        notes.append(f"the longest rows differ ({lengths} keys), and entropy, keys and gap depend on the length")
+        notes.append(f"the longest rows differ ({lengths} keys); entropy, effective keys and gap depend on the length")
     texts = {label: frozenset(text["sha256"] for text in run.manifest["texts"]) for label, run in runs.items()}
     if len(set(texts.values())) > 1:
-        notes.append("the texts differ, so that differences between heads may be differences between texts")
-    for name, what in (("rows", "the measured rows differ"), ("metrics", "the groups of metrics differ")):
-        asked = {label: _words(run.manifest["settings"].get(name)) for label, run in runs.items()}
-        if len(set(asked.values())) > 1:
-            notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in asked.items())}")
+        notes.append("the texts differ, so differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
         notes.append("the thresholds differ: judge all sides by the same ones with --threshold")
-    for name in ("dtype", "device"):
-        found = {label: str(run.manifest["model"].get(name)) for label, run in runs.items()}
+    for section, name, what in (
+        ("settings", "rows", "the measured rows differ"),
+        ("settings", "metrics", "the metric groups differ"),
+        ("model", "dtype", "the dtype differs"),
+        ("model", "device", "the device differs"),
+    ):
+        found = {label: _plain(run.manifest[section].get(name)) for label, run in runs.items()}
         if len(set(found.values())) > 1:
-            notes += [f"the {name} differs: {', '.join(f'{label} {value}' for label, value in found.items())}"]
+            notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in found.items())}")
     return notes
 
 
-def _words(value: Any) -> str:
-    """None: merged runs that differ."""
+def _plain(value: Any) -> str:
+    """None: the value differs between merged runs."""
     return "several" if value is None else " + ".join(value) if isinstance(value, list) else str(value)

@@ -1,11 +1,11 @@
-"""Finished layers of the part in flight: after a kill, a run measures only the layers that are missing.
+"""Finished layers of an unfinished part: a run that was killed measures only the missing layers.
 
-    parts/.<key>.layers/00007   the attention call number 7 of the part: a JSON line, then its tables as Arrow streams
+    parts/.<key>.layers/00007   attention call number 7 of the part: a JSON line, then its tables as Arrow streams
 
-The forward pass runs again, since later layers need its activations, but a layer that is found here is not measured
-again. Each file carries what it belongs to: the part's key, which names model, weights, text and settings, the versions
-of the libraries, and the call's number, kind, layer and shapes. A file that differs in any of them, or whose digest is
-not that of its content, is not used. The folder is removed when the part is finished.
+The forward pass runs again, because later layers need its activations, but finished layers are not measured again. The
+JSON line identifies the layer: the part's key (model, weights, text, settings), library versions, and the call's
+number, kind, layer and shapes. A file that differs in any of them, or is damaged, is ignored. The folder is removed
+when the part is finished.
 """
 
 import io
@@ -21,25 +21,24 @@ from typing import Any
 import pyarrow as pa
 
 from attnorm.analysis import store
-from attnorm.analysis.digests import DamagedFileError, check_digest, digest_of, opened, sealed
+from attnorm.analysis.store import DamagedFileError
 from attnorm.metrics.call import AttentionCall
 from attnorm.provenance import versions
 
-# Layers are written together at most this often: a short part writes none, and a long one loses no more than this
-# and the layer in flight.
+# A short part writes no layers; a long one that is killed loses at most this time and the layer being measured.
 SECONDS_BETWEEN_WRITES = 5.0
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """What one attention call gave: its rows of the tables, without the columns that are the same for all layers."""
+    """The table rows of one attention call, without the columns that are equal for all layers."""
 
     longest: int  # visible keys of any row
     tables: dict[str, pa.Table]
 
 
 class FinishedLayers:
-    """The layers of one part that are on the disk, and those that wait to be written."""
+    """The layers of one part that are on the disk, and those that are not written yet."""
 
     def __init__(self, folder: Path, key: str, now: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
@@ -50,7 +49,7 @@ class FinishedLayers:
         self._waiting: dict[str, bytes] = {}
 
     def find(self, number: int, call: AttentionCall) -> MeasuredLayer | None:
-        """The layer of that call, if an earlier process of this run has finished it."""
+        """Return the layer of that call if an earlier process has finished it."""
         path = self._path / _name(number)
         if not path.is_file():
             return None
@@ -60,7 +59,7 @@ class FinishedLayers:
                 return None
             return MeasuredLayer(int(about["longest"]), _tables(about["sizes"], body))
         except (DamagedFileError, pa.ArrowException, KeyError, ValueError) as error:
-            warnings.warn(f"this layer is measured again: {path} is damaged ({error})", stacklevel=2)
+            warnings.warn(f"{path} is damaged ({error}); this layer is measured again", stacklevel=2)
             return None
 
     def keep(self, number: int, call: AttentionCall, layer: MeasuredLayer) -> None:
@@ -70,17 +69,17 @@ class FinishedLayers:
             **self._about(number, call),
             "longest": layer.longest,
             "sizes": {name: len(stream) for name, stream in streams.items()},
-            "digest": digest_of(body),
+            "digest": store.digest_of(body),
         }
-        self._waiting[_name(number)] = json.dumps(sealed(about)).encode() + b"\n" + body
+        self._waiting[_name(number)] = json.dumps(store.sealed(about)).encode() + b"\n" + body
         if self._now() - self._written >= SECONDS_BETWEEN_WRITES:
             self.write()
 
     def write(self) -> None:
-        """All that waits, each file whole or absent."""
+        """Write all layers that are not on the disk yet."""
         with store.explained_when_full(self.folder):
             for name, content in self._waiting.items():
-                store.write_whole(self._path / name, content)
+                store.write_file(self._path / name, content)
         self._waiting.clear()
         self._written = self._now()
 
@@ -101,9 +100,9 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     head, _, body = path.read_bytes().partition(b"\n")
     about = json.loads(head)
     if not isinstance(about, dict) or "digest" not in about:
-        raise DamagedFileError("it has no heading")
-    check_digest(path, body, about["digest"])
-    return opened(path, about), body
+        raise DamagedFileError("no JSON line with a digest")
+    store.check_digest(path, body, about["digest"])
+    return store.unsealed(path, about), body
 
 
 def _stream(table: pa.Table) -> bytes:

@@ -1,40 +1,211 @@
-"""What was measured, on what, and how: enough to repeat a run, to name its parts, and to tell two runs apart.
+"""The manifest of a run: what was measured, on what, and how. It identifies a run and is enough to repeat it.
 
 A manifest is plain JSON:
 
-    schema      version of the tables          finished   false while parts are still missing
-    model       name, revision, class, fingerprint, layers, heads, dtype, device, ... (models.load.describe);
-                source: what it was loaded by, null for an object
-                runs: the normalizer behind the rows named "model", null where layers differ
+    schema      version of the tables          finished   false while parts are missing
+    model       name, revision, class, fingerprint, layers, heads, dtype, device, ... (models.describe)
+                source: the name or folder it was loaded from, null for an object
+                runs: the normalizer that the tables call "model", null if layers differ
     texts       [{name, sha256, size, file, tokens, left_out, windows}]
     parts       [{text, length, window, start, key, tokens, seconds, first_token, loss, loss_tokens}]
     settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
-                epsilons, seed, windows, window_count, budget, bos
-    reading     {text: loss, perplexity, unigram entropy, first token, readable}
-    thresholds  those of the verdicts          first_thresholds   those before, where verdicts were made again
+                epsilons, seed, windows, window_count, budget, bos, read_keys, read_rows
+    reading     {text: loss, perplexity, unigram_entropy, first_token, readable}
+    thresholds  thresholds of the verdicts     first_thresholds   the earlier ones, if the run was judged again
     versions    python, attnorm, torch, ...    created    UTC, ISO 8601
-    notes       sentences a reader must know   merged     manifests of the runs, where several were put together
+    notes       warnings for the reader        merged     manifests of the runs that were merged
 """
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attnorm.provenance import now as now
-from attnorm.provenance import versions as versions
+from attnorm.analysis.settings import AnalysisSettings, description, sampled_rows_at
+from attnorm.analysis.store import Part
+from attnorm.metrics.vectors import NULL_ROWS
+from attnorm.provenance import now, versions
+
+if TYPE_CHECKING:
+    from attnorm.analysis.plan import AnalysisPlan, PartPlan
+    from attnorm.models.inputs import Text
+    from attnorm.models.load import LoadedModel
 
 SCHEMA = 3
-READABLE = (2, SCHEMA)  # older tables are completed and judged again when they are loaded
+READABLE_SCHEMAS = (2, SCHEMA)  # older tables are completed and judged again when they are loaded
+UPGRADED = (
+    "measured by an older attnorm: the verdicts are judged again by the current rules, without confidence, and "
+    "saturation is not judged"
+)
+UNREADABLE = 0.75  # a loss above this share of the unigram entropy: the model hardly reads the text (docs/guide.md)
 
-_WORDS = {"name": "model", "fingerprint": "weights"}
+_PART_FACTS = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
+_SHOWN_AS = {"name": "model", "fingerprint": "weights"}  # entries of `model` in error messages
+
+
+def new_manifest(
+    loaded: "LoadedModel", texts: "Sequence[Text]", plan: "AnalysisPlan", settings: AnalysisSettings, source: str | None
+) -> dict[str, Any]:
+    """Return the manifest of an unfinished run. source: the name or folder that the model was loaded from."""
+    # Imported here: reading a saved analysis needs no transformers.
+    from attnorm.models.describe import describe
+    from attnorm.models.dispatch import attention_sites, running_normalizer
+
+    patched = {site.path: running_normalizer(module) for module, site in attention_sites(loaded.model).items()}
+    names = {"softmax" if normalizer is None else normalizer.name for normalizer in patched.values()}
+    model = {
+        **describe(loaded),
+        "runs": names.pop() if len(names) == 1 else None,
+        "runs_details": {path: description(one) for path, one in patched.items() if one is not None},
+    }
+    about = {
+        text.name: text_facts(text) | (plan.coverage[text.name].as_dict() if text.name in plan.coverage else {})
+        for text in texts
+    }
+    lengths = sorted({part.length for part in plan.parts if part.length is not None})
+    plain = {"lengths": lengths, **settings.as_dict()}
+    parts = [
+        {
+            "text": part.text.name,
+            "length": part.length,
+            "window": part.window,
+            "start": part.start,
+            "key": part_key(model, about[part.text.name], part.length, plain, part.start),
+        }
+        for part in plan.parts
+    ]
+    notes = [*plan.notes, *sampling_notes(settings, lengths)]
+    return manifest_of({**model, "source": source}, list(about.values()), parts, plain, notes, finished=False)
+
+
+def manifest_of(
+    model: dict[str, Any],
+    texts: list[dict[str, Any]],
+    parts: list[dict[str, Any]],
+    settings: dict[str, Any],
+    notes: list[str],
+    *,
+    finished: bool,
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "finished": finished,
+        "created": now(),
+        "model": model,
+        "texts": texts,
+        "parts": parts,
+        "settings": settings,
+        "versions": versions(),
+        "notes": notes,
+    }
+
+
+def finished_manifest(
+    manifest: Mapping[str, Any], parts: Sequence[Part], unigrams: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return the manifest of a finished run. unigrams: entropy of the tokens of each text (unigram_entropies)."""
+    facts = [{"key": part.key, **{name: part.about.get(name) for name in _PART_FACTS}} for part in parts]
+    notes = list(manifest["notes"])
+    broken = [rows > 0 for part in parts for rows in part.tables["heads"]["broken_rows"].to_pylist()]
+    if any(broken):
+        notes.insert(
+            0,
+            f"{sum(broken)} of {len(broken)} measured heads have logits or weights that are not finite (see "
+            "broken_rows); no number includes those rows. The checkpoint, or its precision, is broken there",
+        )
+    if any(part.about.get("repeats") for part in parts):
+        notes.append(
+            "layers of this model attend more than once per pass: heads of later calls are numbered after those of "
+            "the first call, and coverage is measured on the first call only"
+        )
+    reading = readings(facts, unigrams)
+    notes = [*unreadable_notes(reading), *notes]
+    return {**manifest, "finished": True, "parts": facts, "reading": reading, "notes": notes}
+
+
+def upgraded_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a run whose tables an older version wrote."""
+    return {**manifest, "schema": SCHEMA, "notes": [*manifest.get("notes", []), UPGRADED]}
+
+
+def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[str]:
+    """Return a note on which metrics come from sampled rows, if any do."""
+    if not set(settings.metrics) & {"vectors", "sensitivity", "coverage"}:
+        return []
+    most = sampled_rows_at(settings, min(lengths, default=1))
+    compared = min(NULL_ROWS, most)
+    if lengths and max(lengths) * (1 - math.sqrt(1 / 2)) <= compared:
+        return []  # all of the longest rows, half an octave, are measured
+    note = f"come from at most {most} of the longest rows of each sequence (separability and its null: {compared})"
+    return [f"distances, separability, sensitivity and coverage {note}; all other numbers from every measured row"]
+
+
+def unigram_entropies(parts: "Iterable[PartPlan]") -> dict[str, float]:
+    """Return the entropy in nats of the token counts of each text, over all its windows; texts without ids are skipped.
+
+    It is the loss of a table of token frequencies. A model whose loss is hardly lower does not read the text.
+    """
+    counts: dict[str, Counter[int]] = {}
+    for part in parts:
+        ids = part.model_inputs.get("input_ids")
+        if ids is not None:
+            counts.setdefault(part.text.name, Counter()).update(ids.flatten().tolist())
+    return {text: _entropy(found) for text, found in counts.items()}
+
+
+def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Return for each text the loss over all its windows, the first token, and whether the model can read it."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in dict.fromkeys(part["text"] for part in parts):
+        own = [part for part in parts if part["text"] == text]
+        tokens = sum(part.get("loss_tokens") or 0 for part in own)
+        loss = sum(part["loss"] * part["loss_tokens"] for part in own if part.get("loss") is not None) / max(tokens, 1)
+        entropy = unigrams.get(text)
+        found[text] = {
+            "first_token": own[0].get("first_token"),
+            "loss": loss if tokens else None,
+            "perplexity": math.exp(min(loss, 700.0)) if tokens else None,
+            "unigram_entropy": entropy,
+            "readable": loss <= UNREADABLE * entropy if tokens and entropy else None,
+        }
+    return found
+
+
+def unreadable_notes(reading: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        f"the model can hardly read {text!r}: its loss is {one['loss']:.2f} nats per token, the text's own token "
+        f"frequencies reach {one['unigram_entropy']:.2f}. Verdicts on a text that a model cannot read say little; "
+        "choose a text like those that it was trained on"
+        for text, one in reading.items()
+        if one["readable"] is False
+    ]
+
+
+def _entropy(counts: Counter[int]) -> float:
+    total = counts.total()
+    return -sum(count / total * math.log(count / total) for count in counts.values()) if total else 0.0
+
+
+def text_facts(text: "Text") -> dict[str, Any]:
+    """Describe a text; its content is stored as a hash only."""
+    content = text.content
+    if isinstance(content, str):
+        size = f"{len(content)} characters"
+    elif isinstance(content, Tensor):
+        size = f"{content.numel()} token ids"
+    else:
+        assert isinstance(content, Mapping), "media become model inputs before"
+        size = ", ".join(f"{name} {tuple(value.shape)}" for name, value in content.items())
+    return {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
 
 
 def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:
-    """sha256 of a text, of token ids or of a model's inputs."""
+    """Return the SHA-256 of a text, of token ids or of a model's inputs."""
     digest = hashlib.sha256()
     if isinstance(content, str):
         digest.update(content.encode("utf-8", "surrogatepass"))
@@ -50,8 +221,8 @@ def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:
 def part_key(
     model: Mapping[str, Any], text: Mapping[str, Any], length: int | None, settings: Mapping[str, Any], start: int = 0
 ) -> str:
-    """The name of a part: everything that decides its tables, and nothing that does not."""
-    decisive = {
+    """Return the name of a part: a hash of everything that determines its tables, and of nothing else."""
+    identity = {
         "schema": SCHEMA,
         "model": {**model, "device": _device_type(model)},
         "text": [text["name"], text["sha256"]],
@@ -59,24 +230,24 @@ def part_key(
         "start": start,
         "settings": {name: value for name, value in settings.items() if name not in ("lengths", "windows", "budget")},
     }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def differences(there: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """What two manifests disagree on, in words, one "name: there, here" each; empty if they describe the same run."""
-    ours, theirs = _identity(asked), _identity(there)
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return one phrase per difference of two manifests; empty if they describe the same run."""
+    ours, theirs = _identity(here), _identity(there)
     different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
-    implied: set[str] = set()  # by what is told already
+    implied: set[str] = set()  # by a difference that is listed
     if "model" in different:
-        implied |= {_WORDS.get(name, name) for one in (there, asked) for name in one.get("model", {})}
+        implied |= {_SHOWN_AS.get(name, name) for one in (there, here) for name in one.get("model", {})}
         implied -= {"model", "dtype", "device"}
     implied |= {"normalizer_details"} if "normalizers" in different else set()
     implied |= {"vector_rows"} if "rows" in different else set()
-    return [_told(name, theirs.get(name), ours.get(name)) for name in different if name not in implied]
+    return [_difference(name, theirs.get(name), ours.get(name)) for name in different if name not in implied]
 
 
 def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One manifest for tables put together: what all agree on as it is, lists joined, the originals under `merged`."""
+    """Return one manifest for merged tables: lists are joined, settings that differ are None, see `merged`."""
     first = manifests[0]
     settings = {name: _joined([m["settings"].get(name) for m in manifests]) for name in first["settings"]}
     return {
@@ -96,7 +267,7 @@ def _joined(values: Sequence[Any]) -> Any:
     if all(isinstance(value, dict) for value in values):
         return {name: entry for value in values for name, entry in value.items()}
     if not all(isinstance(value, list) for value in values):
-        return values[0] if all(value == values[0] for value in values) else None  # None: see the originals
+        return values[0] if all(value == values[0] for value in values) else None  # None: see `merged`
     union: list[Any] = []
     for value in values:
         union += [entry for entry in value if entry not in union]
@@ -107,8 +278,8 @@ def _identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     model, settings = manifest.get("model", {}), manifest.get("settings", {})
     return {
         "schema": manifest.get("schema"),
-        **{_WORDS.get(name, name): value for name, value in model.items() if name != "source"},
-        "device": _device_type(model),  # two GPUs of one machine are the same to a run
+        **{_SHOWN_AS.get(name, name): value for name, value in model.items() if name != "source"},
+        "device": _device_type(model),  # which GPU of a machine does not matter
         "texts": [[text["name"], text["sha256"][:12]] for text in manifest.get("texts", [])],
         **settings,
         "merged runs": [_identity(original) for original in manifest.get("merged", [])],
@@ -119,8 +290,8 @@ def _device_type(model: Mapping[str, Any]) -> str:
     return str(model.get("device", "")).partition(":")[0]
 
 
-def _told(name: str, there: Any, here: Any) -> str:
-    """Without hashes and descriptions that only a program compares."""
+def _difference(name: str, there: Any, here: Any) -> str:
+    """Describe a difference without hashes."""
     if name in ("weights", "merged runs"):
         return f"other {name}"
     if name in ("normalizer_details", "runs_details"):

@@ -1,4 +1,4 @@
-"""What observe() and measure() have seen: calls become tables at once, and an Analysis when all are there."""
+"""What observe() and measure() record: every call is measured at once; analysis() combines all of them."""
 
 import hashlib
 import re
@@ -10,10 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnorm.analysis.collect import Collector
-from attnorm.analysis.manifest import SCHEMA, content_hash, now, part_key, versions
-from attnorm.analysis.over_windows import together
+from attnorm.analysis.manifest import content_hash, manifest_of, part_key, sampling_notes
+from attnorm.analysis.merge import merge_parts
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.run_manifest import sampling_notes
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.store import Part
 from attnorm.analysis.verdicts import Thresholds
@@ -26,19 +25,19 @@ from attnorm.normalizers.contract import Normalizer
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """One attention call site: the index that tables carry, and the module that makes the call."""
+    """One place that calls attention: its index in the tables, and the module that makes the call."""
 
     kind: str
     layer: int
-    path: str  # of the module, "" for a call outside of any module
-    function: str  # torch's name of what was called
+    path: str  # of the module; "" for a call outside of modules
+    function: str  # name of the called torch function
     heads: int
     kv_heads: int
     head_dim: int
 
 
 class Observation:
-    """What observe() has seen. `layers` lists the call sites, `analysis()` gives tables and verdicts."""
+    """The recorded attention calls. `layers` lists where they come from; `analysis()` returns tables and verdicts."""
 
     def __init__(
         self,
@@ -58,35 +57,35 @@ class Observation:
 
     @property
     def passes(self) -> int:
-        """Passes over an input that made attention calls."""
+        """Number of forward passes with attention calls."""
         return len(self._parts)
 
     def __repr__(self) -> str:
         return f"<Observation: layers={len(self.layers)}, passes={self.passes}; see .layers and .analysis()>"
 
     def analysis(self) -> Analysis:
-        """The Analysis of all passes: each is a text named "input", or "input 1", "input 2", ..."""
+        """Return the Analysis of all passes; a pass is a text named "input", or "input 1", "input 2", ..."""
         if self.active:
             raise RuntimeError("expected a finished observation, got an active one. Leave the `with` block first.")
         if not self._parts:
             raise UnsupportedModel(
                 "expected calls of scaled_dot_product_attention, nn.MultiheadAttention or flex_attention, got none. "
                 "Code that multiplies queries and keys itself, fused kernels of other packages, scripted modules and "
-                "other threads cannot be observed: give queries, keys and values to attnorm.measure() instead."
+                "other threads cannot be observed. Pass queries, keys and values to attnorm.measure() instead."
             )
         names = {number: "input" if self.passes == 1 else f"input {number}" for number in self._parts}
         measured = []
         for number, part in self._parts.items():
             name, length = names[number], part.collector.longest
             measured.append(Part("", {"text": name, "length": length}, part.collector.tables(name, length)))
-        return Analysis.of(together(measured), self._manifest(names), self._thresholds)
+        return Analysis.of(merge_parts(measured), self._manifest(names), self._thresholds)
 
-    def saw(self, call: AttentionCall, site: CallSite | None) -> None:
-        """Measure one call; site: where it comes from, where a model made it."""
+    def record(self, call: AttentionCall, site: CallSite | None) -> None:
+        """Measure one call. site: the module that made it; None for given tensors."""
         number = 1 if self._sites is None else self._sites.passes
         part = self._parts.get(number)
         if part is None:
-            part = self._parts[number] = _Part(Collector(self._settings, self._normalizers, {}, _ignore))
+            part = self._parts[number] = _Part(Collector(self._settings, self._normalizers, {}, lambda layers: None))
             part.sha256 = content_hash(_input_tensors(self._sites, number, call))
         started = time.perf_counter()
         part.collector.tokens = _tokens(call)
@@ -109,37 +108,31 @@ class Observation:
 
     def _manifest(self, names: Mapping[int, str]) -> dict[str, Any]:
         model = self._model()
-        texts = [_text(names[number], part) for number, part in self._parts.items()]
+        texts = [
+            {"name": names[number], "sha256": part.sha256, "size": f"{part.tokens} positions", "file": False}
+            for number, part in self._parts.items()
+        ]
         lengths = [part.collector.longest for part in self._parts.values()]
         settings = {"lengths": sorted(set(lengths)), **self._settings.as_dict()}
         notes = [*_layer_notes(self.layers), *sampling_notes(self._settings, lengths)]
         if any(part.collector.repeats for part in self._parts.values()):
-            notes.append("a layer attends more than once in a pass: heads of later calls are numbered on")
-        return {
-            "schema": SCHEMA,
-            "finished": True,
-            "created": now(),
-            "model": model,
-            "texts": texts,
-            "parts": [
-                {
-                    "key": part_key(model, text, length, settings),
-                    "text": text["name"],
-                    "length": length,
-                    "window": 0,
-                    "start": 0,
-                    "tokens": part.tokens,
-                    "seconds": round(part.seconds, 3),
-                }
-                for part, text, length in zip(self._parts.values(), texts, lengths, strict=True)
-            ],
-            "settings": settings,
-            "versions": versions(),
-            "notes": notes,
-        }
+            notes.append("a layer attends more than once per pass: heads of later calls continue the numbers")
+        parts = [
+            {
+                "key": part_key(model, text, length, settings),
+                "text": text["name"],
+                "length": length,
+                "window": 0,
+                "start": 0,
+                "tokens": part.tokens,
+                "seconds": round(part.seconds, 3),
+            }
+            for part, text, length in zip(self._parts.values(), texts, lengths, strict=True)
+        ]
+        return manifest_of(model, texts, parts, settings, notes, finished=True)
 
     def _model(self) -> dict[str, Any]:
-        """As models.describe has it for a transformers model, with the module of every layer."""
+        """Describe the model with the entries of models.load.describe, and the module of every layer."""
         classes = [type(getattr(model, "_orig_mod", model)).__name__ for model in self._models]
         digest = hashlib.sha256(repr((self.name, classes, self.layers)).encode())
         for model in self._models:
@@ -178,7 +171,7 @@ class Observation:
 
 @dataclass
 class _Part:
-    """One pass over an input."""
+    """One forward pass."""
 
     collector: Collector
     sha256: str = ""
@@ -187,7 +180,7 @@ class _Part:
 
 
 def _tokens(call: AttentionCall) -> dict[str, Tensor]:
-    """Which queries are no padding: a key of a sequence that no query of it may see is padding, and so is its query."""
+    """Return which queries are not padding: a key that no query of its sequence may see is padding."""
     mask = call.mask
     if mask is None or call.kind == "cross" or call.query_BHQD.shape[-2] != call.key_BGKD.shape[-2]:
         return {}
@@ -197,19 +190,15 @@ def _tokens(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def _input_tensors(sites: CallSites | None, number: int, call: AttentionCall) -> dict[str, Tensor]:
-    """What identifies an input: tensors that the model was called with, or the first queries."""
+    """Return the tensors that identify an input: the model's arguments, or else the first queries."""
     given = () if sites is None else sites.inputs.get(number, ())
-    found = {str(place): value for place, value in enumerate(given) if isinstance(value, Tensor)}
+    found = {str(index): value for index, value in enumerate(given) if isinstance(value, Tensor)}
     plain = {name: value for name, value in found.items() if type(value) is Tensor and not value.is_nested}
     return plain or {"queries": call.query_BHQD}
 
 
-def _text(name: str, part: _Part) -> dict[str, Any]:
-    return {"name": name, "sha256": part.sha256, "size": f"{part.tokens} positions", "file": False}
-
-
 def _layer_notes(layers: Sequence[ObservedLayer]) -> list[str]:
-    """Which module each layer is: one sentence for layers whose modules differ in a number only."""
+    """Name the module of each layer, in one sentence for layers whose module paths differ in a number only."""
     stacks: dict[tuple[str, str, str], list[int]] = {}
     for layer in layers:
         if layer.path:
@@ -225,7 +214,3 @@ def _numbers(layers: list[int]) -> str:
     if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     return ", ".join(map(str, layers))
-
-
-def _ignore(layers: int) -> None:
-    pass

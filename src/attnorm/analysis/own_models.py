@@ -1,4 +1,4 @@
-"""observe() and measure(): the same Analysis for any PyTorch code, and for queries, keys and values in memory."""
+"""observe() and measure(): the Analysis of any PyTorch code, and of queries, keys and values in memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,18 +10,13 @@ from torch import Tensor, nn
 
 from attnorm.analysis.observation import Observation
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.settings import Rows, named_normalizers, settings_of
+from attnorm.analysis.settings import TEMPERATURES, TOP_N, Normalizers, Rows, named_normalizers, settings_of
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.hf_call import Visible, read_mask
 from attnorm.models.torch_calls import watch_torch
 from attnorm.models.torch_functions import kind_of
-from attnorm.normalizers.contract import Normalizer
-
-Normalizers = str | Normalizer | Iterable[str | Normalizer]
-TOP_N = (1, 5, 10, 20, 100)
-TEMPERATURES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 
 
 @contextmanager
@@ -38,16 +33,19 @@ def observe(
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Iterator[Observation]:
-    """Measure every attention call that PyTorch code makes inside the `with` block; its results stay as they are.
+    """Measure every attention call that PyTorch code makes inside the `with` block, without changing its results.
 
-    Seen are torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention (its fast path and
-    nn.TransformerEncoderLayer's included) and flex_attention, in the thread that entered the block. Compiled models run
+    Observed calls: torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention (with its fast path and
+    that of nn.TransformerEncoderLayer) and flex_attention, in the thread that entered the block. Compiled models run
     uncompiled inside. Each attention module is a layer; Observation.layers and the manifest name its module.
 
-    model: names the modules where a model's blocks are called one by one; None for the modules that run.
-    name: of the model in tables and reports (default: its class). All other options: as in analyze(), but all rows
-    and all groups are measured by default.
-    Raises RuntimeError where another observe() is active.
+    Args:
+        model: Names the modules if the blocks of a model are called one by one (default: the modules that run).
+        name: Name of the model in tables and reports (default: its class).
+        Other options: as in analyze(), but all rows and all groups are measured by default.
+
+    Raises:
+        RuntimeError: Another observe() is active.
 
     >>> with attnorm.observe() as seen:
     ...     model(tokens)
@@ -57,7 +55,7 @@ def observe(
         name, thresholds, normalizers, top_n=top_n, rows=rows, vector_rows=vector_rows, metrics=metrics,
         temperatures=temperatures, seed=seed,
     )  # fmt: skip
-    with watch_torch(observation.saw, model) as sites:
+    with watch_torch(observation.record, model) as sites:
         observation.begin(sites)
         try:
             yield observation
@@ -84,11 +82,15 @@ def measure(
     seed: int = 0,
     thresholds: Thresholds | None = None,
 ) -> Analysis:
-    """The Analysis of attention with these queries (B, H, Lq, D), keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv).
+    """Measure attention with given queries (B, H, Lq, D), keys (B, Hkv, Lk, D) and values (B, Hkv, Lk, Dv).
 
-    Lists of tensors are the layers of a model, numbered from 0. mask: boolean with True = may attend, or numbers that
-    are added to the logits; broadcastable to (B, H, Lq, Lk). causal: aligned bottom-right, as in attnorm.attention.
-    scale: default 1/sqrt(D). softcap: logits become softcap * tanh(logits / softcap). Other options: as in observe().
+    Args:
+        q, k, v: Tensors, or lists of tensors, one per layer; layers are numbered from 0.
+        mask: Boolean with True = may attend, or numbers that are added to the logits; broadcastable to (B, H, Lq, Lk).
+        causal: Aligned bottom-right, as in attnorm.attention.
+        scale: Factor of the logits (default: 1/sqrt(D)).
+        softcap: Replace logits by softcap * tanh(logits / softcap).
+        Other options: as in observe().
 
     >>> attnorm.measure(q, k, v, causal=True).summary()
     """
@@ -100,14 +102,15 @@ def measure(
     if not layers[0] or len({len(tensors) for tensors in layers}) > 1:
         counts = ", ".join(f"{len(tensors)} {what}" for tensors, what in zip(layers, "qkv", strict=True))
         raise ValueError(
-            f"expected as many q as k and v, at least one of each, got {counts}. Give one of each a layer."
+            f"expected the same number of q, k and v, at least one each, got {counts}. Give one of each per layer."
         )
-    counted: dict[str, int] = {}
+    layer_counts: dict[str, int] = {}
     with torch.no_grad():
         for tensors in zip(*layers, strict=True):
             call = _tensor_call(*tensors, mask=mask, causal=causal, scale=scale, softcap=softcap)
-            number = counted[call.kind] = counted.get(call.kind, -1) + 1
-            observation.saw(replace(call, layer=number), None)
+            index = layer_counts.get(call.kind, 0)
+            layer_counts[call.kind] = index + 1
+            observation.record(replace(call, layer=index), None)
     return observation.analysis()
 
 
@@ -116,7 +119,7 @@ def _observation(
 ) -> Observation:
     named = named_normalizers(normalizers)
     settings = settings_of(normalizers=named, vectors="values", **options)
-    return Observation(settings, named, Thresholds() if thresholds is None else thresholds, name)
+    return Observation(settings, named, thresholds or Thresholds(), name)
 
 
 def _tensor_call(

@@ -1,6 +1,6 @@
-"""Measures the parts of a run one after the other; each is on the disk before the next one starts.
+"""Measure the parts of a run one by one; each is written before the next one starts.
 
-Within a long part, finished layers are on the disk too (analysis/layers.py).
+The finished layers of a long part are written too (analysis/layers.py).
 """
 
 import contextlib
@@ -13,65 +13,64 @@ from typing import Any
 
 from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
-from attnorm.analysis.digests import DamagedFileError
 from attnorm.analysis.layers import FinishedLayers
-from attnorm.analysis.manifest import versions
 from attnorm.analysis.plan import AnalysisPlan, PartPlan
-from attnorm.analysis.reading import Tokens, token_texts
+from attnorm.analysis.reads import token_texts
 from attnorm.analysis.sequences import query_masks
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe
 from attnorm.normalizers.contract import Normalizer
+from attnorm.provenance import versions
 
 
 @dataclass(frozen=True)
 class AnalysisProgress:
-    """Where a run stands; handed to `progress` before each part, after each layer and after each part."""
+    """State of a run; `progress` is called with it before each part, after each layer and after each part."""
 
     parts_done: int
     parts_total: int
-    tokens_done: int  # of finished parts
+    tokens_done: int  # in finished parts
     tokens_total: int
     text: str
     length: int | None
     layers_done: int
     layers_total: int
-    layers_found: int = 0  # of layers_done: finished on the disk before, not measured again
-    resumed: bool = False  # the part was found finished on the disk
+    layers_found: int = 0  # how many of layers_done were read from the disk
+    resumed: bool = False  # the finished part was read from the disk
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all parts."""
+    """Model, normalizers and settings, which all parts share."""
 
     loaded: LoadedModel
     normalizers: Mapping[str, Normalizer | None]
     settings: AnalysisSettings
 
 
-def measured_parts(
+def measure_parts(
     job: Job,
-    planned: AnalysisPlan,
+    plan: AnalysisPlan,
     manifest: Mapping[str, Any],
     folder: Path | None,
     resume: bool,
     progress: Callable[[AnalysisProgress], None],
 ) -> list[store.Part]:
-    """All parts of the plan, each from the disk if it is there, else measured and written."""
+    """Return all parts of the plan; a part is read from the disk, or measured and written."""
     state = AnalysisProgress(
         parts_done=0,
-        parts_total=len(planned.parts),
+        parts_total=len(plan.parts),
         tokens_done=0,
-        tokens_total=sum(part.tokens for part in planned.parts),
-        text=planned.parts[0].text.name,
-        length=planned.parts[0].length,
+        tokens_total=sum(part.tokens for part in plan.parts),
+        text=plan.parts[0].text.name,
+        length=plan.parts[0].length,
         layers_done=0,
         layers_total=int(manifest["model"]["layers"]),
     )
     done: list[store.Part] = []
-    for part, entry in zip(planned.parts, manifest["parts"], strict=True):
+    for part, entry in zip(plan.parts, manifest["parts"], strict=True):
         state = replace(state, text=part.text.name, length=part.length, layers_done=0, layers_found=0, resumed=False)
         progress(state)
         found, damaged = _on_disk(folder, entry["key"]) if folder is not None and resume else (None, False)
@@ -94,11 +93,11 @@ def measured_parts(
 
 
 def _on_disk(folder: Path, key: str) -> tuple[store.Part | None, bool]:
-    """The finished part, if there is one, and whether it is damaged and has to be measured again."""
+    """Return the finished part or None, and whether there is a damaged one, which is measured again."""
     try:
         return store.read_part(folder, key), False
-    except DamagedFileError as error:
-        warnings.warn(f"this part is measured again: {error}", stacklevel=2)
+    except store.DamagedFileError as error:
+        warnings.warn(f"{error}; this part is measured again", stacklevel=2)
         return None, True
 
 
@@ -116,9 +115,13 @@ def _measure(
         total = max(done, state.layers_total)
         progress(replace(state, layers_done=done, layers_found=collector.found, layers_total=total))
 
-    tokens = query_masks(part.model_inputs, encoder_decoder=bool(job.loaded.model.config.is_encoder_decoder))
-    settings = job.settings if part.window == 0 else replace(job.settings, read_keys=0)  # reads are of the first window
-    collector = Collector(settings, job.normalizers, tokens, after_layer, _texts(job, part), layers)
+    encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
+    tokens = query_masks(part.model_inputs, encoder_decoder=encoder_decoder)
+    settings = job.settings if part.window == 0 else replace(job.settings, read_keys=0)  # list the first window only
+    texts = None
+    if settings.read_keys:
+        texts = token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)
+    collector = Collector(settings, job.normalizers, tokens, after_layer, texts, layers)
     with _kept_on_errors(layers), observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
         output = run(job.loaded, part.model_inputs)
     length = collector.longest if part.length is None else part.length
@@ -138,7 +141,7 @@ def _measure(
 
 @contextlib.contextmanager
 def _kept_on_errors(layers: FinishedLayers | None) -> Iterator[None]:
-    """What stops the pass, Ctrl-C among it, leaves the finished layers on the disk."""
+    """Write the finished layers if an error or Ctrl-C stops the pass."""
     try:
         yield
     except BaseException:
@@ -146,10 +149,3 @@ def _kept_on_errors(layers: FinishedLayers | None) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the first error is the one to report
                 layers.write()
         raise
-
-
-def _texts(job: Job, part: PartPlan) -> Tokens:
-    if not job.settings.read_keys or part.window > 0:
-        return {}
-    encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
-    return token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)

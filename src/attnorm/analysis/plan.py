@@ -1,37 +1,35 @@
-"""Which (text, length, window) parts a run consists of, and how much of each text they leave out.
+"""The parts of a run, one per (text, length, window), and how much of each text they leave out.
 
-Everything that can be wrong with the input is found here, before anything is measured.
+Wrong input raises an error here, before anything is measured.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from attnorm.analysis.manifest import content_hash
 from attnorm.analysis.settings import BUDGET, Windows
 from attnorm.models.describe import longest_context
-from attnorm.models.inputs import Media, Text, prepared
+from attnorm.models.inputs import Text, prepared
 from attnorm.models.load import LoadedModel
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
-SHORTEST = 8  # visible keys; with fewer, "which keys does it select" is no question
+SHORTEST = 8  # tokens; a shorter row has too few keys to select from
 MOST_WINDOWS = 8
-SMALL_REST = 0.1  # of a text may be left out rather than measured in shorter windows
+SMALL_REST = 0.1  # share of a text that may be left out to avoid shorter windows
 
 
 @dataclass(frozen=True)
 class PartPlan:
     text: Text
-    length: int | None  # None: a dict of model inputs, measured as it is
+    length: int | None  # None: a dict of model inputs, which is measured whole
     model_inputs: dict[str, Tensor]
     window: int = 0
     start: int = 0  # token of the text at which the window starts
 
     @property
     def tokens(self) -> int:
-        """Positions of the batch: a measure of progress."""
+        """Number of positions in the batch; progress is counted in them."""
         ids = next(
             (self.model_inputs[name] for name in ("input_ids", "inputs_embeds") if name in self.model_inputs), None
         )
@@ -40,7 +38,7 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class TextCoverage:
-    """How much of a text is measured: its tokens, and those in no window."""
+    """The tokens of a text, and how many of them are in no window."""
 
     tokens: int
     left_out: int
@@ -54,11 +52,11 @@ class TextCoverage:
 class AnalysisPlan:
     parts: tuple[PartPlan, ...]
     notes: tuple[str, ...]
-    coverage: dict[str, TextCoverage] = field(default_factory=dict)  # by the name of the text
+    coverage: dict[str, TextCoverage] = field(default_factory=dict)  # by name of the text
 
     @property
     def windows(self) -> int:
-        """The most windows of any text."""
+        """Largest number of windows of a text."""
         return max((part.window for part in self.parts), default=0) + 1
 
 
@@ -71,29 +69,29 @@ def plan(
     budget: int = BUDGET,
     bos: bool | None = None,
 ) -> AnalysisPlan:
-    """Windows of every text at every length. A text that fits into the model and the budget is one window."""
+    """Cut every text into windows of every length. A text that fits into the model and the budget is one window."""
     if not texts:
-        raise ValueError("there is nothing to measure: inputs is empty")
+        raise ValueError("inputs: expected at least one text, got none")
     names = [text.name for text in texts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two texts are named {twice!r}; give them different names, e.g. as a dict name -> text")
+        raise ValueError(f"two texts are named {twice!r}. Give them different names, for example as a dict")
     check_windows(windows, budget)
     longest, hard_limit = longest_context(loaded.model)
-    notes: list[str] = []
-    checked = _checked(lengths)
-    for length in checked or ():
-        if longest is not None and length > longest:
-            _beyond(loaded, length, longest, hard_limit, notes)
+    valid_lengths = _validate_lengths(lengths)
+    beyond = [length for length in valid_lengths or () if longest is not None and length > longest]
+    if beyond and hard_limit:
+        raise ValueError(f"{loaded.name}: expected lengths of at most {longest} tokens, got {beyond[0]}")
+    notes = [f"{length} tokens is more than the {longest} that {loaded.name} was made for" for length in beyond]
     parts: list[PartPlan] = []
     coverage: dict[str, TextCoverage] = {}
     for text in texts:
         if not isinstance(text.content, str | Tensor):
-            parts += [PartPlan(text, one, prepared(text, loaded, one)) for one in checked or (None,)]
+            parts += [PartPlan(text, one, prepared(text, loaded, one)) for one in valid_lengths or (None,)]
             continue
         tokens = tokens_of(text, loaded, bos)
-        chosen = checked or (_own_length(text, tokens, longest, windows, budget),)
-        count, starts, tokens = _placed(text, tokens, loaded, max(chosen), windows, budget, bos)
+        chosen = valid_lengths or (_own_length(text, tokens, longest, windows, budget),)
+        count, starts, tokens = _window_starts(text, tokens, loaded, max(chosen), windows, budget, bos)
         parts += [
             PartPlan(text, length, window_inputs(text, tokens, loaded, start, length), window, start)
             for length in chosen
@@ -109,43 +107,27 @@ def plan(
 
 def check_windows(windows: Windows, budget: int) -> None:
     if windows != "auto" and (isinstance(windows, bool) or not isinstance(windows, int) or windows < 1):
-        raise ValueError(f"windows: expected 'auto' or a whole number of at least 1, got {windows!r}")
+        raise ValueError(f"windows: expected 'auto' or an integer of at least 1, got {windows!r}")
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < SHORTEST:
-        raise ValueError(f"budget: expected a number of tokens of at least {SHORTEST}, got {budget!r}")
+        raise ValueError(f"budget: expected at least {SHORTEST} tokens, got {budget!r}")
 
 
-def described(text: Text) -> dict[str, Any]:
-    """A text in the manifest: its content only as a hash."""
-    content = text.content
-    if isinstance(content, str):
-        size = f"{len(content)} characters"
-    elif isinstance(content, Tensor):
-        size = f"{content.numel()} token ids"
-    else:
-        assert not isinstance(content, Media), "media become model inputs before"
-        size = ", ".join(f"{name} {tuple(value.shape)}" for name, value in content.items())
-    return {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
-
-
-def _checked(lengths: Sequence[int] | int | None) -> tuple[int, ...] | None:
+def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | None:
     if lengths is None:
         return None
-    asked = [lengths] if isinstance(lengths, int) else list(lengths)
-    if not asked or any(isinstance(length, bool) or not isinstance(length, int) for length in asked):
-        raise ValueError(f"lengths must be numbers of tokens, e.g. (256, 1024), got {lengths!r}")
-    if min(asked) < SHORTEST:
-        raise ValueError(
-            f"a length must be at least {SHORTEST} tokens to say anything about selection, got {min(asked)}"
-        )
-    return tuple(sorted(set(asked)))
+    given = [lengths] if isinstance(lengths, int) else list(lengths)
+    if not given or any(isinstance(length, bool) or not isinstance(length, int) for length in given):
+        raise ValueError(f"lengths: expected numbers of tokens, for example (256, 1024), got {lengths!r}")
+    if min(given) < SHORTEST:
+        raise ValueError(f"lengths: expected at least {SHORTEST} tokens, got {min(given)}")
+    return tuple(sorted(set(given)))
 
 
 def _own_length(text: Text, tokens: Tokens, longest: int | None, windows: Windows, budget: int) -> int:
-    """Every token where the text fits; else windows of an eighth of the budget, or of the model's limit if shorter."""
+    """Return the whole length if the text fits, else an eighth of the budget, or the model's limit if shorter."""
     if tokens.count < SHORTEST:
         raise ValueError(
-            f"the text {text.name!r} has {tokens.count} token{'s' * (tokens.count != 1)}; at least {SHORTEST} are "
-            "needed to say anything about selection, some hundred to say it well"
+            f"{text.name!r}: expected at least {SHORTEST} tokens, got {tokens.count}. Use a text of a few hundred."
         )
     limit = min(longest or budget, budget)
     if windows != "auto":
@@ -159,10 +141,10 @@ def _own_length(text: Text, tokens: Tokens, longest: int | None, windows: Window
     return (tokens.count - tokens.special) // (whole + 1) + tokens.special
 
 
-def _placed(
+def _window_starts(
     text: Text, tokens: Tokens, loaded: LoadedModel, length: int, windows: Windows, budget: int, bos: bool | None
 ) -> tuple[int, list[int], Tokens]:
-    """How many windows of that length, where they start, and the tokens that they start in."""
+    """Return the number of windows of that length, where they start, and the tokens (the whole text if needed)."""
     body = length - tokens.special
     if windows == "auto":
         fitting = (tokens.count - tokens.special) // max(body, 1)
@@ -175,14 +157,10 @@ def _placed(
         starts = tokens.starts(count, length)
     if starts is not None and body > 0:
         return count, starts, tokens
-    if count == 1:
-        raise ValueError(
-            f"{text.name!r} has {tokens.count} tokens, fewer than the length {length} that was asked for; "
-            "give a longer text or a smaller length"
-        )
+    several = f"{count} windows of {length}" if count > 1 else f"the length {length}"
     raise ValueError(
-        f"{text.name!r} has {tokens.count} tokens: expected at least {count * body + tokens.special} for {count} "
-        f"windows of {length}. Use fewer windows, a smaller length or a longer text."
+        f"{text.name!r}: expected at least {count * body + tokens.special} tokens for {several}, got {tokens.count}. "
+        f"Use a longer text, {'fewer windows ' if count > 1 else ''}or a smaller length."
     )
 
 
@@ -199,14 +177,3 @@ def _left_out(text: Text, coverage: TextCoverage, length: int, exact: bool) -> l
             f"({'<1' if share < 0.01 else f'{min(share, 0.999) * 100:.3g}'} %) are left out"
         )
     ]
-
-
-def _beyond(loaded: LoadedModel, length: int, longest: int, hard_limit: bool, notes: list[str]) -> None:
-    if hard_limit:
-        raise ValueError(
-            f"{loaded.name} has positions for {longest} tokens and no more; got the length {length}; "
-            f"use lengths up to {longest}"
-        )
-    note = f"{length} tokens is more than the {longest} that {loaded.name} was made for"
-    if note not in notes:
-        notes.append(note)

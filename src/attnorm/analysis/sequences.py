@@ -1,4 +1,4 @@
-"""The sequences of a batch and which of their rows to measure; padding is no row of any of them."""
+"""The sequences of a batch and which of their rows to measure; padded rows are not measured."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,17 +12,16 @@ from attnorm.metrics.sampling import rows_to_measure
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of a call that have the same rows: a whole batch, or one item where padding makes them differ."""
+    """Sequences of a call with the same rows: a whole batch, or one item if padding differs."""
 
     call: AttentionCall
     rows: Tensor  # sorted query indices
 
 
 def query_masks(model_inputs: Mapping[str, Tensor], *, encoder_decoder: bool) -> dict[str, Tensor]:
-    """Which queries are tokens, (B, Q) boolean, for each kind of attention whose padding is known.
+    """Return which queries are tokens, (B, Q) boolean, for each kind of attention with padding.
 
-    Hidden keys are in the masks of the attention calls, but a padded query may still see keys, and what it does with
-    them is nobody's concern.
+    The masks of attention calls hide padded keys only. Padded queries still see keys and must be ignored.
     """
     decoder = "decoder_attention_mask" if encoder_decoder else "attention_mask"
     names = {"encoder": "attention_mask", "decoder": decoder, "cross": decoder}
@@ -31,7 +30,7 @@ def query_masks(model_inputs: Mapping[str, Tensor], *, encoder_decoder: bool) ->
 
 
 def sequences(call: AttentionCall, tokens_BQ: Tensor | None, rows: Rows) -> Iterator[Sequences]:
-    """A padded batch item by item, so that it gives the rows that its sequences would give alone."""
+    """Yield the batch, or each item of a padded batch, so that every sequence gives the same rows as alone."""
     queries = call.query_BHQD.shape[-2]
     if tokens_BQ is None or tokens_BQ.shape != (call.query_BHQD.shape[0], queries):
         yield Sequences(call, rows_to_measure(rows, queries, causal=call.causal, keys=call.key_BGKD.shape[-2]))
@@ -43,13 +42,13 @@ def sequences(call: AttentionCall, tokens_BQ: Tensor | None, rows: Rows) -> Iter
 
 
 def one_sequence(call: AttentionCall, item: int) -> AttentionCall:
-    """The call for one item of the batch; mask and bias with four dimensions."""
+    """Return the call for one item of the batch; mask and bias get four dimensions."""
 
     def one(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
         tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
-        return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]  # 1: the same for all items
+        return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]  # 1: shared by all items
 
     here = slice(item, item + 1)
     return replace(
@@ -64,7 +63,7 @@ def one_sequence(call: AttentionCall, item: int) -> AttentionCall:
 
 
 def visible_keys(call: AttentionCall) -> Tensor | None:
-    """Which keys any query sees, (B or 1, 1, K); None where all are seen."""
+    """Return which keys any query sees, (B or 1, 1, K); None if all are seen."""
     if call.mask is None:
         return None
     mask = call.mask.reshape(*([1] * (4 - call.mask.dim())), *call.mask.shape)

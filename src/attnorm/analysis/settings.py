@@ -1,4 +1,4 @@
-"""What is measured and how: the parameters of a run, checked once, in the form that identifies its parts."""
+"""The settings of a run: validated once, in the form that identifies its parts; and the normalizers it measures."""
 
 import hashlib
 import math
@@ -9,44 +9,47 @@ from typing import Any, Literal, get_args
 import torch
 
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.declaration import LayerFacts, warm_start_of
+from attnorm.normalizers.registry import entries, get, resolve
 from attnorm.suggest import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
-USUAL_GROUPS = "core"  # what all verdicts rest on; with it, analyze costs at most twice the plain pass on a CPU
+USUAL_GROUPS = "core"  # all that verdicts need; analyze then takes at most twice the plain forward pass on a CPU
 Vectors = Literal["values", "inputs"]
 Rows = int | Literal["auto", "all", "last"]
 Windows = int | Literal["auto"]
+Normalizers = str | Normalizer | Iterable[str | Normalizer]
 
-BUDGET = 8192  # tokens of each text, over all its windows
+BUDGET = 8192  # tokens per text, over all its windows
+TOP_N = (1, 5, 10, 20, 100)
+TEMPERATURES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
+EPSILONS = (1e-3, 1e-1, 10.0)  # step sizes of the papers' finite differences; columns gain_* of `sensitivity`
+READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # default keys per listed row, default listed rows, most keys
 
-FEWEST_ROWS_OF_A_WINDOW = 8  # with the costly numbers, where several windows share them
-VECTOR_ROWS, FEWEST_VECTOR_ROWS = 16, 4  # of a run on some rows, up to 1,024 keys and of any length
-
-READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # by default: keys per row, rows; and the most keys
-
-EPSILONS = (1e-3, 1e-1, 10.0)  # the sizes of the papers' finite differences; columns gain_* of the sensitivity table
+SAMPLED_ROWS = 64  # rows with the costly metrics, unless a number of rows is given
+FEWEST_SAMPLED_PER_WINDOW = 8
+FAST_SAMPLED_ROWS, FEWEST_SAMPLED_ROWS = 16, 4  # if a number of rows is given: up to 1,024 keys, and at any length
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisSettings:
-    """Plain values only: they go into the manifest and into the key of every part."""
+    """Plain values only: the manifest and the key of every part contain them."""
 
-    normalizers: dict[str, str]  # name in the tables -> what it is, so that two of one name cannot be mistaken
+    normalizers: dict[str, str]  # name in the tables -> description that identifies it
     top_n: tuple[int, ...]
     rows: Rows
     vectors: Vectors
-    vector_rows: int | None  # None: by the length, see vector_rows_at
+    vector_rows: int | None  # None: depends on the length, see sampled_rows_at
     metrics: tuple[str, ...]
     temperatures: tuple[float, ...]
     epsilons: tuple[float, ...]
     seed: int
-    windows: int | Literal["auto"] = 1  # as asked for
-    window_count: int = 1  # of the text that has most; they share the rows of the costly numbers
+    windows: int | Literal["auto"] = 1  # as given
+    window_count: int = 1  # largest number of windows of a text; windows share vector_rows
     budget: int = 0
     bos: bool | None = None
-    read_keys: int = 0  # heaviest keys of each chosen row; 0: no token of the text is kept
-    read_rows: int | tuple[int, ...] = READ_ROWS  # how many rows, or which
+    read_keys: int = 0  # heaviest keys listed per row; 0: no token of the text is stored
+    read_rows: int | tuple[int, ...] = READ_ROWS  # number of rows, or which rows
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -66,81 +69,113 @@ def settings_of(
     read_keys: int = 0,
     read_rows: int | Sequence[int] = READ_ROWS,
 ) -> AnalysisSettings:
+    """Validate the options of analyze(), observe() and measure(); raise ValueError for the first wrong one."""
     if rows not in ("auto", "all", "last") and not (_is_integer(rows) and int(rows) >= 1):
-        raise ValueError(f"rows must be 'auto', 'all', 'last' or a number of rows of at least 1, got {rows!r}")
+        raise ValueError(f"rows: expected 'auto', 'all', 'last' or a number of rows of at least 1, got {rows!r}")
     if vectors not in get_args(Vectors):
         raise ValueError(f"unknown vectors {vectors!r}; {did_you_mean(vectors, get_args(Vectors))}")
     if vector_rows is None and not _is_integer(rows):
-        vector_rows = 64
+        vector_rows = SAMPLED_ROWS
     if vector_rows is not None and (not _is_integer(vector_rows) or vector_rows < 1):
-        raise ValueError(f"vector_rows must be a whole number of at least 1, got {vector_rows!r}")
+        raise ValueError(f"vector_rows: expected an integer of at least 1, got {vector_rows!r}")
     if not _is_integer(seed):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
+        raise ValueError(f"seed: expected an integer, got {seed!r}")
+    if not _is_integer(read_keys) or not 0 <= read_keys <= MOST_READ_KEYS:
+        raise ValueError(
+            f"read_keys (--tokens): expected an integer from 0 to {MOST_READ_KEYS}, got {read_keys!r}. Give the number "
+            "of keys to list per row, or 0 for none."
+        )
+    sizes: list[Any] = [top_n] if isinstance(top_n, int) else list(top_n)
+    if not sizes or not all(_is_integer(value) and value >= 1 for value in sizes):
+        raise ValueError(f"top_n: expected integers of at least 1, for example (1, 5, 10), got {top_n!r}")
+    steps = sorted({float(value) for value in temperatures})
+    if not steps or not all(0 < value < math.inf for value in steps):
+        raise ValueError(f"temperatures: expected positive numbers, for example (0.5, 1, 2), got {temperatures!r}")
     return AnalysisSettings(
         normalizers={name: description(normalizer) for name, normalizer in normalizers.items()},
-        top_n=_whole_numbers("top_n", top_n),
-        rows=rows if isinstance(rows, str) else int(rows),
-        vectors=vectors,  # type: ignore[arg-type]  # one of them, checked above
+        top_n=tuple(sorted(set(sizes))),
+        rows=rows,
+        vectors=vectors,  # type: ignore[arg-type]  # validated above
         vector_rows=vector_rows,
         metrics=groups(metrics),
-        temperatures=_temperatures(temperatures),
+        temperatures=tuple(steps),
         epsilons=EPSILONS,
-        seed=int(seed),
-        read_keys=_read_keys(read_keys),
+        seed=seed,
+        read_keys=read_keys,
         read_rows=_read_rows(read_rows),
     )
 
 
-def vector_rows_at(settings: AnalysisSettings, n: int) -> int:
-    """How many of the longest rows of a window, of n keys, get the costly numbers; windows share vector_rows.
+def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
+    """Return how many of the longest rows of a window with n keys get the costly metrics.
 
-    Where a number of rows was asked for, speed was: 16 rows of up to 1,024 keys, which give separability against its
-    null nearly as all rows do, and fewer longer ones, so that their cost stays within that of the pass itself.
+    If a number of rows is given, speed matters: 16 rows of up to 1,024 keys give nearly the same separability as all
+    rows, and longer rows are sampled less, so that they cost no more than the forward pass.
     """
     if settings.vector_rows is not None:
         shared = -(-settings.vector_rows // settings.window_count)
-        return max(min(settings.vector_rows, FEWEST_ROWS_OF_A_WINDOW), shared)
-    asked = settings.rows if isinstance(settings.rows, int) else 0
-    return max(FEWEST_VECTOR_ROWS, asked // 16, min(VECTOR_ROWS, VECTOR_ROWS * 1024 // max(n, 1)))
+        return max(min(settings.vector_rows, FEWEST_SAMPLED_PER_WINDOW), shared)
+    given = settings.rows if isinstance(settings.rows, int) else 0
+    return max(FEWEST_SAMPLED_ROWS, given // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
 
 
 def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
-    """The groups to measure, in their own order: "all", one name, or several. Core and gradient come from one pass."""
+    """Return the metric groups to measure for "all", one name or several; core and gradient are always measured."""
     if metrics == "all":
         return GROUPS
-    asked = [metrics] if isinstance(metrics, str) else list(metrics)
-    for name in asked:
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
+    for name in names:
         if name not in GROUPS:
             raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *GROUPS))}")
-    return tuple(name for name in GROUPS if name in ("core", "gradient", *asked))
+    return tuple(name for name in GROUPS if name in ("core", "gradient", *names))
 
 
 def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
-    """Name in the tables -> normalizer, None for "model": whatever the model itself runs."""
-    asked = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
-    if not asked:
-        raise ValueError("normalizers is empty; leave it out to measure the model as it runs, ('model',)")
+    """Return name in the tables -> normalizer; None stands for "model", the normalizer that the model runs."""
+    given = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
+    if not given:
+        raise ValueError("normalizers: expected at least one, got none. Use ('model',) to measure the model as it runs")
     named: dict[str, Normalizer | None] = {}
-    for one in asked:
-        chosen = None if isinstance(one, str) and one == "model" else resolve(one)
-        if isinstance(chosen, Mechanism):
+    for one in given:
+        found = None if isinstance(one, str) and one == "model" else resolve(one)
+        if isinstance(found, Mechanism):
             raise TypeError(
-                f"{chosen.name!r} is no function of a row of logits, so it cannot be measured on the model's logits; "
-                "patch it into the model and analyze that, with normalizers=('model',)"
+                f"{found.name!r} is a mechanism: it needs q, k and v, not a row of logits. "
+                "Patch it into the model, then analyze that model with normalizers=('model',)"
             )
-        name = "model" if chosen is None else chosen.name
+        name = "model" if found is None else found.name
         if name in named:
             raise ValueError(f"two normalizers are named {name!r}; give one of them another .name")
-        if chosen is not None and one != name and name == "model":
-            raise ValueError(
-                "the name 'model' stands for what the model itself runs; give the normalizer another .name"
-            )
-        named[name] = chosen
+        if found is not None and one != name and name == "model":
+            raise ValueError("the name 'model' stands for the normalizer that the model runs; choose another .name")
+        named[name] = found
     return named
 
 
+def started_at_length(named: Mapping[str, Normalizer | None], model: Any, given: Any) -> dict[str, Normalizer | None]:
+    """Start normalizers that are given by name at this model's context length, as attnorm.patch does.
+
+    Only the option that depends on the length is set. Normalizers given as objects stay as they are.
+    """
+    from attnorm.models.warm_start import trained_length  # loads transformers
+
+    names = {given} if isinstance(given, str) else set()
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        names = {one for one in given if isinstance(one, str)}
+    config = model.config.get_text_config(decoder=True)
+    layer = LayerFacts(heads=1, length=trained_length(config), causal=not getattr(config, "is_encoder_decoder", False))
+    started = dict(named)
+    for name in names & set(named) & set(entries()):
+        start = warm_start_of(entries()[name].factory())
+        if start is not None and start.by_length is not None:
+            normalizer = get(name, **{start.by_length: start.options(layer, {})[start.by_length]})
+            assert isinstance(normalizer, Normalizer)
+            started[name] = normalizer
+    return started
+
+
 def description(normalizer: Normalizer | Mechanism | None) -> str:
-    """Structure and parameters in one line: equal for equal normalizers, different for different ones."""
+    """Describe structure and parameters in one line that is equal for equal normalizers only."""
     if normalizer is None:
         return "as the model runs"
     digest = hashlib.sha256()
@@ -148,35 +183,14 @@ def description(normalizer: Normalizer | Mechanism | None) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().to("cpu", torch.float64).numpy().tobytes())
     structure = " ".join(repr(normalizer).split())
-    plain = sorted(
+    options = sorted(  # attributes such as alpha or k, which the repr of nn.Module does not show
         (key, repr(value))
         for part in normalizer.modules()
         for key, value in vars(part).items()
-        if _is_plain(key, value)
+        if not key.startswith("_") and key != "training" and isinstance(value, str | int | float | bool | tuple)
     )
-    digest.update(repr((structure, plain)).encode())
+    digest.update(repr((structure, options)).encode())
     return f"{structure} {digest.hexdigest()[:16]}"
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    """An option kept as an attribute (alpha, k, a window): nn.Module's repr does not show it."""
-    return not name.startswith("_") and name != "training" and isinstance(value, str | int | float | bool | tuple)
-
-
-def _whole_numbers(name: str, values: Sequence[int] | int) -> tuple[int, ...]:
-    numbers: list[Any] = [values] if isinstance(values, int) else list(values)
-    if not numbers or not all(_is_integer(value) and value >= 1 for value in numbers):
-        raise ValueError(f"{name} must be whole numbers of at least 1, e.g. (1, 5, 10), got {values!r}")
-    return tuple(sorted({int(value) for value in numbers}))
-
-
-def _read_keys(value: Any) -> int:
-    if not _is_integer(value) or not 0 <= value <= MOST_READ_KEYS:
-        raise ValueError(
-            f"expected read_keys (--tokens) between 0 and {MOST_READ_KEYS}, got {value!r}. Give the number of keys to "
-            "list for each row, or 0 for none."
-        )
-    return int(value)
 
 
 def _read_rows(value: Any) -> int | tuple[int, ...]:
@@ -185,17 +199,10 @@ def _read_rows(value: Any) -> int | tuple[int, ...]:
     listed = [] if isinstance(value, str | int | float) or value is None else list(value)
     if not listed or not all(_is_integer(row) for row in listed):
         raise ValueError(
-            f"expected read_rows as a number of rows or a list of rows, got {value!r}. Give 4 for four rows spread "
-            "over the text, or (-1, 120) for the last row and row 120."
+            f"read_rows: expected a number of rows or a list of rows, got {value!r}. Give 4 for four rows spread over "
+            "the text, or (-1, 120) for the last row and row 120."
         )
     return tuple(sorted({int(row) for row in listed}))
-
-
-def _temperatures(values: Sequence[float]) -> tuple[float, ...]:
-    numbers = [float(value) for value in values]
-    if not numbers or not all(0 < value < math.inf for value in numbers):
-        raise ValueError(f"temperatures must be positive numbers, e.g. (0.5, 1, 2), got {values!r}")
-    return tuple(sorted(set(numbers)))
 
 
 def _is_integer(value: Any) -> bool:

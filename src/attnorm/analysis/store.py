@@ -1,23 +1,23 @@
-"""The folder of a run: files that are whole or absent, and finished parts from which an interrupted run goes on.
+"""The folder of a run: every file is complete or absent, and an interrupted run resumes from its finished parts.
 
     manifest.json               what was measured and how (analysis/manifest.py)
-    heads.parquet, ...          the tables, once all parts are there
-    parts/<key>/                one finished (text, length): its tables and part.json; the key names all that decides it
-    parts/.<key>.layers/        finished layers of a long part in flight (analysis/layers.py)
+    heads.parquet, ...          the tables, written when all parts are finished
+    parts/<key>/                one finished (text, length, window): its tables and part.json
+    parts/.<key>.layers/        finished layers of an unfinished part (analysis/layers.py)
 
-A part is written into a folder of another name, which is then renamed. kill -9 loses a few seconds of measuring and the
-layer in flight.
-manifest.json and part.json hold the SHA-256 digests of their tables (analysis/digests.py); a damaged file is not read.
+A part's key is a hash of everything that determines its numbers. A killed run loses a few seconds of measuring and the
+layer that was being measured.
+
+manifest.json and part.json hold SHA-256 digests: of each table file, and of their own content ("sha256"). A file that
+changed after it was written raises DamagedFileError. Files of earlier versions have no digests and are not checked.
 """
 
 import contextlib
 import errno
-import glob
+import hashlib
 import io
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnorm.analysis.digests import DIGESTS, DamagedFileError, check_digest, digest_of, opened, sealed
 from attnorm.analysis.tables import OPTIONAL, SCHEMAS
+from attnorm.files import atomic_replace
 
 MANIFEST = "manifest.json"
 PARTS = "parts"
+_PART = "part.json"
+_SEAL = "sha256"  # digest of the other entries of a JSON file
+_DIGESTS = "digests"  # digests of the table files
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedFileError(ValueError):
+    """The content of a file is not what attnorm wrote."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one (text, length) gave: its tables, without verdicts, and a few words about how it was made."""
+    """The tables of one (text, length, window), without verdicts, and the facts that the manifest lists about it."""
 
     key: str
     about: dict[str, Any]
@@ -44,7 +51,7 @@ class Part:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder of a run; where it cannot be, that is said with the reason."""
+    """Create the output folder; an error names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,120 +60,59 @@ def make_folder(folder: Path) -> None:
         raise OSError(error.errno, f"cannot create the output folder {folder}: {error.strerror}") from error
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """The content with a seal by which `read_json` notices damage."""
-    write_whole(path, (json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    write_whole(path, _parquet(table))
-
-
 def write_run(folder: Path, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any]) -> None:
-    """All tables, and last the manifest with their digests."""
-    digests = {}
-    for name, table in tables.items():
-        content = _parquet(table)
-        write_whole(folder / f"{name}.parquet", content)
-        digests[name] = digest_of(content)
-    write_json(folder / MANIFEST, {**manifest, DIGESTS: digests})
+    """Write all tables, then the manifest with their digests."""
+    digests = {name: write_table(folder / f"{name}.parquet", table) for name, table in tables.items()}
+    write_json(folder / MANIFEST, {**manifest, _DIGESTS: digests})
 
 
 def read_run(
     folder: Path, manifest: dict[str, Any], names: Iterable[str]
 ) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """The named tables of a finished run, checked against the manifest's digests, and the manifest without these.
+    """Return the named tables of a finished run, after checking their digests, and the manifest without digests.
 
     Optional tables that an earlier version did not write are left out.
     """
-    digests = manifest.get(DIGESTS, {})
+    digests = manifest.get(_DIGESTS, {})
     paths = {name: folder / f"{name}.parquet" for name in names}
     absent = {name for name in OPTIONAL if name in paths and name not in digests and not paths[name].exists()}
     tables = {name: read_table(path, digests.get(name)) for name, path in paths.items() if name not in absent}
-    return tables, {name: value for name, value in manifest.items() if name != DIGESTS}
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """The file is there with all of its content or as it was; drafts of it that killed processes left are removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
-        if not _is_written(left.name.rpartition("-")[2]):
-            left.unlink(missing_ok=True)
-    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        _write_bytes(unfinished, content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path} is not a file that attnorm wrote: {error}; choose another folder") from error
-    if not isinstance(content, dict):
-        raise DamagedFileError(
-            f"{path} is not a file that attnorm wrote: it holds no JSON object; choose another folder"
-        )
-    return opened(path, content)
-
-
-def read_table(path: Path, digest: str | None = None) -> pa.Table:
-    """The table of a Parquet file. digest: its SHA-256, where it is known."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} is missing; the folder was not written completely, or not by attnorm"
-        ) from None
-    check_digest(path, content, digest)
-    try:
-        return pq.read_table(io.BytesIO(content))
-    except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}; delete it and run the analysis again") from error
+    return tables, {name: value for name, value in manifest.items() if name != _DIGESTS}
 
 
 def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
-    """The part appears under its key all at once. One that another process has finished meanwhile stays."""
-    parts = folder / PARTS
-    target = parts / part.key
-    parts.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{part.key}-", dir=parts))
-    try:
-        digests = {}
-        for name, table in part.tables.items():
-            content = _parquet(table)
-            _write_bytes(unfinished / f"{name}.parquet", content)
-            digests[name] = digest_of(content)
-        about = sealed({"key": part.key, **part.about, DIGESTS: digests})
-        _write_bytes(unfinished / "part.json", json.dumps(about, indent=2).encode())
-        if replace:
-            shutil.rmtree(target, ignore_errors=True)
-        unfinished.rename(target)
-    except OSError:
-        if replace or not (target / "part.json").is_file():
-            raise
-    finally:
-        for leftover in parts.glob(f".{part.key}-*"):  # this one after an error, and those of killed processes
-            shutil.rmtree(leftover, ignore_errors=True)
+    """Write a finished part. If another process has written it already, that one stays unless `replace` is set."""
+    target = folder / PARTS / part.key
+    if target.is_dir() and not replace:
+        return
+    with atomic_replace(target) as draft:
+        draft.mkdir()
+        contents = {name: _parquet(table) for name, table in part.tables.items()}
+        for name, content in contents.items():
+            _write_bytes(draft / f"{name}.parquet", content)
+        digests = {name: digest_of(content) for name, content in contents.items()}
+        about = sealed({"key": part.key, **part.about, _DIGESTS: digests})
+        _write_bytes(draft / _PART, json.dumps(about, indent=2).encode())
+    for leftover in target.parent.glob(f".{part.key}-*"):  # earlier versions left such folders when killed
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_part(folder: Path, key: str) -> Part | None:
-    """The finished part of that key, or None; raises DamagedFileError where it is not what was written."""
+    """Return the finished part with that key, or None; raise DamagedFileError if a file is missing or changed."""
     target = folder / PARTS / key
     if not target.is_dir():
         return None
     try:
-        about = read_json(target / "part.json")
-        digests = about.pop(DIGESTS, {})
+        about = read_json(target / _PART)
+        digests = about.pop(_DIGESTS, {})
         tables = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
     except FileNotFoundError as error:
         raise DamagedFileError(f"{target} is not complete: {error}") from error
     for name, schema in SCHEMAS.items():
         if not tables[name].schema.equals(schema):
             raise ValueError(
-                f"{target / name}.parquet has other columns than this version of attnorm writes; delete {target}"
+                f"{target / name}.parquet: expected the columns that this version of attnorm writes, got others. "
+                f"Delete {target}."
             )
     return Part(key, about, tables)
 
@@ -175,9 +121,84 @@ def finished_parts(folder: Path) -> int:
     return sum(1 for path in (folder / PARTS).glob("*") if path.is_dir() and not path.name.startswith("."))
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON with a digest of its content, which `read_json` checks."""
+    write_file(path, (json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path} was not written by attnorm: {error}. Choose another folder.") from error
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{path} was not written by attnorm: it holds no JSON object. Choose another folder.")
+    return unsealed(path, content)
+
+
+def write_table(path: Path, table: pa.Table) -> str:
+    """Write a Parquet file and return its digest."""
+    content = _parquet(table)
+    write_file(path, content)
+    return digest_of(content)
+
+
+def read_table(path: Path, digest: str | None = None) -> pa.Table:
+    """Read a Parquet file. digest: its SHA-256, if it is known."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: the folder is incomplete, or attnorm did not write it") from None
+    check_digest(path, content, digest)
+    try:
+        return pq.read_table(io.BytesIO(content))
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}. Delete it and run the analysis again.") from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_replace(path) as draft:
+        _write_bytes(draft, content)
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_digest(path: Path, content: bytes, expected: str | None) -> None:
+    """Raise DamagedFileError if the content has another digest; None: the digest is not known."""
+    found = digest_of(content)
+    if expected is not None and found != expected:
+        raise DamagedFileError(
+            f"{path} is damaged: expected the SHA-256 digest {expected}, got {found}. "
+            "Run the same analysis again with this folder: damaged files are written again"
+        )
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content with a digest of all its other entries."""
+    plain = {name: value for name, value in content.items() if name != _SEAL}
+    return {**plain, _SEAL: _seal_of(plain)}
+
+
+def unsealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content without its digest; raise DamagedFileError if the digest does not match."""
+    if _SEAL not in content:
+        return content
+    plain = {name: value for name, value in content.items() if name != _SEAL}
+    found = _seal_of(plain)
+    if found != content[_SEAL]:
+        raise DamagedFileError(
+            f"{path} is damaged or was edited: expected the SHA-256 digest {content[_SEAL]}, got {found}. "
+            f"Choose another folder, or delete {path} and run the same analysis again with this one"
+        )
+    return plain
+
+
 @contextlib.contextmanager
 def explained_when_full(folder: Path) -> Iterator[None]:
-    """A full disk is reported with the folder and what of the run is safe in it."""
+    """If the disk is full, raise an error that names the folder and how many finished parts it keeps."""
     try:
         yield
     except OSError as error:
@@ -187,9 +208,14 @@ def explained_when_full(folder: Path) -> Iterator[None]:
         parts = "1 finished part is" if kept == 1 else f"{kept} finished parts are"
         raise OSError(
             error.errno,
-            f"the disk is full: nothing more can be written to {folder}. {parts} kept there; "
-            "free some space and run the same analysis again, it goes on from there",
+            f"the disk is full: cannot write to {folder}. {parts} kept there. "
+            "Free some space and run the same analysis again to resume.",
         ) from error
+
+
+def _seal_of(content: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(content))  # keys become text, tuples become lists
+    return digest_of(json.dumps(as_read, sort_keys=True).encode())
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -199,20 +225,5 @@ def _parquet(table: pa.Table) -> bytes:
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # a rename may reach the disk before the content does
-
-
-def _is_written(process: str) -> bool:
-    """Whether the process of that number may still write its draft; asked only where asking cannot end it."""
-    if not process.isdecimal() or os.name != "posix":
-        return True
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
+    """Write a part of a draft; tests replace this function to simulate a full disk."""
+    path.write_bytes(content)

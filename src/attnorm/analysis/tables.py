@@ -1,22 +1,24 @@
-"""The tables of an analysis and their columns: what is saved, exported, shown and merged."""
+"""The tables of an analysis: their columns, how measured numbers become rows, and how older tables are completed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 
 QUANTILES = (5, 25, 50, 75, 95)
 
-# Verdicts are derived from the other columns when the tables of all parts are put together (analysis/verdicts/).
+# Derived from the other columns when the tables of all parts are combined (analysis/verdicts/).
 VERDICT_COLUMNS = [
     ("verdict", pa.string()),
     ("flags", pa.list_(pa.string())),
     ("evidence", pa.string()),
-    ("leaning", pa.string()),  # the verdict of the numbers as they are; `verdict` is "undecided" where it may change
+    ("leaning", pa.string()),  # the verdict of the point estimates; `verdict` is "undecided" if confidence is low
     ("confidence", pa.float64()),  # share of bootstrap resamples that give the same verdict
     ("agreement", pa.float64()),  # share of windows that give the same verdict
-    ("deciding", pa.string()),  # the column that decides, its value, its 95 % interval and its threshold
+    ("deciding", pa.string()),  # the column that decides; its value, 95 % interval and threshold follow
     ("deciding_value", pa.float64()),
     ("deciding_low", pa.float64()),
     ("deciding_high", pa.float64()),
@@ -26,7 +28,7 @@ VERDICT_COLUMNS = [
     ("saturation_excess", pa.float64()),  # separability - null, with its 90 % interval
     ("saturation_low", pa.float64()),
     ("saturation_high", pa.float64()),
-    ("saturation_power", pa.float64()),  # of the test that would show no excess, if there is none
+    ("saturation_power", pa.float64()),  # power of the equivalence test
 ]
 
 _KEY = [
@@ -44,19 +46,19 @@ def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
 
 
 def with_quantiles(metric: str) -> list[str]:
-    """The median row under the metric's own name, the mean as entropy_nats_mean, quantiles as entropy_nats_q05, ..."""
+    """Return the columns of a metric: its own name for the median row, NAME_mean, and NAME_q05, ... for quantiles."""
     return [metric, f"{metric}_mean", *(f"{metric}_q{q:02d}" for q in QUANTILES)]
 
 
 # One row per head. Per-row metrics are summarised over the longest rows only, those with n_low <= n <= n_high visible
-# keys: rows of different n are never averaged into one number. All lengths are in `by_length`. With several windows of
-# a text every number is the mean over windows, of a horizon the median.
+# keys, because the metrics depend on n. `by_length` has all lengths. With several windows of a text, a number is the
+# mean over windows; a horizon is the median.
 HEADS = pa.schema(
     [
         *HEAD_KEY,
         ("kv_head", pa.int64()),
         ("rows", pa.int64()),  # measured in [n_low, n_high]
-        ("broken_rows", pa.int64()),  # of all measured rows: logits or weights not finite; left out of every number
+        ("broken_rows", pa.int64()),  # rows with logits or weights that are not finite; no number includes them
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
         *_numbers(*(column for name in PER_ROW for column in with_quantiles(name))),
@@ -64,7 +66,7 @@ HEADS = pa.schema(
     ]
 )
 
-# One row per head and bin of visible keys n: the curves against length, out of one pass.
+# One row per head and bin of visible keys n: the curves against length.
 BY_LENGTH = pa.schema(
     [
         *HEAD_KEY,
@@ -78,7 +80,7 @@ BY_LENGTH = pa.schema(
     ]
 )
 
-# One row per head and block of consecutive long rows: medians of what verdicts are decided by, for their intervals.
+# One row per head and block of consecutive long rows: medians of the metrics that decide verdicts, for resampling.
 BLOCK_METRICS = (
     "entropy_ratio", "entropy_nats", "entropy_floor", "max_weight", "sink_mass", "horizon", "jacobian_norm",
     "entropy_ratio_without_sink", "horizon_without_sink",
@@ -94,8 +96,8 @@ BLOCKS = pa.schema(
     ]
 )
 
-# One row per head and N: the N heaviest keys. Means over the longest rows: `mass` over all of them, the rest over the
-# sampled ones, which `rows` counts where they were measured. See docs/theory/distance.md and geometry.md.
+# One row per head and N: the N heaviest keys. `mass` is a mean over all of the longest rows, the other columns over the
+# sampled rows that `rows` counts. See docs/theory/distance.md and geometry.md.
 TOP_N_NUMBERS = (
     "mass",
     "d_tilde",
@@ -127,13 +129,13 @@ SENSITIVITY = pa.schema(
     ]
 )
 
-# One row per layer and N: what the heads cover together, measured and as independence would have it.
+# One row per layer and N: the share of keys that the heads cover together, measured and if heads were independent.
 COVERAGE = pa.schema(
     [*_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers("per_head", "union", "independent")]
 )
 
-# One row per chosen query row and key that a head reads, by rank: the heaviest keys and the text of both positions.
-# `weight` is the normalizer's own, not rescaled to a row sum of 1; a token is null where a position is no token.
+# One row per listed query row and key, by rank: the heaviest keys of a head and the text of both positions.
+# `weight` is not rescaled to a row sum of 1. A token is null if the position is not a token (image, audio).
 READS = pa.schema(
     [
         *HEAD_KEY,
@@ -147,7 +149,7 @@ READS = pa.schema(
     ]
 )
 
-# One row per position of a measured sequence: the text around the keys that are read.
+# One row per position of a measured sequence: the text around the listed keys.
 TOKENS = pa.schema(
     [
         ("text", pa.string()),
@@ -170,9 +172,9 @@ SCHEMAS = {
     "reads": READS,
     "tokens": TOKENS,
 }
-OPTIONAL = ("reads", "tokens")  # runs of earlier versions have no such files
+OPTIONAL = ("reads", "tokens")  # earlier versions did not write them
 
-# Derived when parts are put together: one row per head and window, with the window's own verdict.
+# Derived when parts are combined: one row per head and window, with the verdict of that window alone.
 WINDOW_NUMBERS = (
     *BLOCK_METRICS, BLOCK_NORM, "max_weight_without_sink", "effective_keys", "effective_keys_without_sink",
     "gap_slope", "gap_slope_without_sink", "gap_slope_error",
@@ -190,9 +192,71 @@ WINDOWS = pa.schema(
         ("verdict", pa.string()),
     ]
 )
-TABLES = (*SCHEMAS, "windows")
+ALL_SCHEMAS = {**SCHEMAS, "windows": WINDOWS}
+TABLES = tuple(ALL_SCHEMAS)
+
+# Columns while a layer is measured: arrays of one length, and plain values that hold for all rows.
+Columns = dict[str, Any]
+FIXED = ("text", "length", "window")  # the same for all rows of a part
 
 
-def complete(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """The tables with an empty one for each optional table that is missing."""
+def layer_table(schema: pa.Schema, pieces: Sequence[Columns]) -> pa.Table:
+    """Combine the columns of a layer into one table without the FIXED columns; numbers not measured are NaN."""
+    sizes = [next(len(value) for value in piece.values() if isinstance(value, np.ndarray)) for piece in pieces]
+    fields = [field for field in schema if field.name not in FIXED]
+    columns = [
+        pa.chunked_array([_filled(piece, field, size) for piece, size in zip(pieces, sizes, strict=True)], field.type)
+        for field in fields
+    ]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields)).combine_chunks()
+
+
+def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str, Any]) -> pa.Table:
+    """Combine the tables of all layers into one table with the FIXED columns."""
+    rows = sum(layer.num_rows for layer in layers)
+    columns = [
+        pa.chunked_array([pa.repeat(pa.scalar(fixed[field.name], field.type), rows)])
+        if field.name in FIXED
+        else pa.chunked_array([chunk for layer in layers for chunk in layer[field.name].chunks], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema).combine_chunks()
+
+
+def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return the tables with an empty table for each optional one that is missing."""
     return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}
+
+
+# Version 2 stored the mean of a metric under its own name and the median as _q50, measured one window of a text, and
+# had neither blocks nor windows. Its verdicts are judged again, without confidence: there is nothing to resample.
+ADDED_IN_3 = ("blocks", "windows")
+
+
+def upgraded(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return tables of version 2 with the columns of the current version."""
+    return {
+        **{name: _upgraded(name, table) for name, table in tables.items()},
+        **{name: ALL_SCHEMAS[name].empty_table() for name in ADDED_IN_3},
+    }
+
+
+def _upgraded(name: str, table: pa.Table) -> pa.Table:
+    if name in ("heads", "by_length"):
+        means = {f"{metric}_mean": table[metric] for metric in PER_ROW if metric in table.column_names}
+        medians = {metric: table[f"{metric}_q50"] for metric in PER_ROW if f"{metric}_q50" in table.column_names}
+        for column, values in medians.items():
+            table = table.set_column(table.column_names.index(column), column, values)
+        for column, values in means.items():
+            table = table.append_column(column, values)
+    for field in SCHEMAS[name]:
+        if field.name not in table.column_names:
+            table = table.append_column(field.name, pa.array(np.full(table.num_rows, np.nan), field.type))
+    return table.select(SCHEMAS[name].names)
+
+
+def _filled(piece: Columns, field: pa.Field, size: int) -> pa.Array:
+    value = piece.get(field.name, np.nan) if field.type == pa.float64() else piece[field.name]
+    if isinstance(value, np.ndarray):
+        return pa.array(value, field.type)
+    return pa.repeat(pa.scalar(value, field.type), size)

@@ -1,28 +1,15 @@
-"""The command `attnorm`: one file per verb; each parses, calls, prints.
+"""The command `attnorm`: one function per command; each parses options, calls the package and prints the result.
 
-Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 done, 1 a check or promise failed or
-the machine gave out (disk, memory), 2 wrong usage or input, 130 interrupted.
+Results go to stdout (as JSON with --json), progress to stderr. Exit codes: 0 success; 1 a check failed, or no disk
+space or memory; 2 wrong usage or input; 3 unfinished work; 130 interrupted.
 """
 
 from typing import Annotated
 
 import typer
 
-from attnorm.cli import (
-    analyze,
-    bench,
-    compare,
-    dispersion,
-    doctor,
-    frontier,
-    normalizers,
-    report,
-    reproduce,
-    stability,
-    train,
-    verify,
-)
-from attnorm.cli.output import SafeGroup, show_version
+from attnorm.cli import analyze, bench, compare, doctor, normalizers, report, reproduce, stability, train, verify
+from attnorm.cli.output import SafeGroup, add_command, show_version
 
 app = typer.Typer(
     name="attnorm",
@@ -30,22 +17,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    epilog="Example: attnorm analyze --out run",
 )
-for verb in (
-    analyze.analyze, compare.compare, report.report, normalizers.normalizers, dispersion.dispersion, frontier.frontier,
-    verify.verify, reproduce.reproduce, bench.bench, doctor.doctor, stability.stability,
+for command in (
+    analyze.analyze, compare.compare, report.report, normalizers.normalizers, normalizers.dispersion,
+    normalizers.frontier, verify.verify, reproduce.reproduce, bench.bench, doctor.doctor, stability.stability,
 ):  # fmt: skip
-    app.command()(verb)
+    add_command(app, command)
 app.add_typer(train.train)
 
 
 @app.callback()
 def attnorm(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and leave.")
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """How sharply attention selects: measure any model, know the limit, replace softmax."""
+    """Measure how sharply attention selects in any model, compare it with theory, and replace softmax."""
 
 
 __all__ = ["app"]

@@ -1,15 +1,13 @@
-"""What analyze, compare and report share: options of measuring and judging, texts, failures told in one sentence."""
+"""Options that analyze, compare and stability share, how they are parsed, and analyze() with a progress bar."""
 
-import errno
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.output import say, usage_errors
-from attnorm.cli.progress import Watch, shown
+from attnorm.cli.output import failures, say
+from attnorm.cli.progress import AnalysisBar, ProgressBar
 
 if TYPE_CHECKING:
     from attnorm.analysis.parts import AnalysisProgress
@@ -20,86 +18,98 @@ if TYPE_CHECKING:
 Texts = Annotated[
     list[Path] | None,
     typer.Option(
-        "--text",
-        metavar="FILE",
-        help="Text to measure on, plain or .xz; may be given several times. Default: one that is built in.",
+        "--text", metavar="FILE", help="Text to measure on, plain or .xz; repeatable (default: a built-in text)."
     ),
 ]
-Images = Annotated[
-    list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="Image to measure on; may be given several times."),
-]
+Images = Annotated[list[Path] | None, typer.Option("--image", metavar="FILE", help="Image to measure on; repeatable.")]
 Audio = Annotated[
-    list[Path] | None,
-    typer.Option("--audio", metavar="FILE", help="Sound to measure on, WAV; may be given several times."),
+    list[Path] | None, typer.Option("--audio", metavar="FILE", help="WAV file to measure on; repeatable.")
 ]
 Lengths = Annotated[
     str | None,
-    typer.Option(metavar="N,N,...", help="Tokens of each window; default: the whole text, or an eighth of the budget."),
-]
-Windows = Annotated[
-    str,
     typer.Option(
-        metavar="auto|K", help="Disjoint windows of each text to judge heads over; auto: up to 8, as the budget allows."
+        metavar="N,N,...",
+        help="Tokens per window (default: the whole text if it fits into model and budget, else an eighth of the "
+        "budget).",
     ),
 ]
-Budget = Annotated[int, typer.Option(metavar="N", help="Tokens of each text, over all its windows.")]
-Bos = Annotated[
-    bool | None,
-    typer.Option("--bos/--no-bos", help="Start every window with the BOS token, or without; default: as tokenized."),
+Windows = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|K",
+        help="Disjoint windows per text, over which heads are judged (default: auto, up to 8 in the budget).",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Tokens per text, over all its windows (default: 8192).", show_default=False),
 ]
 Rows = Annotated[
-    str, typer.Option(metavar="auto|all|last|K", help="Query rows of each window to measure; auto: up to 512.")
+    str | None,
+    typer.Option(metavar="auto|all|last|K", help="Query rows per window (default: auto, up to 512, spread)."),
 ]
 Metrics = Annotated[
-    str,
+    str | None,
     typer.Option(
-        metavar="GROUPS",
-        help="core: all that verdicts need, in at most 2x the time of the plain pass on a CPU. Costly, on request: "
-        "vectors (separability, saturation), sensitivity, coverage, or all of them.",
+        metavar="GROUP,GROUP,...",
+        help="Metric groups. core: all that verdicts need, at most twice the time of the plain forward pass on a CPU. "
+        "Slower: vectors (separability, saturation), sensitivity, coverage, or all (default: core).",
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Random seed for row sampling and permutations, not used by verdicts (default: 0).")
+]
+Bos = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos", help="Start every window with the BOS token, or without it (default: as the tokenizer does)."
     ),
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(metavar="NAME|DIR", help="Hub name or folder of a tokenizer; default: the one beside the model."),
+    typer.Option(metavar="NAME|DIR", help="Hub name or folder of a tokenizer (default: the one next to the model)."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16, float16, float64, auto; default: float32 on a CPU.")
+    str | None,
+    typer.Option(
+        help="float32, bfloat16, float16, float64, or auto for the checkpoint's own (default: float32 on a CPU, else "
+        "auto)."
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; default: the GPU if there is one.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, or auto for all GPUs (default: the GPU if there is one).")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Seed = Annotated[int, typer.Option(help="Random seed of sampled rows and permutations; verdicts do not depend on it.")]
 Judging = Annotated[
     list[str] | None,
     typer.Option(
-        "--threshold",
-        metavar="NAME=VALUE",
-        help="A threshold of the verdicts, e.g. near_floor=0.2; may be given several times.",
+        "--threshold", metavar="NAME=VALUE", help="Threshold of the verdicts, for example near_floor=0.2; repeatable."
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Threads torch may use; its own choice by default.")
+    int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads (default: the choice of torch).")
 ]
 
 
 def check_model(name: str) -> None:
-    """Says no to a name that leads nowhere, before seconds are spent on loading libraries."""
+    """Raise ValueError for a model that cannot be found, before libraries are loaded."""
     from attnorm.models.source import find
 
     find(name)
 
 
 def texts_of(files: list[Path] | None) -> "dict[str, Text] | None":
-    """By name; None where no file is given, for one that is on every machine."""
+    """Read text files by name; None if there are none."""
     if not files:
         return None
     from attnorm.files import read_text, text_name
 
-    return files_read({text_name(path): read_text(path) for path in files})
+    return as_texts({text_name(path): read_text(path) for path in files})
 
 
 def inputs_of(texts: list[Path] | None, images: list[Path] | None, audio: list[Path] | None) -> "dict[str, Any] | None":
-    """Texts, images and sound by name; None where no file is given."""
+    """Return texts, images and sound by name; None if no file is given."""
     if not (images or audio):
         return texts_of(texts)
     from attnorm.files import text_name
@@ -114,11 +124,16 @@ def inputs_of(texts: list[Path] | None, images: list[Path] | None, audio: list[P
     return found
 
 
-def files_read(contents: dict[str, str]) -> "dict[str, Text]":
-    """Name -> content, as analyze takes what comes from files."""
+def as_texts(contents: dict[str, str]) -> "dict[str, Text]":
+    """Mark texts as read from files."""
     from attnorm.models.inputs import Text
 
     return {name: Text(name, content, file=True) for name, content in contents.items()}
+
+
+def names_of(value: str) -> list[str]:
+    """'softmax, ssmax' -> ['softmax', 'ssmax']"""
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
@@ -128,40 +143,53 @@ def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in value.replace("_", "").split(","))
     except ValueError:
-        raise ValueError(f"{option} takes whole numbers separated by commas, e.g. 256,1024; got {value!r}") from None
+        raise ValueError(f"{option}: expected integers separated by commas, e.g. 256,1024, got {value!r}") from None
 
 
-def rows_of(value: str) -> Any:
-    if value in ("auto", "all", "last"):
+def windows_of(value: str | None) -> Any:
+    return _number_or(value, "--windows", ("auto",))
+
+
+def _number_or(value: str | None, option: str, words: Iterable[str]) -> int | str | None:
+    if value is None or value in words:
         return value
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"--rows takes auto, all, last or a number of rows, got {value!r}") from None
+        raise ValueError(f"{option}: expected {', '.join(words)} or an integer, got {value!r}") from None
 
 
-def windows_of(value: str) -> Any:
-    if value == "auto":
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"--windows takes auto or a number of windows, got {value!r}") from None
-
-
-def groups_of(value: str) -> tuple[str, ...]:
-    """The groups of metrics, checked before a model is loaded for nothing."""
+def given_settings(
+    inputs: Any,
+    lengths: str | None,
+    windows: str | None,
+    budget: int | None,
+    bos: bool | None,
+    rows: str | None,
+    metrics: str | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """Validate options before the model is loaded; return those that are given as arguments of analyze()."""
     from attnorm.analysis.settings import groups
 
-    names = tuple(name.strip() for name in value.split(",") if name.strip())
-    return groups(names[0] if len(names) == 1 else names)
+    values = {
+        "inputs": inputs,
+        "lengths": numbers_of("--lengths", lengths),
+        "windows": windows_of(windows),
+        "budget": budget,
+        "bos": bos,
+        "rows": _number_or(rows, "--rows", ("auto", "all", "last")),
+        "metrics": None if metrics is None else groups("all" if metrics == "all" else names_of(metrics)),
+        "seed": seed,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def thresholds_of(words: list[str] | None) -> "Thresholds":
-    """The defaults with what the words change."""
+def thresholds_of(changes: list[str] | None) -> "Thresholds":
+    """Return the default thresholds with changes of the form name=value."""
     from attnorm.analysis.verdicts.thresholds import Thresholds
 
-    return Thresholds().changed(words or ())
+    return Thresholds().changed(changes or ())
 
 
 def use_threads(threads: int | None) -> None:
@@ -172,67 +200,26 @@ def use_threads(threads: int | None) -> None:
 
 
 def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "Analysis":
-    """analyze() with progress on stderr. Ctrl-C says what is kept, and leaves with 130."""
+    """Run analyze() with a progress bar. Ctrl-C prints what is kept and exits with 130."""
     from attnorm.analysis.analyze import analyze
 
-    watch = Watch()
-    # The bar inside, so that it is gone before a message is printed.
-    with failures(lambda: _what_is_kept(watch, out)), shown(watch) as progress:
+    bar = ProgressBar("loading the model")
+    progress = AnalysisBar(bar)
+    with failures(lambda: _what_is_kept(progress.last, out)), bar:  # the bar ends before a message is printed
         analysis = analyze(model, out=out, progress=progress, **options)
-    if watch.last is None:
+    if progress.last is None:
         say(f"{out} holds this run already, finished: nothing was measured again")
     return analysis
 
 
-@contextmanager
-def failures(
-    when_interrupted: Callable[[], str] = lambda: "Interrupted.", writes_to: Path | None = None
-) -> Iterator[None]:
-    """Wrong input leaves with 2; a disk, a network or memory that gives out with 1; Ctrl-C with 130."""
-    import torch
-
-    try:
-        with usage_errors():
-            yield
-    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise typer.BadParameter(_told(error)) from None
-    except KeyboardInterrupt:
-        say(when_interrupted())
-        raise typer.Exit(130) from None
-    except (MemoryError, torch.OutOfMemoryError):
-        say(
-            "Error: out of memory. Take shorter --lengths, fewer --rows, --metrics core, or half precision with "
-            "--dtype bfloat16."
-        )
-        raise typer.Exit(1) from None
-    except OSError as error:
-        say(f"Error: {_told(error, writes_to)}")
-        raise typer.Exit(1) from None
-
-
-def _told(error: Exception, writes_to: Path | None = None) -> str:
-    """The message without '[Errno 28]'; a bare system error keeps the file, or the folder, it is about."""
-    if isinstance(error, OSError) and error.strerror:
-        where = error.filename if error.filename is not None else writes_to
-        told = error.strerror if where is None else f"{error.strerror}: {where}"
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return f"{told}. Free some space, or name a folder on another disk with --out" if full else told
-    return str(error)
-
-
-def _what_is_kept(watch: Watch, out: Path | None) -> str:
-    state = watch.last
-    done = 0 if state is None else state.parts_done
+def _what_is_kept(state: "AnalysisProgress | None", out: Path | None) -> str:
     if out is None:
-        return "Interrupted. Nothing is kept: with --out DIR finished parts would be, and the run could go on."
+        return "Interrupted. Nothing is kept. With --out DIR, finished parts are kept and the run can resume."
     if state is None:
         return "Interrupted before the first part; nothing was measured yet."
+    layers = 0 if state.parts_done == state.parts_total else state.layers_done
+    also = f", and {layers} of {state.layers_total} layers of part {state.parts_done + 1}" if layers else ""
     return (
-        f"Interrupted. {done} of {state.parts_total} parts are finished and kept in {out}{_layers_kept(state)}; "
-        "run the same command again and it goes on from there."
+        f"Interrupted. {state.parts_done} of {state.parts_total} parts are finished and kept in {out}{also}. "
+        "Run the same command again to resume."
     )
-
-
-def _layers_kept(state: "AnalysisProgress") -> str:
-    done = 0 if state.parts_done == state.parts_total else state.layers_done
-    return f", and {done} of {state.layers_total} layers of part {state.parts_done + 1}" if done else ""

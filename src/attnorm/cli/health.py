@@ -1,4 +1,4 @@
-"""What `attnorm doctor` reports: versions, devices, optional packages, and self checks on this machine."""
+"""The report of `attnorm doctor`: versions, devices, optional packages, and checks on this machine."""
 
 import platform
 import shutil
@@ -29,7 +29,7 @@ OPTIONAL_PACKAGES = {
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",
     "lightning": "AttentionMonitor.lightning",
-    "entmax": "the rival in `attnorm bench normalizers`",
+    "entmax": "the comparison in `attnorm bench normalizers`",
 }
 ENGINES = {
     "fused": "torch SDPA",
@@ -67,7 +67,7 @@ class Health:
     devices: tuple[str, ...]
     optional: tuple[Optional, ...]
     checks: tuple[HealthCheck, ...]
-    engines: dict[str, str]  # normalizer -> the engine that attention() takes on this machine
+    engines: dict[str, str]  # normalizer -> the engine that attention() chooses on this machine
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with whether all checks passed."""
@@ -78,8 +78,12 @@ class Health:
         return all(check.passed for check in self.checks)
 
 
-def examine() -> Health:
-    """Run all checks; takes a few seconds."""
+def examine(progress: Callable[[str, int, int], None] = lambda check, done, total: None) -> Health:
+    """Run all checks, which takes a few seconds. progress: called with a check, its index and the number of checks."""
+    checks = []
+    for index, (promise, attempt) in enumerate(PROMISES.items()):
+        progress(promise, index, len(PROMISES))
+        checks.append(_tried(promise, attempt))
     return Health(
         machine=this_machine(),
         versions={
@@ -93,13 +97,13 @@ def examine() -> Health:
             *(Optional(name=name, version=_version(name), enables=use) for name, use in OPTIONAL_PACKAGES.items()),
             Optional(name="C++ compiler", version=_compiler(), enables="torch.compile on the CPU"),
         ),
-        checks=tuple(_tried(promise, attempt) for promise, attempt in PROMISES.items()),
+        checks=tuple(checks),
         engines=engines(),
     )
 
 
 def engines() -> dict[str, str]:
-    """The engine of attention() for each normalizer: causal, 64 queries, on a GPU in bfloat16 where there is one."""
+    """Return the engine of attention() for each normalizer: causal, 64 queries, in bfloat16 if there is a GPU."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     q, k, v = (torch.zeros(1, 1, 64, 64, device=device, dtype=dtype) for _ in range(3))
     inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
@@ -219,20 +223,14 @@ def health_tables(health: Health) -> RenderableType:
         ("devices", ", ".join(health.devices)),
     ]:
         here.add_row(name, value)
-    optional = Table(title="Optional", title_justify="left")
-    for heading in ("what", "version", "enables"):
-        optional.add_column(heading)
+    optional = Table("what", "version", "enables", title="Optional", title_justify="left")
     for one in health.optional:
         optional.add_row(one.name, one.version or Text("missing", style="yellow"), one.enables)
-    checks = Table(title="Self check", title_justify="left")
-    for heading in ("promise", "", "found"):
-        checks.add_column(heading)
+    checks = Table("promise", "", "found", title="Self check", title_justify="left")
     for check in health.checks:
         verdict = Text("holds", style="green") if check.passed else Text("BROKEN", style="bold red")
         checks.add_row(check.promise, verdict, check.detail)
-    engines = Table(title="Engines of attention()", title_justify="left")
-    for heading in ("engine", "normalizers"):
-        engines.add_column(heading)
+    engines = Table("engine", "normalizers", title="Engines of attention()", title_justify="left")
     for engine, what in ENGINES.items():
         if names := [name for name, taken in health.engines.items() if taken == engine]:
             engines.add_row(f"{engine}: {what}", ", ".join(names))

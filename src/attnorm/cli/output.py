@@ -1,14 +1,17 @@
-"""Where output goes: results to stdout, everything else to stderr.
+"""What a command prints and how it exits: results go to stdout, everything else to stderr.
 
-Everything that the command prints passes through this file. Names, tokens and messages come from files of other people,
-and a terminal obeys the escape sequences in them; here they become ordinary characters.
+All output passes through this file. Names, tokens and messages may contain escape sequences, which a terminal would
+obey; here they become visible characters.
 """
 
+import errno
+import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,16 +19,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperGroup
 
-from attnorm.analysis.visible import escaped_json, visible_lines
+from attnorm.safe_text import escaped_json, visible_lines
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-NARROWEST = 150  # columns of a table where no terminal says how wide it is
+FILE_WIDTH = 150  # columns of a table if the output is not a terminal
 WIDE = 140  # columns that the widest table needs
 
 
 class SafeConsole(Console):
-    """A console whose only escape sequences are its own styles; strings hold no markup."""
+    """A console that prints no escape sequences except its own styles, and reads no markup in strings."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, **options)
@@ -37,7 +40,7 @@ class SafeConsole(Console):
 
 @dataclass(frozen=True)
 class ByWidth:
-    """A table for wide terminals, and one for narrow terminals."""
+    """A table for terminals of at least WIDE columns, and one for others."""
 
     wide: RenderableType
     narrow: RenderableType
@@ -47,7 +50,7 @@ class ByWidth:
 
 
 class SafeGroup(TyperGroup):
-    """The command: error messages and warnings are printed with control and format characters spelled out."""
+    """A group of commands whose errors and warnings show control and format characters as visible ones."""
 
     def make_context(self, *args: Any, **options: Any) -> Any:
         with _safe_messages():
@@ -65,7 +68,7 @@ def _safe_messages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if hasattr(error, "format_message"):  # errors of usage, of typer's own click or of the package
+        if hasattr(error, "format_message"):  # a usage error of click, or of the copy of click in typer
             error.message = visible_lines(str(getattr(error, "message", "")))  # type: ignore[attr-defined]
         raise
     finally:
@@ -77,6 +80,12 @@ def _safe_warnings(shown: Callable[..., None]) -> Callable[..., None]:
         shown(visible_lines(str(message)), *others, **named)
 
     return show_warning
+
+
+def add_command(app: typer.Typer, function: Callable[..., None]) -> None:
+    """Add a command. Its docstring ends with "Example: ...", which the help shows after the options."""
+    text, _, example = (inspect.getdoc(function) or "").rpartition("Example: ")
+    app.command(help=text.strip(), epilog=f"Example: {example}")(function)
 
 
 def say(text: str) -> None:
@@ -93,7 +102,7 @@ def show(renderable: RenderableType) -> None:
     """Print a table or another renderable of rich to stdout."""
     console = SafeConsole()
     if not console.is_terminal:
-        console = SafeConsole(width=max(console.width, NARROWEST))
+        console = SafeConsole(width=max(console.width, FILE_WIDTH))
     console.print(renderable)
 
 
@@ -103,19 +112,47 @@ def show_json(value: list[dict[str, Any]] | dict[str, Any]) -> None:
 
 
 @contextmanager
-def status(what: str) -> Iterator[Any]:
-    """A line on stderr that says what is being done; `.update(text)` changes it. Silent where stderr is no terminal."""
-    with SafeConsole(stderr=True).status(what) as line:
-        yield line
-
-
-@contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a ValueError and a missing library into an error of usage: print the message and leave with exit code 2."""
+    """Turn ValueError and ImportError into a usage error: print the message and exit with code 2."""
     try:
         yield
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(visible_lines(str(error))) from None
+
+
+@contextmanager
+def failures(
+    when_interrupted: Callable[[], str] = lambda: "Interrupted.",
+    writes_to: Path | None = None,
+    out_of_memory: str = "Use shorter --lengths, fewer --rows, --metrics core, or --dtype bfloat16.",
+) -> Iterator[None]:
+    """Turn errors into a message and an exit code: 2 wrong input; 1 disk, network or memory; 130 Ctrl-C."""
+    import torch
+
+    try:
+        with usage_errors():
+            yield
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise typer.BadParameter(_message(error)) from None
+    except KeyboardInterrupt as stopped:
+        say(str(stopped) or when_interrupted())
+        raise typer.Exit(130) from None
+    except (MemoryError, torch.OutOfMemoryError):
+        say(f"Error: out of memory. {out_of_memory}")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        say(f"Error: {_message(error, writes_to)}")
+        raise typer.Exit(1) from None
+
+
+def _message(error: OSError, writes_to: Path | None = None) -> str:
+    """Return the message without "[Errno 28]" and with the file or folder that it is about."""
+    if not error.strerror:
+        return str(error)
+    where = error.filename if error.filename is not None else writes_to
+    message = error.strerror if where is None else f"{error.strerror}: {where}"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{message}. Free some space, or choose a folder on another disk with --out" if full else message
 
 
 def show_version(asked: bool) -> bool:

@@ -1,127 +1,123 @@
-"""What a running analysis shows on stderr: a live line in a terminal; in a log a line for each finished part, and one
-every LOG_SECONDS within a part."""
+"""The progress bar of all commands, on stderr: a live bar in a terminal, lines in a log file, both with the time left.
+
+A log gets a line when a stage starts, when it ends, when the caller asks for one, and every LOG_SECONDS.
+"""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnorm.cli.output import SafeConsole, say
 
 if TYPE_CHECKING:
     from attnorm.analysis.parts import AnalysisProgress
 
-
 LOG_SECONDS = 30.0
 
 
-class Watch:
-    """Turns states of a run into words; keeps when it began and how much of it was found finished."""
+class ProgressBar:
+    """Use it as a context manager and call it with the stage and the amount of work done."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, stage: str = "starting", now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._began = now()
-        self._resumed = 0.0  # tokens that cost no time
-        self._before = 0
+        self._stage = self._line = ""
+        self._started = self._logged = now()
+        self._first = 0.0  # work done before this process measured the stage
+        console = SafeConsole(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=10),
+            TextColumn("{task.fields[words]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        self._live = console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, disable=not self._live)
+        self._task = self._bar.add_task(stage, total=None, words="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(
+        self,
+        stage: str,
+        done: float = 0,
+        total: float | None = None,
+        *,
+        detail: str = "",
+        skipped: float = 0,
+        left: str | None = None,
+        unit: str = "",
+        log: bool = False,
+    ) -> None:
+        """Show progress.
+
+        done, total: amount of work in the stage; a total of type int is shown as a count, float as a percentage.
+        detail: more words to show. skipped: the part of `done` that an earlier run did, which took no time now.
+        left: words about the time left (default: an estimate). unit: show the speed in this unit per second.
+        log: write a line to a log now.
+        """
+        changed = stage != self._stage
+        if changed:
+            self._stage, self._started, self._first = stage, self._now(), done - skipped
+        pace = self._pace(done - skipped)
+        if left is None:
+            left = f"{duration((total - done) / pace)} left" if pace and total and done < total else ""
+        speed = f"{pace:,.0f} {unit}/s" if pace and unit else ""
+        words = ", ".join(filter(None, (_count(done, total), detail, speed, left)))
+        self._bar.update(self._task, description=stage, completed=done, total=total, words=words)
+        finished = total is not None and total > 1 and done >= total
+        if not self._live and (changed or log or finished or self._now() - self._logged >= LOG_SECONDS):
+            line = f"{stage}: {words}" if words else stage
+            if line != self._line:
+                say(line)
+            self._line, self._logged = line, self._now()
+
+    def _pace(self, done: float) -> float:
+        seconds = self._now() - self._started
+        return max(done - self._first, 0.0) / seconds if seconds > 0 else 0.0
+
+
+class AnalysisBar:
+    """Shows the states of analyze() on a ProgressBar; pass it as `progress`."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+        self._resumed = 0  # tokens of parts that were finished before
         self.last: AnalysisProgress | None = None
 
-    def see(self, state: "AnalysisProgress") -> None:
+    def __call__(self, state: "AnalysisProgress") -> None:
+        before = self.last
         if state.resumed:
-            self._resumed += state.tokens_done - self._before
-        self._before = state.tokens_done
+            self._resumed += state.tokens_done - (0 if before is None else before.tokens_done)
         self.last = state
-
-    @property
-    def share(self) -> float:
-        """Of all tokens, counting finished layers of the part in flight; a part of length n takes n tokens."""
-        return 0.0 if self.last is None else min(self._tokens() / max(self.last.tokens_total, 1), 1.0)
-
-    @property
-    def words(self) -> str:
-        state = self.last
-        if state is None:
-            return "loading the model"
+        part_finished = before is not None and state.parts_done > before.parts_done
+        running = state.parts_done < state.parts_total and not part_finished
+        per_layer = (state.length or 0) / max(state.layers_total, 1) if running else 0.0
+        part = state.parts_done + (not part_finished)
         length = "" if state.length is None else f", {state.length:,} tokens"
-        part = min(state.parts_done + 1, state.parts_total)
-        return f"part {part} of {state.parts_total}{length}, layer {state.layers_done}/{state.layers_total}"
-
-    @property
-    def pace(self) -> str:
-        """Tokens per second, time left by that pace, memory in use."""
-        memory = memory_words()
-        measured, seconds = self._tokens() - self._resumed - self._found(), self._now() - self._began
-        if self.last is None or measured <= 0 or seconds <= 0:
-            return memory
-        left = (self.last.tokens_total - self._tokens()) * seconds / measured
-        remaining = f", {duration(left)} left" if self.last.parts_done < self.last.parts_total else ""
-        return f"{measured / seconds:,.0f} tokens/s{remaining}, {memory}"
-
-    def _tokens(self) -> float:
-        state = self.last
-        if state is None:
-            return 0.0
-        running = 0.0
-        if state.parts_done < state.parts_total:
-            running = (state.length or 0) * state.layers_done / max(state.layers_total, 1)
-        return state.tokens_done + running
-
-    def _found(self) -> float:
-        """Tokens of the part in flight that cost no measuring: its layers were finished on the disk."""
-        state = self.last
-        if state is None or state.parts_done >= state.parts_total:
-            return 0.0
-        return (state.length or 0) * state.layers_found / max(state.layers_total, 1)
-
-
-@contextmanager
-def shown(watch: Watch) -> Iterator[Callable[["AnalysisProgress"], None]]:
-    """What to hand to analyze() as `progress`."""
-    console = SafeConsole(stderr=True)
-    if not console.is_terminal:
-        log = _Log(watch)
-        yield log.see
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=10),
-        TextColumn("{task.fields[pace]}", markup=False),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(watch.words, total=1.0, pace="")
-
-        def update(state: "AnalysisProgress") -> None:
-            watch.see(state)
-            bar.update(task, completed=watch.share, description=watch.words, pace=watch.pace)
-
-        yield update
-
-
-class _Log:
-    """Plain lines for an output that is no terminal."""
-
-    def __init__(self, watch: Watch, now: Callable[[], float] = time.perf_counter) -> None:
-        self._watch, self._now = watch, now
-        self._last = now()
-
-    def see(self, state: "AnalysisProgress") -> None:
-        watch = self._watch
-        finished = watch.last is not None and state.parts_done > watch.last.parts_done
-        watch.see(state)
-        if finished:
-            length = "" if state.length is None else f" at {state.length:,} tokens"
-            how = "found finished" if state.resumed else "measured"
-            self._write(f"part {state.parts_done} of {state.parts_total}, {state.text}{length}: {how}; {watch.pace}")
-        elif state.layers_done and self._now() - self._last >= LOG_SECONDS:
-            self._write(f"{watch.words}; {watch.pace}")
-
-    def _write(self, line: str) -> None:
-        self._last = self._now()
-        say(line)
+        detail = f"part {min(part, state.parts_total)} of {state.parts_total}{length}"
+        if part_finished:
+            detail += f", {state.text}, {'found finished' if state.resumed else 'measured'}"
+        else:
+            detail += f", layer {state.layers_done}/{state.layers_total}"
+        self._bar(
+            "measuring",
+            state.tokens_done + per_layer * state.layers_done,
+            float(state.tokens_total),
+            detail=f"{detail}, {memory_words()}",
+            skipped=self._resumed + per_layer * state.layers_found,
+            unit="tokens",
+            log=part_finished,
+        )
 
 
 def duration(seconds: float) -> str:
@@ -132,7 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def memory_words() -> str:
-    """Memory of this process and of its GPU, without another library."""
+    """Return the memory of this process and of its GPU, for example "1.2 GB"."""
     words = []
     statm = Path("/proc/self/statm")
     if statm.is_file():
@@ -144,7 +140,13 @@ def memory_words() -> str:
 
         kilobyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
         words.append(f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 1e9:.1f} GB")
-    torch = sys.modules.get("torch")  # not imported for this
+    torch = sys.modules.get("torch")  # do not import it for this
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         words.append(f"{torch.cuda.memory_allocated() / 1e9:.1f} GB on the GPU")
     return ", ".join(words)
+
+
+def _count(done: float, total: float | None) -> str:
+    if total is None or (total <= 1 and isinstance(total, int)):
+        return ""
+    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done / max(total, 1e-12):.0%}"

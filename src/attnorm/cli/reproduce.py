@@ -1,4 +1,4 @@
-"""attnorm reproduce: the papers' figures and tables on any model, and which claims hold."""
+"""attnorm reproduce: reproduce figures and tables of the papers on any model, and say which claims hold."""
 
 import time
 from collections.abc import Iterator
@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.cli.analysis_options import failures, numbers_of
-from attnorm.cli.output import Json, SafeConsole, say, show, show_json
+from attnorm.cli.analysis_options import names_of, numbers_of
+from attnorm.cli.output import Json, failures, say, show, show_json
+from attnorm.cli.progress import ProgressBar
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.experiments.experiment import ProgressCallback
     from attnorm.experiments.run import Written
 
-_SAFE = "finished work is kept, and the same command continues"
+_KEPT = "finished work is kept, and the same command resumes"
+_MEMORY = f"Use --quick or --device cpu; {_KEPT}."
 _COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not tested": "dim"}
-_LOGGED = 4  # lines per experiment if stderr is not a terminal
 
 
 Stage = Annotated[
@@ -108,27 +106,27 @@ def reproduce(
     whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 a stage has unfinished work; 130
     interrupted.
 
-    Example: attnorm reproduce fig2 fig3 --text war-and-peace.txt    # gpt2 on War and Peace, as in the paper
+    Example: attnorm reproduce fig2 fig3 --model bundled --quick
     """
     if not names:
         _list(as_json)
         return
-    normalizers = [name.strip() for name in only.split(",") if name.strip()]
+    normalizers = names_of(only)
     stage_options = {"--seeds": seeds, "--minutes": minutes, "--set": changes, "--closest": closest}
     if stage is not None:
         refused = {"--model": model, "--longest": longest, "--fresh": fresh or None, "--json": as_json or None}
-        with failures(lambda: f"Interrupted; {_SAFE}."), _short_of_memory():
+        with failures(lambda: f"Interrupted; {_KEPT}.", out_of_memory=_MEMORY):
             _check_stage(names, refused)
             finished = _run_stage(
                 stage, out, quick=quick, changes=changes or [], texts=text or [], held_out=valid or [],
                 only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,), max_minutes=minutes, device=device,
                 count=3 if closest is None else closest,
             )  # fmt: skip
-        say(f"{stage}: {'finished' if finished else 'not all of it is finished'}")
+        say(f"{stage}: {'finished' if finished else 'not finished'}")
         raise typer.Exit(0 if finished else 3)
     unused = [option for option, value in stage_options.items() if value is not None]
     if unused:
-        raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
+        raise typer.BadParameter(f"{unused[0]} needs --stage. Add --stage NAME, or remove {unused[0]}.")
     from attnorm.experiments.catalogue import MODEL, named
     from attnorm.experiments.index_page import INDEX
     from attnorm.experiments.option_checks import check_options
@@ -149,10 +147,9 @@ def reproduce(
     )
     _note_default_text(first, text)
     with (
-        failures(lambda: f"Interrupted; {_SAFE}.", writes_to=out),
+        failures(lambda: f"Interrupted; {_KEPT}.", writes_to=out, out_of_memory=_MEMORY),
         _default_explained(first, asked=bool(model)),
-        _short_of_memory(),
-        _progress() as progress,
+        ProgressBar("loading") as progress,
     ):
         check_options([one.name for one in named(names)], {MODEL: model or ()})
         written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
@@ -165,10 +162,10 @@ def reproduce(
 
 def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
     if names != ["language-models"]:
-        raise ValueError(f"--stage belongs to language-models, got {', '.join(names)}; remove it, or run that alone")
+        raise ValueError(f"--stage: expected language-models alone, got {', '.join(names)}. Remove --stage.")
     given = [option for option, value in refused.items() if value is not None]
     if given:
-        raise ValueError(f"--stage does not use {given[0]}; remove it")
+        raise ValueError(f"--stage does not use {given[0]}. Remove it.")
 
 
 def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **options: Any) -> bool:
@@ -254,39 +251,3 @@ def _table(one: "Written") -> Group:
         "",
         table,
     )
-
-
-@contextmanager
-def _short_of_memory() -> Iterator[None]:
-    import torch
-
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        say(f"Error: out of memory. Use --quick or --device cpu; {_SAFE}.")
-        raise typer.Exit(1) from None
-
-
-@contextmanager
-def _progress() -> "Iterator[ProgressCallback]":
-    """Show a bar on stderr, or a few lines per experiment if stderr is not a terminal."""
-    console = SafeConsole(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
-        before: tuple[str, int] = ("", -1)
-
-        def progress(what: str, done: int, total: int) -> None:
-            nonlocal before
-            bar.update(task, description=what, completed=done, total=total)
-            at = (what, _LOGGED * done // max(total, 1))
-            if not console.is_terminal and at != before:
-                say(what if total <= 1 else f"{what}, {done} of {total}")
-            before = at
-
-        yield progress

@@ -1,4 +1,4 @@
-"""How a finished run was measured, so that a model beside it can be measured likewise: its settings and its texts."""
+"""The settings and texts of a finished run, so that another model can be measured in the same way."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,25 +11,26 @@ SETTINGS = (
 
 
 def settings_of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of analyze(), without those that merged runs disagree on. bos=False and read_keys=0 are kept."""
+    """Return options of analyze(), without those that differ between merged runs. bos=False and read_keys=0 stay."""
     settings = manifest["settings"]
     return {name: settings[name] for name in SETTINGS if settings.get(name) not in (None, [])}
 
 
 def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
-    """Name -> content, read again: a run keeps only the names of its texts and what they must hash to."""
+    """Return name -> content; texts are read again, since a run stores only their names and hashes."""
     from attnorm.analysis.manifest import content_hash
 
-    found = {text["name"]: _content(text["name"]) for text in manifest["texts"]}
+    found: dict[str, str] = {}
     for text in manifest["texts"]:
-        content = found[text["name"]]
+        content = _content(text["name"])
         if content is None or content_hash(content) != text["sha256"]:
-            what = "is not here" if content is None else "has changed"
+            what = "does not exist here" if content is None else "has changed"
             raise ValueError(
-                f"the text {text['name']!r} that {folder} was measured on {what}, so a model cannot be measured on it "
-                "too; give a text for the models with --text FILE"
+                f"the text {text['name']!r} that {folder} was measured on {what}. Give a text for the models with "
+                "--text FILE."
             )
-    return {name: content for name, content in found.items() if content is not None}
+        found[text["name"]] = content
+    return found
 
 
 def _content(name: str) -> str | None:

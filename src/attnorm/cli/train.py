@@ -1,46 +1,31 @@
-"""attnorm train: small language models (lm), pass keys (needle), and picking from sets (retrieval)."""
+"""attnorm train: language models (lm), pass keys hidden in text (needle); retrieval is in train_retrieval.py."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from attnorm.cli.analysis_options import numbers_of
-from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
-from attnorm.cli.train_needle import needle
-from attnorm.cli.train_retrieval import retrieval
+from attnorm.cli.output import Json, add_command, failures, say, show, show_json, usage_errors
+from attnorm.cli.progress import ProgressBar
+from attnorm.cli.train_retrieval import Device, retrieval
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.training.lm.run import LMProgress as Stage
+    from attnorm.training.lm.run import LMProgress
 
-_SAFE = "earlier checkpoints are complete, and the same command continues from the last one"
-
-train = typer.Typer(
-    name="train",
-    help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval).",
-    no_args_is_help=True,
-)
-train.command()(retrieval)
-train.command()(needle)
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")]
+_KEPT = "Interrupted; checkpoints are kept, and the same command resumes from the last one."
 
 
-@train.command()
 def lm(
-    texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on: .txt or .txt.xz.")],
-    valid: Annotated[Path, typer.Option(help="Text file held out for the validation loss.")],
-    out: Annotated[Path, typer.Option(help="Folder for the model; if it holds this run, the run continues.")],
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.")],
+    valid: Annotated[Path, typer.Option(metavar="FILE", help="Held-out text for the validation loss.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the model; the same command resumes from it.")],
     architecture: Annotated[str, typer.Option(help="gpt2, or llama (rotary positions).")] = "gpt2",
-    normalizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Normalizer instead of softmax; `attnorm normalizers` lists them.")
-    ] = "softmax",
-    normalizer_options: Annotated[
-        str, typer.Option(metavar="KEY=VALUE,...", help="Options of the normalizer, e.g. alpha=1.3,learned=true.")
-    ] = "",
+    normalizer: Annotated[str, typer.Option(metavar="NAME", help="Normalizer; see `attnorm normalizers`.")] = "softmax",
+    normalizer_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3.")] = "",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
@@ -56,13 +41,10 @@ def lm(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")] = False,
-    dense: Annotated[
-        bool,
-        typer.Option("--dense", help="Compute attention over the whole matrix of weights: often faster, if it fits."),
-    ] = False,
-    eval_every: Annotated[int, typer.Option(help="Steps between validation losses.")] = 250,
+    device: Device = None,
+    compiled: Compiled = False,
+    dense: Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")] = False,
+    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 250,
     eval_lengths: Annotated[
         str | None,
         typer.Option(
@@ -72,21 +54,17 @@ def lm(
         ),
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
-    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint, or start from scratch.")] = True,
-    max_minutes: Annotated[
-        float | None, typer.Option(help="Stop training after this many minutes, then evaluate and write the model.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder for the encoded texts; runs may share it.", show_default="OUT/data")
-    ] = None,
-    sample: Annotated[int, typer.Option(help="Tokens of generated text in sample.txt.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Resume from the last checkpoint, or start from scratch.")] = True,
+    max_minutes: Annotated[float | None, typer.Option(help="Stop training after this many minutes.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder for encoded texts.", show_default="OUT/data")] = None,
+    sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
     note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
     as_json: Json = False,
 ) -> None:
     """Train a small language model and write a standard Hugging Face folder with a model card.
 
-    Reports the validation loss next to unigram and bigram counts on the same tokens. Run the same command again to
-    continue an interrupted run. Exit code 130: interrupted, with a checkpoint.
+    Prints the validation loss next to those of unigram and bigram counts on the same tokens. Run the same command
+    again to resume an interrupted run. Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
     Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --out my-lm
     """
@@ -97,7 +75,7 @@ def lm(
 
     with usage_errors():
         if steps is not None and tokens is not None:
-            raise ValueError("give --steps or --tokens, not both")
+            raise ValueError("expected --steps or --tokens, got both")
         if tokens is not None:
             steps = -(-tokens // max(1, batch * context))
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
@@ -107,21 +85,14 @@ def lm(
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             normalizer=normalizer, normalizer_options=_options(normalizer_options),
         )  # fmt: skip
-        try:
-            with _progress() as report:
-                record = train_lm(
-                    texts, valid, out, settings, data=data, device=device, compiled=compiled,
-                    attention="dense" if dense else "engine", resume=resume,
-                    evaluate_every=eval_every, checkpoint_every=checkpoint_every, max_minutes=max_minutes,
-                    lengths=numbers_of("--eval-lengths", eval_lengths),
-                    sample_tokens=sample, note=note, command=recorded_command(), report=report,
-                )  # fmt: skip
-        except KeyboardInterrupt as stopped:  # without a message if no step was running
-            say(str(stopped) or f"interrupted; {_SAFE}")
-            raise typer.Exit(130) from None
-        except OSError as error:
-            say(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}")
-            raise typer.Exit(1) from None
+        lengths = numbers_of("--eval-lengths", eval_lengths)
+    with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
+        record = train_lm(
+            texts, valid, out, settings, data=data, device=device, compiled=compiled,
+            attention="dense" if dense else "engine", resume=resume, evaluate_every=eval_every,
+            checkpoint_every=checkpoint_every, max_minutes=max_minutes, lengths=lengths, sample_tokens=sample,
+            note=note, command=recorded_command(), report=lambda state: _report(progress, state),
+        )  # fmt: skip
     if as_json:
         show_json(record)
         return
@@ -131,6 +102,14 @@ def lm(
     if record["result"]["rise"]:
         say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
     say(f"wrote {out}")
+
+
+def _report(progress: ProgressBar, state: "LMProgress") -> None:
+    metrics = state.metrics or {}
+    words = [f"loss {metrics['loss']:.3f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"] if metrics else []
+    if "valid_loss" in metrics:
+        words.insert(1, f"validation {metrics['valid_loss']:.3f}")
+    progress(state.stage, state.done, state.total, detail=", ".join(words), log="valid_loss" in metrics)
 
 
 def _losses(result: dict[str, Any]) -> Table:
@@ -168,41 +147,86 @@ def _options(text: str) -> dict[str, Any]:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not (key and equals and value) or key in found:
             raise ValueError(
-                f"--normalizer-options takes key=value with commas between, each key once; got {part!r} in {text!r}"
+                f"--normalizer-options: expected KEY=VALUE,... with each key once, got {part!r} in {text!r}"
             )
         found[key] = parse_value(value)
     return found
 
 
-@contextmanager
-def _progress() -> "Iterator[Callable[[Stage], None]]":
-    """Show a bar on stderr, or a line per validation loss if stderr is not a terminal."""
-    console = SafeConsole(stderr=True)
-    columns = (
-        TextColumn("{task.description:10}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}", markup=False),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None, figures="")
-        stage = ""
+def needle(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="Text to hide keys in; its last quarter is used for the test.")
+    ],
+    characters: Annotated[int, typer.Option(help="Characters per answer.")] = 5,
+    keys: Annotated[int, typer.Option(help="Largest number of keys per window in fine-tuning.")] = 10,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
+    batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    longer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Test lengths, as multiples of the training length.",
+            show_default="1,2,4; 1 for learned positions",
+        ),
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Questions per length and depth (five depths).")] = 20,
+    seed: Annotated[int, typer.Option(help="Random seed for the keys and their positions.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16 (autocast).", show_default="float32 on a CPU, else as trained"),
+    ] = None,
+    device: Device = None,
+    compiled: Compiled = False,
+    as_json: Json = False,
+) -> None:
+    """Fine-tune a copy of the model on hidden pass keys, then count the keys found at increasing lengths.
 
-        def report(now: "Stage") -> None:
-            nonlocal stage
-            figures = _figures(now.metrics) if now.metrics else ""
-            bar.update(task, description=now.stage, completed=now.done, total=now.total, figures=figures)
-            if not console.is_terminal:
-                if now.stage != stage:
-                    say(now.stage)
-                elif now.metrics and "valid_loss" in now.metrics:
-                    say(f"step {now.done:,} of {now.total:,}: {figures}")
-            stage = now.stage
+    The loss covers the answers only. The folder of the model is not changed.
 
-        yield report
+    Example: attnorm train needle bundled --text book.txt
+    """
+    from attnorm.training.needle.run import train_needle, usual_longer
+    from attnorm.training.needle.train import NeedleTask
+
+    with failures(out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
+        times = usual_longer(model) if longer is None else tuple(numbers_of("--longer", longer) or ())
+        task = NeedleTask(
+            characters=characters, keys=keys, steps=steps, batch=batch, learning_rate=lr, seed=seed,
+            questions=questions, longer=times,
+        )  # fmt: skip
+        record = train_needle(
+            model, text, task, device=device, dtype=dtype, compiled=compiled,
+            report=lambda step, loss: progress("fine-tuning", step, steps, detail=f"loss {loss:.3f}"),
+        )  # fmt: skip
+    if as_json:
+        show_json(record)
+    else:
+        show(_keys_found(record))
 
 
-def _figures(metrics: dict[str, Any]) -> str:
-    words = [f"loss {metrics['loss']:.3f}"]
-    if "valid_loss" in metrics:
-        words.append(f"validation {metrics['valid_loss']:.3f}")
-    return ", ".join([*words, f"{metrics['tokens_per_second']:,.0f} tokens/s"])
+def _keys_found(record: dict[str, Any]) -> Table:
+    task = record["task"]
+    depths = list(dict.fromkeys(answer["depth"] for answer in record["answers"]))
+    table = Table(
+        title="Pass keys found, %",
+        caption=f"{task['questions']} questions each, answers of {task['characters']} characters; depth 0 is the start",
+    )
+    for name in ("length", "all", *(f"depth {depth:g}" for depth in depths), "characters"):
+        table.add_column(name, justify="right")
+    for length, figures in record["by_length"].items():
+        here = [answer for answer in record["answers"] if answer["length"] == int(length)]
+        cells = [figures["exact"], *(answer["exact"] for answer in here), figures["characters"]]
+        table.add_row(f"{int(length):,}", *(f"{100 * cell:.0f}" for cell in cells))
+    return table
+
+
+train = typer.Typer(
+    name="train",
+    help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval).",
+    no_args_is_help=True,
+    epilog="Example: attnorm train retrieval --quick --out sets",
+)
+for command in (lm, needle, retrieval):
+    add_command(train, command)

@@ -1,23 +1,23 @@
-"""attnorm train retrieval: train models that pick from sets on few items, and test them on many."""
+"""attnorm train retrieval: train models to pick from small sets and test them on large sets."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
 
-from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
-from attnorm.cli.retrieval_time import TimeLeft
+from attnorm.cli.analysis_options import names_of
+from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
+from attnorm.cli.progress import ProgressBar, duration
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
     from attnorm.training.retrieval.run import RetrievalProgress
 
-_SAFE = "finished work is kept, and the same command continues"
-_LOGGED = 4  # lines per training if stderr is not a terminal
+_KEPT = "Interrupted; finished work is kept, and the same command resumes."
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="cuda if there is one")]
 
 # Defaults with --quick.
 _QUICK: dict[str, Any] = {
@@ -30,28 +30,23 @@ _FULL: dict[str, Any] = {
 
 
 def retrieval(
-    out: Annotated[Path, typer.Option(help="Folder for records, weights and manifest; finished parts are kept.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the results; the same command resumes from it.")],
     normalizers: Annotated[
-        str, typer.Option(help="Comma-separated normalizers; options as in topk:k=4.")
+        str, typer.Option(metavar="NAME,NAME,...", help="Normalizers to train with, options as in topk:k=4.")
     ] = "softmax,ssmax,entmax15",
-    task: Annotated[str, typer.Option(help="max, recall or majority.")] = "max",
+    task: Annotated[str, typer.Option(help="Task: max, recall or majority.")] = "max",
     seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default="10")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="20000")] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(help="Set sizes of the tests, comma-separated.", show_default="16,64,256,1024,4096,16384"),
+        typer.Option(metavar="N,N,...", help="Set sizes of the tests.", show_default="16,64,256,1024,4096,16384"),
     ] = None,
     sets: Annotated[
         int | None,
-        typer.Option(
-            "--sets",
-            "--test-sets",
-            help="Test sets per size; fewer of very large ones. `reproduce retrieval` tests on 1,024.",
-            show_default="128",
-        ),
+        typer.Option("--sets", "--test-sets", help="Test sets per size; fewer of large ones.", show_default="128"),
     ] = None,
     test_with: Annotated[
-        str, typer.Option(help="Normalizers that replace the trained one in further tests; may be empty.")
+        str, typer.Option(metavar="NAME,NAME,...", help="Normalizers that replace the trained one in further tests.")
     ] = "hard",
     batch: Annotated[int | None, typer.Option(help="Sets per step and model.", show_default="128")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the models.", show_default="128")] = None,
@@ -60,9 +55,7 @@ def retrieval(
     cosine: Annotated[bool, typer.Option(help="Use a cosine learning rate schedule to 0.")] = False,
     smallest: Annotated[int, typer.Option(help="Fewest items per set in training.")] = 5,
     largest: Annotated[int, typer.Option(help="Most items per set in training.")] = 16,
-    leak_penalty: Annotated[
-        float, typer.Option(help="Penalty on the share of the logits' variance that comes from the class.")
-    ] = 0.0,
+    leak_penalty: Annotated[float, typer.Option(help="Penalty on the share of logit variance due to the class.")] = 0.0,
     leak_from: Annotated[float, typer.Option(help="Share of the steps before the leak penalty starts.")] = 0.25,
     squeezed: Annotated[
         float, typer.Option(help="Share of the training sets whose priorities are squeezed toward 1 (task max).")
@@ -71,7 +64,7 @@ def retrieval(
         float, typer.Option(help="Scale the logits of each training set to this standard deviation (0: off).")
     ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: a minute on a CPU.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", show_default="cuda if there is one")] = None,
+    device: Device = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
     ] = None,
@@ -83,9 +76,9 @@ def retrieval(
 ) -> None:
     """Train models that pick from sets of items, and test them on sets far larger than in training.
 
-    Every seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into
-    wrong logits and dispersed weights. Finished work is not repeated. stderr shows progress and an estimate of the time
-    left for all normalizers. Exit code 130: interrupted.
+    Each seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into
+    wrong logits and dispersed weights. Run the same command again to resume. Exit codes: 1 no disk space or memory;
+    2 wrong usage or input; 130 interrupted.
 
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
@@ -103,20 +96,14 @@ def retrieval(
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
             leak_from=leak_from, squeezed=squeezed, standardized=standardized, cosine=cosine, dtype=dtype,
         )  # fmt: skip
-        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(_names(test_with)))
-        try:
-            with _progress(TimeLeft(trials.sizes, trials.sets)) as report:
-                results = train_retrieval(
-                    _names(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
-                    device=device, compiled=compiled, checkpoint_every=checkpoint_every,
-                    command=recorded_command(), report=report,
-                )  # fmt: skip
-        except KeyboardInterrupt as stopped:
-            say(f"interrupted; {_SAFE}" if not str(stopped) else str(stopped))
-            raise typer.Exit(130) from None
-        except OSError as error:
-            say(f"cannot write {error.filename or out}: {error.strerror}; {_SAFE}")
-            raise typer.Exit(1) from None
+        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(names_of(test_with)))
+    time_left = TimeLeft(trials.sizes, trials.sets)
+    with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
+        results = train_retrieval(
+            names_of(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
+            device=device, compiled=compiled, checkpoint_every=checkpoint_every, command=recorded_command(),
+            report=lambda state: _report(progress, time_left, state),
+        )  # fmt: skip
     rows = summarise(results.records)
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
@@ -127,44 +114,71 @@ def retrieval(
     say(f"wrote {out}")
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(word) for word in _names(text)}))
+        return tuple(sorted({int(word) for word in names_of(text)}))
     except ValueError:
-        raise ValueError(f"--sizes expects comma-separated whole numbers, got {text!r}") from None
+        raise ValueError(f"--sizes: expected integers separated by commas, got {text!r}") from None
 
 
-@contextmanager
-def _progress(time_left: TimeLeft) -> "Iterator[Callable[[RetrievalProgress], None]]":
-    """Show a bar and the time left on stderr, or a few lines per normalizer if stderr is not a terminal."""
-    console = SafeConsole(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(bar_width=10), MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}", markup=False), TextColumn("{task.fields[left]}", markup=False),
-    )  # fmt: skip
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None, loss="", left="")
-        before = ("", "", -1)
-
-        def report(now: "RetrievalProgress") -> None:
-            nonlocal before
-            time_left.see(now)
-            left = time_left.words
-            loss = "" if now.loss is None else f"loss {now.loss:.4f}"
-            bar.update(task, description=_where(now), completed=now.done, total=now.total, loss=loss, left=left)
-            at = (now.normalizer, now.stage, _LOGGED * now.done // now.total)
-            if not console.is_terminal and at != before:
-                what = "step" if now.stage == "training" else "size"
-                counted = f", {what} {now.done:,} of {now.total:,}" if now.done else ""
-                say(f"{_where(now)}{counted}{', ' if loss else ''}{loss}{'; ' if left else ''}{left}")
-            before = at
-
-        yield report
+def _report(progress: ProgressBar, time_left: "TimeLeft", state: "RetrievalProgress") -> None:
+    time_left.see(state)
+    stage = f"{state.normalizer} ({state.number} of {state.of}): {state.stage}"
+    detail = "" if state.loss is None else f"loss {state.loss:.4f}"
+    progress(stage, state.done, state.total, detail=detail, left=time_left.words)
 
 
-def _where(now: "RetrievalProgress") -> str:
-    return f"{now.normalizer} ({now.number} of {now.of}): {now.stage}"
+class TimeLeft:
+    """Estimates the time left for all normalizers from the speed of training steps and of tests so far.
+
+    The time of a test is proportional to its items. `words` is empty until a speed is known; until the first test size
+    is finished, it covers training only.
+    """
+
+    def __init__(self, sizes: Sequence[int], sets: int, now: Callable[[], float] = time.monotonic) -> None:
+        from attnorm.training.retrieval.evaluate import sets_at
+
+        self._items = [size * sets_at(size, sets) for size in sizes]
+        self._now = now
+        self._seconds = {"training": 0.0, "testing": 0.0}
+        self._work = {"training": 0, "testing": 0}  # steps, and items, done in this process
+        self._steps = 0  # of one normalizer
+        self._last: RetrievalProgress | None = None
+        self._at = now()
+
+    def see(self, state: "RetrievalProgress") -> None:
+        before, at = self._last, self._now()
+        self._steps = state.total if state.stage == "training" else self._steps
+        same = before is not None and (before.normalizer, before.stage) == (state.normalizer, state.stage)
+        # The first steps after a start or a checkpoint are not timed: they include compilation and loading.
+        if before is not None and same and state.done > before.done and (before.done or state.stage == "testing"):
+            self._work[state.stage] += self._amount(state) - self._amount(before)
+            self._seconds[state.stage] += at - self._at
+        self._last, self._at = state, at
+
+    @property
+    def words(self) -> str:
+        if self._last is None:
+            return ""
+        training, testing = (self._left(self._last, stage) for stage in ("training", "testing"))
+        if training is None:
+            return ""
+        if testing is None:
+            return f"about {duration(training)} of training left, then tests"
+        left = training + testing
+        return f"about {duration(left)} left" if left else ""
+
+    def _left(self, state: "RetrievalProgress", stage: str) -> float | None:
+        """Return the seconds left in that stage for all normalizers; None if its speed is not known."""
+        whole = self._steps if stage == "training" else sum(self._items)
+        if state.stage == stage:
+            done = self._amount(state)
+        else:
+            done = whole if stage == "training" else 0
+        remaining = whole - done + whole * (state.of - state.number)
+        if not remaining:
+            return 0.0
+        return self._seconds[stage] / self._work[stage] * remaining if self._work[stage] else None
+
+    def _amount(self, state: "RetrievalProgress") -> int:
+        return state.done if state.stage == "training" else sum(self._items[: state.done])

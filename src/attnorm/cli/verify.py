@@ -1,38 +1,44 @@
-"""attnorm verify: search every claim for counterexamples; does the table still stand?"""
+"""attnorm verify: search every claim for counterexamples."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from attnorm.cli.output import Json, SafeConsole, say, show, show_json, usage_errors
+from attnorm.cli.output import Json, say, show, show_json, usage_errors
+from attnorm.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
     from attnorm.theory import Claim
 
 
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Claims to search; all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Claims to search (default: all).")
+    ] = None,
     budget: Annotated[
         float,
         typer.Option(
-            help="Seconds to search for. The least: nine rounds of every claim are searched whatever it says (half a "
-            "minute for all of them), so that the table is judged on enough rows. The time left goes to more rounds."
+            help="Seconds to search. Every claim gets at least nine rounds, which take half a minute for all claims; "
+            "the remaining time is used for more rounds."
         ),
     ] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of the rows; the same seed finds the same counterexamples.")] = 0,
-    figure: Annotated[Path | None, typer.Option(help="Folder for tightness.svg and tightness.png.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for the rows; the same seed finds the same counterexamples.")
+    ] = 0,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for tightness.svg and tightness.png.")
+    ] = None,
     again: Annotated[
         str | None, typer.Option("--replay", metavar="CLAIM:SEED:ROUND:ROW", help="Show one counterexample in full.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every claim of the papers, its correction and every normalizer's declarations for counterexamples.
+    """Search the claims of the papers, their corrections and the properties of all normalizers for counterexamples.
 
-    Exit code 0: the table of claims stands; 1: it does not; 130: interrupted, with what was found so far.
+    Exit codes: 0 every claim has the expected status; 1 one has not; 130 interrupted, with the results so far.
+
+    Example: attnorm verify corollary-3 --budget 20
     """
     with usage_errors():
         if again is not None:
@@ -45,9 +51,12 @@ def verify(
 
     interrupted = False
     try:
-        with usage_errors(), _progress() as report:
+        with usage_errors(), ProgressBar("searching") as progress:
             findings = search(
-                chosen, budget_seconds=budget, seed=seed, progress=lambda claim, share: report(claim.id, share)
+                chosen,
+                budget_seconds=budget,
+                seed=seed,
+                progress=lambda claim, share: progress("searching", share, 1.0, detail=claim.id),
             )
     except SearchInterrupted as stopped:
         findings, interrupted = [finding for finding in stopped.findings if finding.rounds], True
@@ -56,7 +65,7 @@ def verify(
     else:
         show(findings_table(findings))
     if interrupted:
-        say("Interrupted: these are the claims searched so far.")
+        say("Interrupted: the table shows the claims searched so far.")
         raise typer.Exit(130)
     if figure is not None:
         from attnorm.claims.tightness_figure import save_tightness_figure
@@ -68,22 +77,8 @@ def verify(
         raise typer.Exit(1)
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr: what is searched, and the share of the time that has passed."""
-    columns = (
-        TextColumn("{task.description:34}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task("searching", total=1.0)
-        yield lambda name, share: bar.update(task, description=name, completed=share)
-
-
 def _named(names: list[str]) -> "list[Claim]":
-    """The claims of these names, in the table's order; all where none is named."""
+    """Return the claims with these names in the order of the table; all if none is named."""
     from attnorm.suggest import did_you_mean
     from attnorm.theory import claims
 
@@ -102,12 +97,12 @@ def _replay(address: str, as_json: bool) -> None:
     name, *numbers = address.split(":")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
         raise ValueError(
-            f"expected CLAIM:SEED:ROUND:ROW as the table prints it, e.g. corollary-3:0:1:4, got {address!r}"
+            f"--replay: expected CLAIM:SEED:ROUND:ROW from the table, e.g. corollary-3:0:1:4, got {address!r}"
         )
     (claim,) = _named([name])
     seed, round_number, row = map(int, numbers)
     if row >= ROWS:
-        raise ValueError(f"a round has {ROWS} rows, counted from 0; got row {row}")
+        raise ValueError(f"--replay: expected a row from 0 to {ROWS - 1}, got {row}")
     case, ratios = replay(claim, seed, round_number)
     show_one = (claim, case, row, float(ratios[row]))
     if as_json:

@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.report.palette import INK, PALE
+from attnorm.report.vocabulary import INK, PALE
 
 __all__ = ["CORRECTED", "INK", "MEASURED", "NULL", "PALE", "PRINTED", "letter", "note", "save", "style", "tidy"]
 

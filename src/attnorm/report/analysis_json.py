@@ -1,4 +1,4 @@
-"""An analysis as JSON: the verdict and one object per head; quantiles and curves are in the Parquet files."""
+"""An analysis as JSON: the verdict and one object per head. Quantiles and curves are in the Parquet files only."""
 
 import math
 from typing import Any
@@ -12,18 +12,18 @@ COUNTS = ("kv_head", "rows", "broken_rows", "n_low", "n_high")
 
 def analysis_as_dict(analysis: Analysis) -> dict[str, Any]:
     names = [*(name for name, _ in HEAD_KEY), *COUNTS, *PER_ROW, *PER_HEAD, *(name for name, _ in VERDICT_COLUMNS)]
-    told: dict[str, Any] = finite(
+    value: dict[str, Any] = finite(
         {
             "verdict": analysis.verdict.as_dict(),
             "manifest": analysis.manifest,
             "heads": analysis.heads.select(names).to_pylist(),
         }
     )
-    return told
+    return value
 
 
 def finite(value: Any) -> Any:
-    """The same with NaN and infinities as None, at any depth: they are not JSON."""
+    """Replace NaN and infinities by None, at any depth, because JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The curves of one head in six panels: against n, against N and against T, beside what theory allows."""
+"""The curves of one head in six panels, against n, N and T, with the bounds of theory."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from attnorm.report.palette import ACCENT, INK, PALE, WARM
-from attnorm.report.selection import chosen_rows, column, default_choice, relative_distances
-from attnorm.report.vocabulary import verdict_word
+from attnorm.analysis.result import Analysis
+from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows, relative_distances
+from attnorm.report.vocabulary import ACCENT, INK, PALE, WARM, verdict_word
 
 ROOM = {"left": 0.06, "right": 0.985, "top": 0.885, "bottom": 0.085, "wspace": 0.26, "hspace": 0.42}
 MEASURED: dict[str, Any] = {"color": ACCENT, "linewidth": 1.6, "marker": "o", "markersize": 2.5}
@@ -23,14 +23,10 @@ WARM_PRINTED: dict[str, Any] = {**PRINTED, "color": WARM}
 FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
 
 
-def head_curves(analysis: Any, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
-    """Six panels: entropy, gap and largest weight against n; separability and distance against N; sensitivity to T."""
+def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw entropy, gap and largest weight against n, separability and distance against N, sensitivity against T."""
     chosen = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
-    found = chosen_rows(analysis.heads, chosen)
-    if not found.num_rows:
-        asked = ", ".join(f"{name} {value!r}" for name, value in chosen.items())
-        raise ValueError(f"no head was measured with {asked}")
-    numbers = found.to_pylist()[0]
+    numbers = measured_rows(analysis.heads, chosen).to_pylist()[0]
     figure = Figure(figsize=(7.2, 4.4), facecolor="white")
     panels = figure.subplots(2, 3, gridspec_kw=ROOM)
     verdict = verdict_word(numbers.get("verdict")).label
@@ -123,7 +119,7 @@ def _sensitivity(axes: Axes, table: pa.Table) -> None:
 
 
 def _lines(axes: Axes, table: pa.Table, x: str, *lines: tuple[str, dict[str, Any], str]) -> None:
-    """Columns against one of them, each with its look and its label; "_" is left out of the legend."""
+    """Draw columns against the column x, each with a look and a label; "_" is not in the legend."""
     for name, look, label in lines:
         axes.plot(column(table, x), column(table, name), **look, label=label)
 
@@ -157,10 +153,10 @@ def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, loga
 
 
 def _band(axes: Axes, table: pa.Table, x: str, low: str, high: str, colour: str) -> None:
-    places, below, above = column(table, x), column(table, low), column(table, high)
+    xs, below, above = column(table, x), column(table, low), column(table, high)
     known = np.isfinite(below) & np.isfinite(above)
     if known.sum() > 1:
-        axes.fill_between(places[known], below[known], above[known], color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(xs[known], below[known], above[known], color=colour, alpha=0.18, linewidth=0)
 
 
 def _mark_horizon(axes: Axes, horizon: float | None) -> None:

@@ -1,4 +1,4 @@
-"""All heads at once, layers down and heads across: their verdicts, or one metric as a heat map."""
+"""Maps of all heads, with a row per layer and a column per head: verdicts, or one metric as a heat map."""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
+from attnorm.analysis.result import Analysis
 from attnorm.metrics.catalogue import BY_NAME, Metric
-from attnorm.report.palette import OTHER_COLOURS, SCALE, VERDICT_COLOURS
-from attnorm.report.selection import chosen_rows, column, default_choice
-from attnorm.report.vocabulary import VERDICTS, verdict_word
+from attnorm.report.selection import column, default_choice, measured_rows
+from attnorm.report.vocabulary import OTHER_COLOURS, SCALE, VERDICT_COLOURS, VERDICTS, verdict_word
 
 COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
 LARGEST_CELL, WIDEST = 0.34, 6.2  # inches: of one cell, of all columns
@@ -25,13 +25,13 @@ LEFT, RIGHT, TOP, BOTTOM = 0.55, 1.95, 0.5, 0.5  # inches around the cells
 MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": "#bdbab2", "hatch": "////", "linewidth": 0.4}
 
 
-def verdict_map(analysis: Any, choice: Mapping[str, Any] | None = None) -> Figure:
-    """Each cell with the colour and the mark of its verdict. `choice` may name text, length, normalizer and kind."""
+def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw verdicts as colours and marks. choice: text, length, normalizer and kind."""
     chosen = {**default_choice(analysis), **(choice or {})}
-    heads = _measured(analysis.heads, chosen)
+    heads = measured_rows(analysis.heads, chosen)
     words = [verdict_word(name) for name in heads.column("verdict").to_pylist()]
     figure, axes, size = _grid(heads, "Verdicts", chosen)
-    for word, x, y in zip(words, *_places(heads), strict=True):
+    for word, x, y in zip(words, *_coordinates(heads), strict=True):
         fill, ink = VERDICT_COLOURS.get(word.name, OTHER_COLOURS)
         _cell(axes, x, y, facecolor=fill)
         axes.text(x, y, word.mark, ha="center", va="center", color=ink, fontsize=size, fontweight="bold")
@@ -52,16 +52,16 @@ def verdict_map(analysis: Any, choice: Mapping[str, Any] | None = None) -> Figur
     return figure
 
 
-def heat_map(analysis: Any, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
-    """One metric of the catalogue; missing values are hatched."""
+def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw one metric of the catalogue; missing values are hatched."""
     if metric not in BY_NAME:
         raise ValueError(f"unknown metric {metric!r}; expected one of {', '.join(map(repr, BY_NAME))}")
     chosen = {**default_choice(analysis), **(choice or {})}
-    heads, about = _measured(analysis.heads, chosen), BY_NAME[metric]
+    heads, about = measured_rows(analysis.heads, chosen), BY_NAME[metric]
     values = column(heads, metric)
     norm = _norm(about, values)
     figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, chosen)
-    for value, x, y in zip(values, *_places(heads), strict=True):
+    for value, x, y in zip(values, *_coordinates(heads), strict=True):
         _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _drawable(about, value) else MISSING))
     box, width = axes.get_position(), figure.get_figwidth()
     beside = figure.add_axes((box.x1 + 0.2 / width, box.y0, 0.12 / width, box.height))
@@ -70,14 +70,6 @@ def heat_map(analysis: Any, metric: str, choice: Mapping[str, Any] | None = None
     beside.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     beside.yaxis.set_minor_locator(NullLocator())
     return figure
-
-
-def _measured(heads: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
-    found = chosen_rows(heads, choice)
-    if not found.num_rows:
-        asked = ", ".join(f"{name} {value!r}" for name, value in choice.items())
-        raise ValueError(f"no head was measured with {asked}")
-    return found
 
 
 def _cell(axes: Axes, x: int, y: int, **look: Any) -> None:
@@ -97,7 +89,7 @@ def _norm(metric: Metric, values: NDArray[np.float64]) -> Normalize:
 
 
 def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figure, Axes, float]:
-    """An empty map with room for the layers and heads; the font size that fits a cell."""
+    """Return an empty map for these layers and heads, and the font size that fits a cell."""
     layers, columns = (sorted(set(heads.column(name).to_pylist())) for name in ("layer", "head"))
     cell = min(LARGEST_CELL, WIDEST / len(columns))
     width, height = LEFT + cell * len(columns) + RIGHT, TOP + max(cell * len(layers), 1.4) + BOTTOM
@@ -119,11 +111,8 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     return figure, axes, max(3.0, 22 * cell)
 
 
-def _places(heads: pa.Table) -> tuple[list[int], list[int]]:
-    """Column and line of every head on the map."""
-    places = []
-    for name in ("head", "layer"):
-        values = heads.column(name).to_pylist()
-        order = {value: place for place, value in enumerate(sorted(set(values)))}
-        places.append([order[value] for value in values])
-    return places[0], places[1]
+def _coordinates(heads: pa.Table) -> tuple[list[int], list[int]]:
+    """Return column and row of every head on the map."""
+    columns, layers = (heads[name].to_pylist() for name in ("head", "layer"))
+    heads_shown, layers_shown = sorted(set(columns)), sorted(set(layers))
+    return [heads_shown.index(head) for head in columns], [layers_shown.index(layer) for layer in layers]

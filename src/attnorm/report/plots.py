@@ -1,12 +1,18 @@
-"""analysis.plot(): the figures of an analysis as matplotlib objects, without a display and without pyplot.
+"""analysis.plot(), and figures for papers. Both need neither a display nor pyplot.
 
-verdicts   the verdict of every head, layers down and heads across
+verdicts   the verdict of every head: a row per layer, a column per head
 heads      one metric of every head, as a heat map
-curves     one metric against the number n of visible keys, a line for each head
-head       the six panels of one head
+curves     one metric against the number n of visible keys, one line per head
+head       six panels about one head
+
+Figures for papers are SVG and PDF with letters as paths and without dates: the same analysis gives the same bytes.
 """
 
 import io
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,12 +23,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from attnorm.analysis.visible import visible
+from attnorm.analysis.result import Analysis
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report.head_curves import head_curves
 from attnorm.report.head_maps import COLOURS, heat_map, verdict_map
-from attnorm.report.palette import ACCENT, INK, LETTERING, PALE
-from attnorm.report.selection import chosen_rows, column, default_choice
+from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows
+from attnorm.report.vocabulary import ACCENT, INK, LETTERING, PALE, PANEL_METRICS, VERDICTS
+from attnorm.safe_text import visible
 
 KINDS = ("verdicts", "heads", "curves", "head")
 METRIC = "entropy_ratio"
@@ -31,7 +38,7 @@ _FIGURE_DPI = 144
 
 
 class ShownFigure(Figure):
-    """A matplotlib Figure that notebooks show although it belongs to no pyplot window."""
+    """A matplotlib Figure that notebooks show although it has no pyplot window."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -40,7 +47,7 @@ class ShownFigure(Figure):
 
 
 def plot(
-    analysis: Any,
+    analysis: Analysis,
     kind: str = "verdicts",
     metric: str | None = None,
     *,
@@ -48,17 +55,17 @@ def plot(
     head: int | None = None,
     **choice: Any,
 ) -> Figure:
-    """The figure of that kind; see the module's docstring. choice: text, length, normalizer, attention."""
+    """Draw a figure of a kind, see above. choice: text, length, normalizer, attention."""
     if kind not in KINDS:
-        raise ValueError(f"expected a plot of the kind {', '.join(map(repr, KINDS))}, got {kind!r}.")
+        raise ValueError(f"kind: expected {', '.join(map(repr, KINDS))}, got {kind!r}.")
     unknown = [name for name in choice if name not in _CHOICE]
     if unknown:
         raise TypeError(f"expected {', '.join(_CHOICE)}, layer or head, got {unknown[0]!r}.")
     chosen = {_CHOICE[name]: value for name, value in choice.items() if value is not None}
     if kind in ("verdicts", "head") and metric is not None:
-        raise ValueError(f"expected no metric for the kind {kind!r}, got {metric!r}. Use 'heads' or 'curves'.")
+        raise ValueError(f"metric: expected none for the kind {kind!r}, got {metric!r}. Use 'heads' or 'curves'.")
     if kind in ("verdicts", "heads") and (layer is not None or head is not None):
-        raise ValueError(f"expected no layer and head for the kind {kind!r}. Use 'curves' or 'head'.")
+        raise ValueError(f"layer, head: expected none for the kind {kind!r}. Use 'curves' or 'head'.")
     with matplotlib.rc_context(LETTERING):
         if kind == "verdicts":
             figure = verdict_map(analysis, chosen)
@@ -66,29 +73,26 @@ def plot(
             figure = heat_map(analysis, metric or METRIC, chosen)
         elif kind == "head":
             if layer is None or head is None:
-                raise ValueError(f"expected a layer and a head, got layer {layer} and head {head}. Give both.")
+                raise ValueError(f"layer, head: expected both, got {layer} and {head}.")
             figure = head_curves(analysis, layer, head, chosen)
         else:
             figure = metric_curves(analysis, metric or METRIC, chosen, layer=layer, head=head)
-    figure.__class__ = ShownFigure  # drawn by functions that know nothing of notebooks
+    figure.__class__ = ShownFigure  # the functions above return plain figures
     return figure
 
 
 def metric_curves(
-    analysis: Any, metric: str, choice: dict[str, Any], *, layer: int | None = None, head: int | None = None
+    analysis: Analysis, metric: str, choice: dict[str, Any], *, layer: int | None = None, head: int | None = None
 ) -> Figure:
-    """A metric of each row against its visible keys n: one line per head, the median of all heads in black.
+    """Draw a per-row metric against the visible keys n: one line per head, the median of all heads in black.
 
-    layer, head: only the lines of that layer, or of that head, which then has its quartiles as a band.
+    layer, head: draw only that layer or head; a single head gets its quartiles as a band.
     """
     if metric not in PER_ROW:
-        raise ValueError(f"expected a metric of each row: {', '.join(map(repr, PER_ROW))}; got {metric!r}.")
+        raise ValueError(f"metric: expected one of {', '.join(map(repr, PER_ROW))}, got {metric!r}.")
     chosen = {**default_choice(analysis), **choice}
     wanted = {**chosen, **({} if layer is None else {"layer": layer}), **({} if head is None else {"head": head})}
-    table = chosen_rows(analysis.by_length, wanted)
-    if not table.num_rows:
-        asked = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-        raise ValueError(f"expected a head that was measured, got {asked}.")
+    table = measured_rows(analysis.by_length, wanted)
     about = BY_NAME[metric]
     figure = Figure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
     axes = figure.subplots()
@@ -137,7 +141,7 @@ def metric_curves(
 
 
 def _lines(table: pa.Table, metric: str) -> dict[tuple[int, int], tuple[Any, Any]]:
-    """(layer, head) -> n and the metric, sorted by n."""
+    """Return (layer, head) -> n and the metric, sorted by n."""
     layer, head = (table.column(name).to_numpy() for name in ("layer", "head"))
     n, values = column(table, "n"), column(table, metric)
     found = {}
@@ -149,7 +153,7 @@ def _lines(table: pa.Table, metric: str) -> dict[tuple[int, int], tuple[Any, Any
 
 
 def _median(table: pa.Table, metric: str) -> tuple[list[float], list[float]]:
-    """By bin of n, the middle of the heads whose number is finite."""
+    """Return n and the median over heads of each bin of n, without values that are not finite."""
     low, n, values = (column(table, name) for name in ("n_low", "n", metric))
     points = []
     for start in sorted(set(low.tolist())):
@@ -164,3 +168,42 @@ def _where(choice: dict[str, Any], layer: int | None, head: int | None) -> str:
     parts += [f"layer {layer}"] if layer is not None else []
     parts += [f"head {head}"] if head is not None else []
     return visible(", ".join(parts))
+
+
+def save_figures(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write the verdicts, a heat map of each main metric and the curves of the worst head as SVG and PDF.
+
+    Figures show the first text at the longest length for the normalizer that the model runs; plot() draws any other.
+    """
+    heads = chosen_rows(analysis.heads, default_choice(analysis))
+    if not heads.num_rows:
+        raise ValueError("expected at least one measured head, got none")
+    paths = _saved(partial(verdict_map, analysis), folder / "verdicts")
+    for name in PANEL_METRICS:
+        if np.isfinite(column(heads, name)).any():
+            paths += _saved(partial(heat_map, analysis, name), folder / f"map-{name}")
+    layer, head = worst_head(heads)
+    return paths + _saved(partial(head_curves, analysis, layer, head), folder / f"layer-{layer}-head-{head}")
+
+
+def worst_head(heads: pa.Table) -> tuple[int, int]:
+    """Return layer and head with the worst verdict, "broken" last, and among those with the highest entropy."""
+    order = [word.name for word in VERDICTS if word.name != "broken"] + ["broken"]
+
+    def urgency(row: Mapping[str, Any]) -> tuple[int, float]:
+        spread = row["entropy_ratio"]
+        rank = order.index(row["verdict"]) if row["verdict"] in order else len(order)
+        return rank, -spread if spread is not None and math.isfinite(spread) else 0.0
+
+    row = min(heads.select(["verdict", "entropy_ratio", "layer", "head"]).to_pylist(), key=urgency)
+    return row["layer"], row["head"]
+
+
+def _saved(draw: Callable[[], Figure], stem: Path) -> list[Path]:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    svg, pdf = stem.parent / f"{stem.name}.svg", stem.parent / f"{stem.name}.pdf"
+    with matplotlib.rc_context(LETTERING):
+        figure = draw()
+        figure.savefig(svg, metadata={"Date": None})
+        figure.savefig(pdf, metadata={"CreationDate": None})
+    return [svg, pdf]

@@ -1,4 +1,4 @@
-"""Which rows of an analysis are shown, and the numbers of a column as page, figures and tables show them."""
+"""Select rows of an analysis for page, figures and tables, and read columns as numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from attnorm.analysis.result import Analysis
 from attnorm.metrics.normalized import MODEL
 
 DISTANCES = ("fixed_printed", "fixed_tight", "random_printed", "random_lower", "random_upper")
 
 
-def default_choice(analysis: Any) -> dict[str, Any]:
-    """What is shown first: the longest length, the first text and kind that have it, the model as it runs."""
+def default_choice(analysis: Analysis) -> dict[str, Any]:
+    """Return what is shown first: the longest length, and the first text and kind with that length."""
     choice: dict[str, Any] = {"text": "", "length": None, "normalizer": "", "kind": ""}
     heads = analysis.heads
     for name in ("length", "normalizer", "text", "kind"):
-        values = distinct(heads, name)  # of what is left: a text need not have every length
+        values = distinct(heads, name)  # in the remaining rows: a text may lack a length
         if values:
             choice[name] = values[-1] if name == "length" else MODEL if MODEL in values else values[0]
             heads = chosen_rows(heads, {name: choice[name]})
@@ -26,17 +27,14 @@ def default_choice(analysis: Any) -> dict[str, Any]:
 
 
 def column(table: pa.Table, name: str) -> NDArray[np.float64]:
-    """A column as floats, NaN where it is missing - also where the table has no such column.
-
-    Under a metric's own name lies what verdicts are judged by and the report shows: the median row.
-    """
-    if table is None or name not in table.column_names:
-        return np.full(0 if table is None else table.num_rows, np.nan)
+    """Return a column as floats; missing values, and columns that the table does not have, are NaN."""
+    if name not in table.column_names:
+        return np.full(table.num_rows, np.nan)
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
 def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
-    """The rows that agree with the choice in every column that the table has."""
+    """Return the rows that have the chosen values in all columns of the table."""
     for name, value in choice.items():
         if name in table.column_names:
             values = table.column(name)
@@ -44,10 +42,18 @@ def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
     return table
 
 
+def measured_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
+    """Return the chosen rows; raise ValueError if there are none."""
+    found = chosen_rows(table, choice)
+    if not found.num_rows:
+        raise ValueError(
+            f"no head was measured with {', '.join(f'{name} {value!r}' for name, value in choice.items())}"
+        )
+    return found
+
+
 def relative_distances(top_n: pa.Table) -> pa.Table:
-    """Bounds over (n - N) ||s|| like the distance itself, which makes heads and lengths comparable."""
-    if top_n is None or not {"d_tilde", "relative_distance", *DISTANCES} <= set(top_n.column_names):
-        return top_n
+    """Divide the bounds by (n - N) ||s||, as the distance itself is, so that heads and lengths are comparable."""
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = column(top_n, "relative_distance") / column(top_n, "d_tilde")
         for name in DISTANCES:
@@ -57,6 +63,6 @@ def relative_distances(top_n: pa.Table) -> pa.Table:
 
 
 def distinct(table: pa.Table, name: str) -> list[Any]:
-    """In order of appearance; lengths by size, None (an input that was taken whole) first."""
+    """Return distinct values in order of appearance; lengths by size, None (a whole input) first."""
     values = list(dict.fromkeys(table.column(name).to_pylist()))
     return sorted(values, key=lambda length: length or 0) if name == "length" else values

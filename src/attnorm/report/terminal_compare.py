@@ -1,16 +1,15 @@
-"""Several analyses side by side in the terminal: counts, the middle of each metric, and the heads that changed most."""
+"""A comparison of analyses in the terminal: heads per verdict, quartiles of metrics, the heads that changed most."""
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.analysis.compare import METRICS, MOVED_BY, Change, Comparison, Side
+from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison, Side
 from attnorm.analysis.verdicts.rows import keys
 from attnorm.metrics.catalogue import BY_NAME
-from attnorm.report.terminal_heads import STYLE
+from attnorm.report.terminal_heads import STYLE, titled_table
 from attnorm.report.vocabulary import VERDICTS, verdict_word
 
 CHANGES = 10
@@ -26,14 +25,7 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
 
 
 def _sides(sides: Sequence[Side]) -> Table:
-    table = Table(
-        title="Side by side: heads per verdict, and the median head (quartiles)",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("")
+    table = titled_table("Heads per verdict, and median (quartiles) over heads", "")
     for side in sides:
         table.add_column(side.label, justify="right", overflow="fold")
     table.add_row("heads", *(str(side.heads) for side in sides))
@@ -65,19 +57,19 @@ def number_words(name: str, value: float) -> str:
 
 
 def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -> RenderableType:
-    """The largest changes of verdict, then the largest of the others."""
+    """Return a table of the largest changes; heads with another verdict come first."""
     moved = sorted(changes, key=lambda change: (change.verdicts[0] == change.verdicts[1], -change.size))
     shown = [change for change in moved if change.size > 0 or change.verdicts[0] != change.verdicts[1]][:CHANGES]
-    said = f"{label} against {first.label}: {changed} of {len(changes)} heads have another verdict"
+    title = f"{label} against {first.label}: {changed} of {len(changes)} heads have another verdict"
     if not shown:
-        return Text(f"{said}; no head moved.", style="bold")
-    table = Table(title=said, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        return Text(f"{title}; no head changed.", style="bold")
+    table = titled_table(title)
     table.add_column("head", no_wrap=True)
     table.add_column("verdict", min_width=max(len(word.label) for word in VERDICTS))
-    for name in MOVED_BY:
+    for name in CHANGE_METRICS:
         table.add_column(BY_NAME[name].label, justify="right", min_width=len("0.00 -> 0.00"))
     for change in shown:
-        numbers = [change.numbers.get(name) for name in MOVED_BY]
+        numbers = [change.numbers.get(name) for name in CHANGE_METRICS]
         table.add_row(
             f"{'' if change.kind == 'decoder' else change.kind + ' '}layer {change.layer} head {change.head}",
             _verdicts(change),

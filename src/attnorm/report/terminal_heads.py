@@ -1,6 +1,6 @@
-"""An analysis in the terminal: the verdict, layers x heads as coloured cells, the worst heads, what to try.
+"""An analysis in the terminal: the verdict, a grid of layers x heads, the worst heads, what heads read, what to try.
 
-Every cell has letters as well, so that nothing is lost without colour, in a log or to a reader who does not see it.
+Every cell of the grid has letters too, so that it can be read without colours.
 """
 
 from collections import Counter
@@ -13,12 +13,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from attnorm.analysis.reads import TopKeys, quoted, top_keys
 from attnorm.analysis.result import Analysis
+from attnorm.analysis.summary import measured_on
+from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.sampling import AUTO_ROWS
-from attnorm.report.terminal_reads import reads_table
+from attnorm.report.selection import chosen_rows
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
 
 STYLE: dict[str, str] = {
@@ -36,11 +39,12 @@ STYLE: dict[str, str] = {
 }
 WORST = 8
 RANK = {word.name: rank for rank, word in enumerate(VERDICTS)}
-PER_LAYER = "keys in use"  # the heading of the column beside the cells
+PER_LAYER = "keys in use"  # heading of the column next to the grid
+READING_HEADS, READ_KEYS, LONGEST_TOKEN = 5, 4, 14  # size of the table of read tokens; characters of a token
 
 
 def analysis_summary(analysis: Analysis) -> RenderableType:
-    """All that the end of a run shows."""
+    """Return what `attnorm analyze` prints at the end."""
     heads, _ = representative(head_rows(analysis.heads))
     verdict = analysis.verdict
     parts: list[RenderableType] = [Text(verdict.headline, style="bold"), Text(_about(analysis), style="dim"), Text()]
@@ -49,7 +53,7 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     parts += [_legend(heads), Text(), *(Text(sentence) for sentence in verdict.sentences)]
     if (worst := _worst(heads)) is not None:
         parts += [Text(), worst]
-    if (read := reads_table(analysis, heads)) is not None:
+    if (read := _reads_table(analysis, heads)) is not None:
         parts += [Text(), read]
     for title, cautions in (("What to try", False), ("What not to expect", True)):
         given = [one for one in verdict.advice if one.caution == cautions]
@@ -58,8 +62,16 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     return Group(*parts)
 
 
+def titled_table(title: str, *headings: str) -> Table:
+    """Return a table whose last column wraps."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading != headings[-1])
+    return table
+
+
 class HeadGrid:
-    """Layers down, heads across, in as many blocks of heads as the width needs."""
+    """A grid with a row per layer and a column per head, split into blocks of heads that fit the width."""
 
     def __init__(self, heads: Sequence[Row], kind: str) -> None:
         self.heads = heads
@@ -90,13 +102,13 @@ def _cell(row: Row | None) -> Text:
 
 
 def _keys_in_use(rows: Sequence[Row]) -> str:
-    """The middle of the layer's heads: effective keys of n."""
+    """Return the median of effective keys over the layer's heads, and n."""
     known = [value for row in rows if (value := number(row, "effective_keys")) is not None]
     return f"{keys(median(known))} of {max(row['n_high'] for row in rows):,}" if known else "-"
 
 
 def _legend(heads: Sequence[Row]) -> Table:
-    """The verdicts that occur, the commonest first, with what they mean."""
+    """Return the verdicts that occur with their meaning, most frequent first."""
     counts = Counter(verdict_word(row["verdict"]) for row in heads)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(justify="right")
@@ -108,29 +120,29 @@ def _legend(heads: Sequence[Row]) -> Table:
 
 
 def _worst(heads: Sequence[Row]) -> Table | None:
-    """Heads that need a look, one of each verdict before a second of any."""
-    unwell = [row for row in heads if row["verdict"] not in ("healthy", None)]
-    if not unwell:
+    """Return the worst heads, one of each verdict before a second of any."""
+    unhealthy = [row for row in heads if row["verdict"] not in ("healthy", None)]
+    if not unhealthy:
         return None
-    shown = list(_taking_turns(unwell))[:WORST]
+    shown = list(_taking_turns(unhealthy))[:WORST]
     several = len({row["kind"] for row in heads}) > 1
-    title = "Heads to look at" if len(shown) == len(unwell) else f"Heads to look at ({len(shown)} of {len(unwell)})"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("head", "verdict", "because"):
-        table.add_column(heading, no_wrap=heading != "because")
+    title = (
+        "Heads to look at" if len(shown) == len(unhealthy) else f"Heads to look at ({len(shown)} of {len(unhealthy)})"
+    )
+    table = titled_table(title, "head", "verdict", "evidence")
     for row in sorted(shown, key=_rank):
         word = verdict_word(row["verdict"])
         where = f"{row['kind']} " if several else ""
         table.add_row(
             f"{where}layer {row['layer']} head {row['head']}",
             Text.assemble((word.mark, STYLE.get(word.name, "")), f" {word.label}"),
-            Text(_because(row)),
+            Text(_evidence(row)),
         )
     return table
 
 
-def _because(row: Row) -> str:
-    """Without what was not judged, which the sentences above name once for all heads."""
+def _evidence(row: Row) -> str:
+    """Return the evidence without what was not judged, which the sentences above list for all heads."""
     sentence, _, unknown = str(row["evidence"]).partition("; not judged:")
     return f"{sentence}." if unknown else sentence
 
@@ -158,15 +170,12 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
         yield Text(f"{position}. {one.title}{concerned}")
         yield Padding(Text(one.text, style="dim"), (0, 0, 0, 3))
         for change in dict.fromkeys(what.change for what in one.what_if):
-            told = ", ".join(what_if_words(what) for what in one.what_if if what.change == change and _says_much(what))
-            yield Padding(Text.assemble((f"{change}: ", "cyan"), told), (0, 0, 0, 3))
+            # Counts of 0 before and after are left out; the HTML report has them.
+            effects = [what for what in one.what_if if what.change == change and (what.before, what.after) != (0, 0)]
+            words = ", ".join(what_if_words(what) for what in effects)
+            yield Padding(Text.assemble((f"{change}: ", "cyan"), words), (0, 0, 0, 3))
         if one.command:
-            yield Padding(Text.assemble("measure it: ", (one.command, "cyan")), (0, 0, 0, 3))
-
-
-def _says_much(what: WhatIf) -> bool:
-    """A count that is 0 before and after is left out of a line; the tables of the report have it."""
-    return (what.before, what.after) != (0, 0)
+            yield Padding(Text.assemble("to measure it: ", (one.command, "cyan")), (0, 0, 0, 3))
 
 
 def what_if_words(what: WhatIf) -> str:
@@ -179,12 +188,38 @@ def _short(value: float) -> str:
 
 
 def _about(analysis: Analysis) -> str:
-    model, settings = analysis.manifest["model"], analysis.manifest["settings"]
-    texts = [text["name"] for text in analysis.manifest["texts"]]
-    what = texts[0] if len(texts) == 1 else f"{len(texts)} texts"
-    lengths = ", ".join(f"{length:,}" for length in sorted(set(analysis.heads["length"].to_pylist())))
-    rows = settings["rows"] or "different from run to run"  # None: merged
-    rows = f"up to {AUTO_ROWS} a window" if rows == "auto" else rows
-    most = max((text.get("windows") or 1 for text in analysis.manifest["texts"]), default=1)
-    windows = f"{most} windows of " if most > 1 else ""
-    return f"{model['name']}, {model['dtype']} on {model['device']}; {what}; {windows}{lengths} tokens; rows: {rows}"
+    model, texts = analysis.manifest["model"], analysis.manifest["texts"]
+    text = texts[0]["name"] if len(texts) == 1 else f"{len(texts)} texts"
+    rows = analysis.manifest["settings"]["rows"] or "different between runs"  # None: merged
+    rows = f"up to {AUTO_ROWS} per window" if rows == "auto" else rows
+    measured = measured_on(analysis.heads, analysis.manifest)
+    return f"{model['name']}, {model['dtype']} on {model['device']}; {text}; {measured}; rows: {rows}"
+
+
+def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
+    """Return the keys that the sharpest heads read in their last listed row, one head per layer; None without reads."""
+    sharpest: dict[tuple[str, int], Row] = {}
+    for row in sorted(heads, key=_sharpness):
+        sharpest.setdefault((row["kind"], row["layer"]), row)
+    found: list[TopKeys] = []
+    for row in list(sharpest.values())[:READING_HEADS]:
+        reads = chosen_rows(analysis.reads, {name: row[name] for name, _ in HEAD_KEY})
+        if reads.num_rows:
+            found.append(top_keys(reads, -1))
+    if not found:
+        return None
+    title = "What some of the sharpest heads read (last row; position, token, weight)"
+    table = titled_table(title, "head", "row", "reads")
+    for one in sorted(found, key=lambda one: (one.layer, one.head)):
+        read = ", ".join(
+            f"{key.key} {quoted(key.token, LONGEST_TOKEN)} {key.weight:.2f}" for key in one.keys[:READ_KEYS]
+        )
+        here = f"{one.row} {quoted(one.token, LONGEST_TOKEN)}"
+        table.add_row(Text(f"layer {one.layer} head {one.head}"), Text(here), Text(read))
+    return table
+
+
+def _sharpness(row: Row) -> float:
+    ratio = row.get("entropy_ratio")
+    on_sink = (row.get("sink_mass") or 0.0) > 0.5  # such a head reads little else than the first key
+    return (2.0 if ratio is None or ratio != ratio else float(ratio)) + (1.0 if on_sink else 0.0)

@@ -1,27 +1,28 @@
-"""What the report calls things: verdicts with a two-letter mark each, so that colour is never the only carrier."""
+"""Names, marks and colours of the report. Each verdict has two letters too, so that no one depends on colours."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from attnorm.analysis.verdicts.thresholds import MEANING
 from attnorm.metrics.catalogue import Group
 
 
 @dataclass(frozen=True)
-class Word:
-    name: str  # as in the tables
+class VerdictWord:
+    name: str  # in the tables
     mark: str
     label: str
     meaning: str
 
     @property
     def style(self) -> str:
-        """The class that colours it."""
+        """CSS class."""
         return f"v-{self.name}" if self.name in MEANING else "v-unknown"
 
 
-# In the order of legends and of "worst first": what cannot select, what does not, what selects badly, what is well.
-VERDICTS: tuple[Word, ...] = tuple(
-    Word(name, mark, name, f"{MEANING[name][0].upper()}{MEANING[name][1:]}.")
+# Worst first, also in legends.
+VERDICTS: tuple[VerdictWord, ...] = tuple(
+    VerdictWord(name, mark, name, f"{MEANING[name][0].upper()}{MEANING[name][1:]}.")
     for name, mark in (
         ("broken", "Br"),
         ("dispersed-forced", "Df"),
@@ -35,24 +36,24 @@ VERDICTS: tuple[Word, ...] = tuple(
         ("healthy", "He"),
     )
 )
-UNKNOWN = Word("unknown", "?", "not judged", "No verdict was given.")
-BY_NAME: dict[str, Word] = {word.name: word for word in VERDICTS}
+UNKNOWN = VerdictWord("unknown", "?", "not judged", "No verdict was given.")
+BY_NAME: dict[str, VerdictWord] = {word.name: word for word in VERDICTS}
 
 
-def verdict_word(name: str | None) -> Word:
-    """The entry of a verdict; one that this version does not know keeps its own name."""
+def verdict_word(name: str | None) -> VerdictWord:
+    """Return the entry of a verdict; a verdict that this version does not know keeps its name."""
     if not name:
         return UNKNOWN
-    return BY_NAME.get(name) or Word(name, "?", name, "")
+    return BY_NAME.get(name) or VerdictWord(name, "?", name, "")
 
 
 GROUPS: dict[Group, str] = {
     "weights": "Where the weight goes",
     "limits": "What the logits allow",
-    "rate": "How it goes with length",
+    "rate": "How it changes with length",
     "sink": "Without the sink",
-    "gradient": "What the gradient sees",
-    "vectors": "The vectors that are mixed",
+    "gradient": "How sensitive the weights are",
+    "vectors": "The vectors that attention mixes",
 }
 
 KINDS: dict[str, str] = {
@@ -61,25 +62,34 @@ KINDS: dict[str, str] = {
     "cross": "cross-attention",
 }
 
-SHARES = ("sink_mass", "forced_share")  # metrics shown as per cent
+SHARES = ("sink_mass", "forced_share")  # metrics shown in percent
 
 # The numbers at the top of a head's panel, and the columns of the table of heads.
 PANEL_METRICS = (
-    "entropy_ratio",
-    "effective_keys",
-    "max_weight",
-    "weight_ceiling",
-    "sink_mass",
-    "gap_slope",
-    "horizon",
+    "entropy_ratio", "effective_keys", "max_weight", "weight_ceiling", "sink_mass", "gap_slope", "horizon",
     "jacobian_norm",
-)
-TABLE_METRICS = (
-    "entropy_ratio",
-    "effective_keys",
-    "max_weight",
-    "sink_mass",
-    "gap_slope",
-    "horizon",
-    "jacobian_norm",
-)
+)  # fmt: skip
+TABLE_METRICS = tuple(name for name in PANEL_METRICS if name != "weight_ceiling")
+
+# Colours and fonts of the figures; verdicts and scale have the colours of the HTML page.
+INK, PALE, ACCENT, WARM = "#1f2023", "#7d8088", "#3a49b0", "#a4430c"
+LETTERING: dict[Any, Any] = {
+    "font.family": "DejaVu Sans", "font.size": 8, "svg.fonttype": "path", "svg.hashsalt": "attnorm", "pdf.fonttype": 42,
+    "axes.edgecolor": PALE, "axes.linewidth": 0.6, "xtick.color": PALE, "ytick.color": PALE,
+    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "text.color": INK, "axes.labelcolor": INK,
+    "text.parse_math": False,  # a dollar sign in the name of a text must not start a formula
+}  # fmt: skip
+SCALE = ("#2a1a5e", "#34438c", "#2c6a94", "#25908c", "#4bb573", "#a3d04d", "#f6e34b")
+VERDICT_COLOURS: dict[str, tuple[str, str]] = {  # fill, ink
+    "broken": ("#1c1c1f", "#ffffff"),
+    "dispersed-forced": ("#b8470f", "#ffffff"),
+    "dispersed-by-choice": ("#eda73a", "#2b1a00"),
+    "dispersed": ("#f3d3a2", "#2b1a00"),
+    "differs": ("#cd86ae", "#2a0b1d"),
+    "undecided": ("#b9b7b0", "#1f2023"),
+    "sink-dominated": ("#85c4ec", "#06263a"),
+    "frozen": ("#1f6aa5", "#ffffff"),
+    "sensitive": ("#f2e35c", "#2e2a00"),
+    "healthy": ("#d3e5de", "#1f3a33"),
+}
+OTHER_COLOURS = ("#e4e2dc", "#1f2023")

@@ -100,7 +100,7 @@ def with_gaps() -> Sample:
 
 @cache
 def empty() -> Sample:
-    return judged({name: table.slice(0, 0) for name, table in _tables(sample()).items()}, {"model": {}})
+    return judged({name: table.slice(0, 0) for name, table in _tables(sample()).items()}, {"model": {}, "settings": {}})
 
 
 @cache

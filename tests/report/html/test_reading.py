@@ -8,8 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report.html import page as report
-from attnorm.report.palette import SCALE, VERDICT_COLOURS
-from attnorm.report.vocabulary import VERDICTS
+from attnorm.report.vocabulary import SCALE, VERDICT_COLOURS, VERDICTS
 from tests.report.html.conftest import Open
 from tests.report.html.sample import sample
 

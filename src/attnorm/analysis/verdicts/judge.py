@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from scipy.special import ndtr, stdtrit
 
-from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.experiments.dispersion.figure import by_layer, overview
 from attnorm.experiments.dispersion.measure import (
     CONTENT,

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
-from attnorm.analysis.collect import SHORTEST_IN_SLOPE
+from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.experiments.dispersion.measure import CEILING_LENGTHS, CONTENT, KEYS, RUNS, Key, bins, column
 from attnorm.experiments.experiment import Floats
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from attnorm.analysis import store
-from attnorm.analysis.collect import SHORTEST_IN_SLOPE, Collector
+from attnorm.analysis.collect import Collector
+from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.rows import number

@@ -1,7 +1,7 @@
-"""Columns of numbers as short strings: half precision under a scale of their own, in base64.
+"""Columns of numbers as short strings for the page: half precision with a scale per column, in base64.
 
-Three digits are more than a chart shows, and a report of 1,728 heads with all their curves stays below 2 MB. The
-script's `unpack` (script/data.js) is the inverse. Infinite and missing values both become missing.
+Half precision has three digits, which is enough for charts, and a report on 1,728 heads stays below 2 MB. `unpack` in
+script/data.js is the inverse. Infinite values become missing values.
 """
 
 import base64
@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LARGEST = 60_000.0  # what the largest magnitude of a column is scaled to; half precision ends at 65,504
-FEW = 256  # distinct values that one byte can name
+LARGEST = 60_000.0  # the largest magnitude of a column is scaled to this; half precision ends at 65,504
+FEW = 256  # distinct values that fit into one byte
 
 
 def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[str, Any]:
-    """The column as a small dictionary for JSON.
+    """Encode a column as a dictionary for JSON.
 
-    {"all": v} where all values are equal, {"levels": [...], "bytes": ...} where few differ, else {"half": ...} with its
-    scale. With `logarithmic`, a half stands for the logarithm to base 10: a horizon may be 1e30.
+    {"all": v} if all values are equal, {"levels": [...], "bytes": ...} if there are few values, else {"half": ...} with
+    a scale. logarithmic: store the logarithm to base 10, for columns with values such as 1e30.
     """
     finite = np.where(np.isfinite(values), values, np.nan)
-    levels, places = np.unique(finite, return_inverse=True)  # NaN counts as one value
+    levels, indices = np.unique(finite, return_inverse=True)  # NaN counts as one value
     if len(levels) <= 1:
         return {"all": _rounded(float(levels[0])) if len(levels) else None}
     if len(levels) <= FEW:
-        return {"levels": [_rounded(float(level)) for level in levels], "bytes": _text(places.astype(np.uint8))}
+        return {"levels": [_rounded(float(level)) for level in levels], "bytes": _text(indices.astype(np.uint8))}
     if logarithmic:
         finite = np.log10(finite, out=np.full_like(finite, np.nan), where=finite > 0)
     scale = float(np.nanmax(np.abs(finite))) / LARGEST or 1.0
@@ -33,12 +33,12 @@ def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[st
 
 
 def packed_whole(values: NDArray[np.integer[Any]]) -> dict[str, Any]:
-    """Whole numbers from 0 up, exactly: positions must not be rounded."""
-    levels, places = np.unique(values, return_inverse=True)
+    """Encode integers from 0 on without rounding."""
+    levels, indices = np.unique(values, return_inverse=True)
     if len(levels) <= 1:
         return {"all": int(levels[0]) if len(levels) else None}
     if len(levels) <= FEW:
-        return {"levels": levels.tolist(), "bytes": _text(places.astype(np.uint8))}
+        return {"levels": levels.tolist(), "bytes": _text(indices.astype(np.uint8))}
     width = 2 if int(levels[-1]) < 2**16 else 4
     return {"whole": _text(values.astype(f"<u{width}")), "width": width}
 

@@ -1,26 +1,33 @@
-"""What the page's script gets: every head with its curves, the rows of each head side by side, nothing twice.
+"""The data for the script of the page: every head with its curves, and the tokens that it reads.
 
-Keys (text, length, normalizer, kind, layer, head) are written once, for the heads; the rows of another table that
-belong to head i are rows starts[i] to starts[i + 1].
+Keys (text, length, normalizer, kind, layer, head) are stored once, for the heads; the rows of another table that
+belong to head i are rows starts[i] to starts[i + 1]. Tokens come from files of other people: control characters are
+spelled out here, and the script inserts tokens as text, never as markup.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from attnorm.analysis.reads import INPUT, SIDES
+from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.html.column_encoding import packed
-from attnorm.report.html.numbers import number, share
-from attnorm.report.html.reads import reads_payload, sides_payload, tokens_payload
+from attnorm.report.html.column_encoding import packed, packed_whole
+from attnorm.report.html.page_text import number, share
 from attnorm.report.selection import DISTANCES, column, default_choice, distinct, relative_distances
-from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
+from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, VerdictWord, verdict_word
+from attnorm.safe_text import visible
 
 KEY = tuple(name for name, _ in HEAD_KEY)
+LONGEST_TOKEN = 40  # characters
+MOST_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
 
-# What the curves of a head show; the rest of by_length stays in the tables.
+# Columns for the curves of a head.
 CURVES = (
     "n", "entropy_nats", "entropy_nats_q25", "entropy_nats_q75", "entropy_floor", "effective_keys", "max_weight",
     "weight_ceiling", "effective_gap", "effective_gap_q25", "effective_gap_q75", "effective_gap_without_sink",
@@ -31,7 +38,8 @@ SETS = (
 )  # fmt: skip
 
 
-def payload(analysis: Any) -> dict[str, Any]:
+def payload(analysis: Analysis) -> dict[str, Any]:
+    """Return the JSON value that the page embeds."""
     heads = analysis.heads
     index = {key: row for row, key in enumerate(_keys(heads))}
     choices = {name: distinct(heads, name) for name in ("text", "length", "normalizer", "kind")}
@@ -49,33 +57,32 @@ def payload(analysis: Any) -> dict[str, Any]:
         "verdicts": [vars(word) for word in _words(heads)],
         "heads": {
             "count": heads.num_rows,
-            **{name: _places(heads, name, choices[name]) for name in choices},
-            "layer": heads.column("layer").to_pylist(),
-            "head": heads.column("head").to_pylist(),
-            "rows": heads.column("rows").to_pylist(),
-            "nLow": heads.column("n_low").to_pylist(),
-            "nHigh": heads.column("n_high").to_pylist(),
-            "broken": heads.column("broken_rows").to_pylist(),
+            **{name: [choices[name].index(value) for value in heads[name].to_pylist()] for name in choices},
+            "layer": heads["layer"].to_pylist(),
+            "head": heads["head"].to_pylist(),
+            "rows": heads["rows"].to_pylist(),
+            "nLow": heads["n_low"].to_pylist(),
+            "nHigh": heads["n_high"].to_pylist(),
+            "broken": heads["broken_rows"].to_pylist(),
             **_judgements(heads),
             "columns": _columns(heads, [*measured, *quantiles, "gap_slope_error"]),
         },
         "byLength": _grouped(analysis.by_length, index, CURVES),
         "topN": _grouped(relative_distances(analysis.top_n), index, SETS),
-        "sensitivity": _grouped(analysis.sensitivity, index, _numbers_of(analysis.sensitivity)),
+        "sensitivity": _grouped(
+            analysis.sensitivity,
+            index,
+            [name for name in analysis.sensitivity.column_names if name not in (*KEY, "rows")],
+        ),
         "coverage": _coverage(analysis.coverage, choices),
-        "reads": reads_payload(analysis.reads, index, KEY),
-        "tokens": tokens_payload(analysis.tokens, choices),
-        "sides": sides_payload(),
+        "reads": _reads(analysis.reads, index),
+        "tokens": _tokens(analysis.tokens, choices),
+        "sides": {"input": INPUT, "kinds": {kind: list(pair) for kind, pair in SIDES.items()}},
     }
 
 
 def _keys(table: pa.Table) -> list[tuple[Any, ...]]:
     return list(zip(*(table.column(name).to_pylist() for name in KEY), strict=True))
-
-
-def _places(table: pa.Table, name: str, choices: Sequence[Any]) -> list[int]:
-    place = {choice: number for number, choice in enumerate(choices)}
-    return [place[value] for value in table.column(name).to_pylist()]
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -92,38 +99,30 @@ def _described(name: str) -> dict[str, Any]:
     }
 
 
-def _words(heads: pa.Table) -> list[Any]:
-    """All verdicts in order of urgency, then those of the table that this version does not know."""
+def _words(heads: pa.Table) -> list[VerdictWord]:
+    """Return all verdicts, worst first, then those of the table that this version does not know."""
     known = [word.name for word in VERDICTS]
-    if "verdict" not in heads.column_names:
-        return list(VERDICTS)
-    others = [name for name in dict.fromkeys(heads.column("verdict").to_pylist()) if name not in known]
+    others = [name for name in dict.fromkeys(heads["verdict"].to_pylist()) if name not in known]
     return [*VERDICTS, *(verdict_word(name) for name in others)]
 
 
 def _judgements(heads: pa.Table) -> dict[str, Any]:
-    words = [word.name for word in _words(heads)]
-    if "verdict" not in heads.column_names:
-        return {"verdict": [None] * heads.num_rows, "flags": [[]] * heads.num_rows, "evidence": {}}
-    verdicts = [verdict_word(name).name for name in heads.column("verdict").to_pylist()]
-    place = {name: number for number, name in enumerate(words)}
-    flags = [[place.get(flag, flag) for flag in row or []] for row in heads.column("flags").to_pylist()]
-    evidence = heads.column("evidence").to_pylist()
-    places = [place[name] for name in verdicts]
-    return {"verdict": places, "flags": flags, "evidence": evidence, "beside": _beside(heads)}
+    index = {word.name: number for number, word in enumerate(_words(heads))}
+    return {
+        "verdict": [index[verdict_word(name).name] for name in heads["verdict"].to_pylist()],
+        "flags": [[index.get(flag, flag) for flag in row or []] for row in heads["flags"].to_pylist()],
+        "evidence": heads["evidence"].to_pylist(),
+        "beside": [_confidence_and_saturation(row) for row in heads.select(_JUDGED).to_pylist()],
+    }
 
 
-def _beside(heads: pa.Table) -> list[str]:
-    """What is judged apart from the verdict, in words: how sure it is, and saturation."""
-    wanted = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
-    found = [name for name in wanted if name in heads.column_names]
-    return [_beside_words(row) for row in heads.select(found).to_pylist()]
+_JUDGED = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
 
 
-def _beside_words(row: dict[str, Any]) -> str:
-    confidence, excess = row.get("confidence"), row.get("saturation_excess")
+def _confidence_and_saturation(row: dict[str, Any]) -> str:
+    confidence, excess = row["confidence"], row["saturation_excess"]
     parts = [] if confidence is None or not np.isfinite(confidence) else [f"Confidence {share(confidence)}."]
-    if row.get("saturation") not in (None, "", "not judged"):
+    if row["saturation"] not in (None, "", "not judged"):
         numbers = ""
         if excess is not None and np.isfinite(excess):
             low, high = row["saturation_low"], row["saturation_high"]
@@ -142,27 +141,28 @@ def _columns(table: pa.Table, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _numbers_of(table: pa.Table) -> list[str]:
-    return [name for name in table.column_names if name not in (*KEY, "rows")] if table is not None else []
+def _owned_rows(
+    table: pa.Table, index: Mapping[tuple[Any, ...], int], *order: str
+) -> tuple[list[int], NDArray[np.intp]]:
+    """Return where the rows of each head start, and the rows sorted by head, then by the columns `order`."""
+    owner = np.array([index.get(key, -1) for key in _keys(table)])
+    rows = np.lexsort((*(column(table, name) for name in reversed(order)), owner))
+    rows = rows[owner[rows] >= 0]
+    return np.searchsorted(owner[rows], np.arange(len(index) + 1)).tolist(), rows
 
 
 def _grouped(table: pa.Table, index: dict[tuple[Any, ...], int], names: Sequence[str]) -> dict[str, Any]:
-    """The rows sorted by head, then by their own first column (n, N or T)."""
-    if table is None or not table.num_rows:
+    """Sort rows by head, then by their own first column (n, N or T)."""
+    if not table.num_rows:
         return {"starts": [0] * (len(index) + 1), "columns": {}}
-    owner = np.array([index.get(key, -1) for key in _keys(table)])
-    order = np.lexsort((column(table, names[0]), owner))
-    order = order[owner[order] >= 0]
-    starts = np.searchsorted(owner[order], np.arange(len(index) + 1))
+    starts, order = _owned_rows(table, index, names[0])
     rows = table.take(pa.array(order))
     finite = [name for name in names if np.isfinite(column(rows, name)).any()]
-    return {"starts": starts.tolist(), "columns": _columns(rows, finite)}
+    return {"starts": starts, "columns": _columns(rows, finite)}
 
 
 def _coverage(table: pa.Table, choices: dict[str, list[Any]]) -> list[list[Any]]:
-    """Rows of [text, length, normalizer, kind, layer, N, per head, union, independent]; the first four as places."""
-    if table is None:
-        return []
+    """Return [text, length, normalizer, kind, layer, N, per head, union, independent]; the first four as indices."""
     rows = []
     for row in table.to_pylist():
         key = [choices[name].index(row[name]) if row[name] in choices[name] else -1 for name in choices]
@@ -170,3 +170,39 @@ def _coverage(table: pa.Table, choices: dict[str, list[Any]]) -> list[list[Any]]
         rounded = [None if one is None or not np.isfinite(one) else float(f"{one:.4g}") for one in numbers]
         rows.append([*key, row["layer"], row["top_n"], *rounded])
     return rows
+
+
+def _reads(reads: pa.Table, index: Mapping[tuple[Any, ...], int]) -> dict[str, Any]:
+    """Return the read keys sorted by head, row and rank. left_out: keys per row that are not on the page."""
+    reads = _first_window(reads)
+    if not reads.num_rows:
+        return {"starts": [0] * (len(index) + 1), "columns": {}, "left_out": 0}
+    most, shown = int(pc.max(reads["rank"]).as_py()), _ranks_that_fit(reads)
+    reads = reads.filter(pc.less_equal(reads["rank"], shown))
+    starts, order = _owned_rows(reads, index, "row", "rank")
+    whole = {name: packed_whole(reads[name].to_numpy()[order]) for name in ("row", "key")}
+    columns = {**whole, "weight": packed(column(reads, "weight")[order])}
+    return {"starts": starts, "columns": columns, "left_out": most - shown}
+
+
+def _tokens(tokens: pa.Table, choices: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """Return the tokens of each text, length and side, by position."""
+    found: dict[tuple[int, int, str], list[str]] = {}
+    for row in _first_window(tokens).sort_by("position").to_pylist():
+        if row["text"] in choices["text"] and row["length"] in choices["length"]:
+            where = (choices["text"].index(row["text"]), choices["length"].index(row["length"]), row["side"])
+            found.setdefault(where, []).append(visible(row["token"] or "", LONGEST_TOKEN))
+    return [
+        {"text": text, "length": length, "side": side, "tokens": own} for (text, length, side), own in found.items()
+    ]
+
+
+def _ranks_that_fit(reads: pa.Table) -> int:
+    """Return the largest rank up to which all keys fit on the page; at least 1."""
+    counts = np.bincount(reads["rank"].to_numpy())
+    return max(1, int(np.searchsorted(np.cumsum(counts), MOST_KEYS, side="right")) - 1)
+
+
+def _first_window(table: pa.Table) -> pa.Table:
+    """Select the first window of each text, so that the page stays small."""
+    return table.filter(pc.equal(table["window"], pc.min(table["window"]))) if table.num_rows else table

@@ -1,20 +1,20 @@
-"""The report: one HTML file with its style, script and data inside, so that it opens anywhere, offline, in ten years.
+"""The report: one HTML file that contains its styles, script and data, and opens anywhere, offline.
 
-A Content-Security-Policy allows exactly the one style sheet and the one script, by their hashes: whatever a text, a
-model or a folder is called, nothing else can run or be fetched. Headline, advice, table, explanations and manifest are
-written out here and read without JavaScript; heat map, curves, sorting and filters are the script's.
+A Content-Security-Policy allows only this style sheet and this script, by their hashes: no name of a text, model or
+folder can run code or fetch anything. Headline, advice, table, explanations and manifest are HTML and need no
+JavaScript; heat map, curves, sorting and filters are drawn by the script.
 """
 
 import base64
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from attnorm.analysis.store import write_whole
-from attnorm.report.html import numbers, page_text
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.store import write_file
+from attnorm.report.html import page_text
 from attnorm.report.html.data import payload
 from attnorm.report.vocabulary import VERDICTS
 
@@ -26,8 +26,8 @@ SCRIPTS = (
 )  # fmt: skip
 
 
-def render(analysis: Any) -> str:
-    """The page of an Analysis: anything with its tables, manifest and verdict."""
+def render(analysis: Analysis) -> str:
+    """Return the page as HTML."""
     style, script = _joined("style", "css", STYLES), _joined("script", "js", SCRIPTS)
     return (
         _templates()
@@ -44,10 +44,10 @@ def render(analysis: Any) -> str:
     )
 
 
-def save(analysis: Any, path: str | Path) -> Path:
-    """Writes the page, whole or not at all; the path."""
+def save(analysis: Analysis, path: str | Path) -> Path:
+    """Write the page atomically and return its path."""
     target = Path(path)
-    write_whole(target, render(analysis).encode())
+    write_file(target, render(analysis).encode())
     return target
 
 
@@ -76,5 +76,5 @@ def _templates() -> Environment:
         "separators": (",", ":"),
         "ensure_ascii": False,
     }
-    environment.filters.update(number=numbers.number, share=numbers.share, plain=numbers.plain)
+    environment.filters.update(number=page_text.number, share=page_text.share, plain=page_text.plain)
     return environment

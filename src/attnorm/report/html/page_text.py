@@ -1,33 +1,41 @@
-"""The words and the plain table of the page: what it says before any script runs."""
+"""The text of the page, which can be read without JavaScript: words, the table of heads, numbers as text.
+
+Numbers look like 1,024; 0.0031; 12 %; 27.5 million. The script writes them in the same way (script/format.js).
+"""
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.verdicts import Advice, WhatIf
 from attnorm.analysis.verdicts.sentences import threshold_sentences
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
-from attnorm.report.html.numbers import MISSING, number, plain, share
 from attnorm.report.selection import chosen_rows, column, default_choice
 from attnorm.report.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
 
+MISSING = "–"
+_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
-def page_words(analysis: Any) -> dict[str, Any]:
-    """Everything the templates show as text."""
+
+def page_words(analysis: Analysis) -> dict[str, Any]:
+    """Return everything that the templates show as text."""
     manifest, verdict, choice = analysis.manifest, analysis.verdict, default_choice(analysis)
-    model = manifest.get("model") or {}
     return {
-        "model_name": str(model.get("name") or "a model") if isinstance(model, Mapping) else str(model),
-        "headline": verdict.headline.partition("; "),  # the clause that matters most is set larger
+        "model_name": str(manifest["model"].get("name") or "a model"),
+        "headline": verdict.headline.partition("; "),  # the first clause is set larger
         "sentences": [with_lead(sentence) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
-        "advice": [advice_words(one) for one in verdict.advice if not getattr(one, "caution", False)],
-        "cautions": [advice_words(one) for one in verdict.advice if getattr(one, "caution", False)],
+        "advice": [advice_words(one) for one in verdict.advice if not one.caution],
+        "cautions": [advice_words(one) for one in verdict.advice if one.caution],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
         "notes": [f"{str(note).rstrip('.')}." for note in manifest.get("notes") or []],
-        "facts": key_facts(manifest),
+        "facts": model_facts(manifest["model"]),
         "table_metrics": [BY_NAME[name] for name in TABLE_METRICS],
         "rows": table_rows(analysis.heads, choice),
         "metric_groups": [(title, [one for one in METRICS if one.group == group]) for group, title in GROUPS.items()],
@@ -40,13 +48,13 @@ def page_words(analysis: Any) -> dict[str, Any]:
 
 
 def with_lead(sentence: str) -> tuple[str, str]:
-    """What a sentence is about, where it begins with a question or a title, and the rest."""
+    """Split a sentence that starts with a question or a title into this start and the rest."""
     found = re.match(r"([^.;]{3,60}?[?:]) (.*)", sentence, re.DOTALL)
     return (found[1], found[2]) if found else ("", sentence)
 
 
 def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The verdicts that occur, most urgent first, with where their part of the bar (100 wide) begins and ends."""
+    """Return the verdicts that occur, worst first, with start and width of their part of a bar that is 100 wide."""
     order = [word.name for word in VERDICTS]
     names = [name for name in order if counts.get(name)]
     names += [name for name in counts if counts[name] and name not in order]
@@ -59,21 +67,19 @@ def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
     return parts
 
 
-def advice_words(advice: Any) -> dict[str, Any]:
-    """One piece of advice: title, text, the command that would measure more, and its what-if numbers as a table."""
-    what_if = list(getattr(advice, "what_if", ()))
+def advice_words(advice: Advice) -> dict[str, Any]:
     return {
-        "title": getattr(advice, "title", ""),
-        "text": getattr(advice, "text", advice),
-        "command": getattr(advice, "command", None) or "",
-        "table": what_if_table(what_if) if what_if else None,
+        "title": advice.title,
+        "text": advice.text,
+        "command": advice.command or "",
+        "table": what_if_table(advice.what_if) if advice.what_if else None,
     }
 
 
-def what_if_table(what_if: Sequence[Any]) -> dict[str, Any]:
-    """A row per quantity and a column per change, beside how it is now.
+def what_if_table(what_if: Sequence[WhatIf]) -> dict[str, Any]:
+    """Return a row per quantity with its value now and a column per change.
 
-    Where a quantity is known of other heads under one change than under another, "now" differs: the cell says both.
+    If "now" differs between changes, because other heads were measured, the cell shows both values.
     """
     changes = list(dict.fromkeys(one.change for one in what_if))
     rows = []
@@ -94,75 +100,59 @@ def length_text(length: int | None) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Keys are counted: from ten on without a fraction."""
+    """Format a metric; numbers of keys from 10 on have no fraction."""
     if name in SHARES:
         return share(value)
     counted = BY_NAME[name].unit == "keys" and value is not None and 10 <= value < 10_000
     return number(math.floor(value + 0.5) if counted and value is not None else value)
 
 
-def key_facts(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The line under the headline: how large the model is and how it was run."""
-    model = manifest.get("model")
-    model = model if isinstance(model, Mapping) else {}
+def model_facts(model: Mapping[str, Any]) -> list[str]:
+    """Return the facts below the headline: size of the model and how it ran."""
     facts = []
     if model.get("layers") and model.get("heads"):
-        facts.append(("heads", f"{plain(model['layers'])} layers × {plain(model['heads'])} heads"))
+        facts.append(f"{plain(model['layers'])} layers × {plain(model['heads'])} heads")
     if isinstance(model.get("parameters"), int):
-        facts.append(("parameters", f"{_large(model['parameters'])} parameters"))
-    facts += [(name, str(model[name])) for name in ("class", "dtype", "device") if model.get(name)]
-    return facts
+        facts.append(f"{number(model['parameters'])} parameters")
+    return facts + [str(model[name]) for name in ("class", "dtype", "device") if model.get(name)]
 
 
-def _large(count: int) -> str:
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {word}"
-    return f"{count:,}"
-
-
-def table_rows(heads: Any, choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The heads of the first choice, as the table shows them before it can be sorted."""
+def table_rows(heads: pa.Table, choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the table of heads before the script sorts or filters them."""
     chosen = chosen_rows(heads, choice)
     values = {name: column(chosen, name).tolist() for name in TABLE_METRICS}
-    judged = "verdict" in chosen.column_names
-    verdicts = chosen.column("verdict").to_pylist() if judged else [None] * chosen.num_rows
-    evidence = chosen.column("evidence").to_pylist() if judged else [None] * chosen.num_rows
     return [
         {
-            "layer": layer,
-            "head": head,
-            "word": verdict_word(verdicts[row]),
-            "evidence": evidence[row] or "",
-            "numbers": [metric_text(name, values[name][row]) for name in TABLE_METRICS],
+            "layer": row["layer"],
+            "head": row["head"],
+            "word": verdict_word(row["verdict"]),
+            "evidence": row["evidence"] or "",
+            "numbers": [metric_text(name, values[name][index]) for name in TABLE_METRICS],
         }
-        for row, (layer, head) in enumerate(
-            zip(chosen.column("layer").to_pylist(), chosen.column("head").to_pylist(), strict=True)
-        )
+        for index, row in enumerate(chosen.select(["layer", "head", "verdict", "evidence"]).to_pylist())
     ]
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What Methods needs to name; missing entries are empty."""
-    given = manifest.get("settings")
-    given = given if isinstance(given, Mapping) else {}
+    """Return the settings that the section Methods names; missing ones are empty."""
+    given = manifest["settings"]
     wanted = ("rows", "vectors", "vector_rows", "seed", "top_n", "temperatures", "metrics")
     return {name: plain(given[name]) if given.get(name) is not None else "" for name in wanted}
 
 
 def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The manifest as titled lists; what is nested deeper is named by its path."""
+    """Return the manifest as titled lists; deeper entries are named by their path."""
     titled: list[tuple[str, list[tuple[str, str]]]] = []
     manifest = {**manifest, "thresholds": _beside_defaults(manifest.get("thresholds") or {})}
     loose = [(str(key), plain(value)) for key, value in manifest.items() if not _nested(value)]
     for key, value in manifest.items():
         if _nested(value):
-            titled.append((_title(key), list(_leaves(value))))
+            titled.append((str(key).replace("_", " ").capitalize(), list(_leaves(value))))
     return [*titled, *([("Run", loose)] if loose else [])]
 
 
 def _beside_defaults(thresholds: Mapping[str, Any]) -> dict[str, str]:
-    """Each threshold, with the default where it is another."""
+    """Return each threshold, with its default if that differs."""
     changed = thresholds_of(thresholds).differences(Thresholds())
     usual = {name: f" (default {default:g})" for name, (_, default) in changed.items()}
     return {name: f"{value:g}{usual.get(name, '')}" for name, value in thresholds.items()}
@@ -174,10 +164,6 @@ def _nested(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
-def _title(key: Any) -> str:
-    return str(key).replace("_", " ").capitalize()
-
-
 def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
     entries = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
     for key, one in entries:
@@ -186,3 +172,59 @@ def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
             yield from _leaves(one, name)
         else:
             yield name, plain(one)
+
+
+def number(value: float | None) -> str:
+    """Format with three digits; large numbers get a word, very large and very small ones a power of ten."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    size = float(f"{abs(value):.2e}")
+    if size >= 1e12 or size < 1e-4:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return _minus(f"{mantissa.removesuffix('.0')} × 10{str(int(exponent)).translate(_RAISED)}")
+    for large, word in ((1e9, "billion"), (1e6, "million")):
+        if size >= large:
+            return _minus(f"{_digits(value / large)} {word}")
+    if size >= 10_000 and not float(value).is_integer():
+        return _minus(f"{math.copysign(size, value):,.0f}")
+    return _minus(f"{value:,.0f}" if float(value).is_integer() else _digits(value))
+
+
+def _digits(value: float) -> str:
+    """Return three significant digits of a number between 0.0001 and 10,000."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(float(f'{abs(value):.2e}'))))}f}"
+
+
+def share(value: float | None) -> str:
+    """Format as percentage: one decimal below 10 %."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    percent = 100 * value
+    if 0 < abs(percent) < 0.05:
+        return "<0.1 %"
+    return _minus(f"{percent:.1f}".removesuffix(".0") if abs(percent) < 9.95 else f"{percent:.0f}") + " %"
+
+
+def plain(value: Any) -> str:
+    """Format any value of the manifest."""
+    match value:
+        case None:
+            return MISSING
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return _minus(f"{value:,}")
+        case float():
+            return number(value)
+        case dict() if not value:
+            return MISSING
+        case list() | tuple():
+            return ", ".join(plain(one) for one in value) or MISSING
+        case _:
+            return str(value)
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")

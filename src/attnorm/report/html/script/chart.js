@@ -1,4 +1,4 @@
-// Line charts as SVG: lines are named where they end, never in a legend, and every chart can be read as a table.
+// Line charts as SVG. Labels stand at the ends of lines, and every chart has a table of its numbers.
 const BOX = { width: 356, height: 228, left: 44, right: 88, top: 20, bottom: 37 };
 
 function linearTicks(low, high, wanted = 4) {
@@ -48,12 +48,12 @@ function axis(values, { logarithmic = false, domain = null, ticks = null, base =
   return { low, high, part, ticks: chosen.filter(between(low, high)) };
 }
 
-// A number on an axis is exact: 0.25, not 0.250.
+// Numbers on an axis have no trailing zeros: 0.25, not 0.250.
 function short(text) {
   return /^[−\d]*\.\d+( %)?$/.test(text) ? text.replace(/\.?0+( %)?$/, "$1") : text;
 }
 
-// Moves labels apart as little as keeps them legible, inside the plot.
+// Move labels apart as little as needed to read them, inside the plot.
 function apart(labels, gap, low, high) {
   labels.sort((a, b) => a.y - b.y);
   labels.forEach((label, i) => {
@@ -167,7 +167,7 @@ function described(spec, series, format) {
   return `${spec.title}. ${parts.join("; ")}.`;
 }
 
-// A hair follows the pointer to the nearest measured place; below the chart stand the numbers there.
+// A vertical line follows the pointer to the nearest measured point; the numbers are shown below the chart.
 function follow(drawing, readout, spec, series, x, format) {
   const steps = [...new Set(series.flatMap((one) => one.xs))].sort((a, b) => a - b);
   const cross = s("line", { class: "cross", y1: BOX.top, y2: BOX.height - BOX.bottom, visibility: "hidden" });
@@ -194,7 +194,7 @@ function follow(drawing, readout, spec, series, x, format) {
   });
 }
 
-// Built when it is opened: a hundred hidden tables would slow the page for nothing.
+// Built when it is opened: a hundred hidden tables would slow down the page.
 function asTable(spec, series, format) {
   const details = h("details", null, h("summary", null, "Numbers"));
   details.addEventListener("toggle", () => {

@@ -1,4 +1,4 @@
-// One sequential scale, dark to light with even steps in lightness, and ink that can be read on it.
+// One colour scale from dark to light with even steps in lightness, and a readable text colour for it.
 const STOPS = ["#2a1a5e", "#34438c", "#2c6a94", "#25908c", "#4bb573", "#a3d04d", "#f6e34b"].map((hex) =>
   [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)),
 );
@@ -21,12 +21,12 @@ function luminance(rgb) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
-// Black or white, whichever contrasts more.
+// Black or white, whichever has more contrast.
 function inkOn(part) {
   return luminance(mixed(part)) > 0.179 ? "#000000" : "#ffffff";
 }
 
-// Where a value lies between the ends of a metric's scale: the same scale for every text, length and normalizer.
+// Position of a value on the metric's scale, which is the same for every text, length and normalizer.
 const domains = new Map();
 function domainOf(name) {
   if (!domains.has(name)) {

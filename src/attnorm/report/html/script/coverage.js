@@ -1,4 +1,4 @@
-// Per layer, three dots on a line from 0 to 1: one head, all heads together, all heads if they chose independently.
+// Per layer, three marks from 0 to 1: one head, all heads of the layer, and all heads if they were independent.
 let coverageN = null;
 
 function drawCoverage() {
@@ -7,7 +7,7 @@ function drawCoverage() {
   const rows = known.filter((row) => KEY.every((name, i) => row[i] === state[name]));
   const sizes = [...new Set(rows.map((row) => row[5]))].sort((a, b) => a - b);
   if (!sizes.length) {
-    box.replaceChildren(h("p", { class: "empty" }, "Not measured: it belongs to the group “coverage”."));
+    box.replaceChildren(h("p", { class: "empty" }, "Not measured. Run the analysis with --metrics coverage."));
     return;
   }
   if (!sizes.includes(coverageN)) coverageN = sizes.at(-1);
@@ -30,10 +30,10 @@ function dumbbells(rows) {
   const largest = extent(rows.flatMap((row) => row.slice(6)).filter((value) => value !== null))[1];
   const most = Math.min(1, 1.08 * largest) || 1;
   const x = (value) => left + (value / most) * (width - left - right);
-  const told = rows.map((row) => [row[4], ...row.slice(6).map(share)]);
-  const lines = told.map(([layer, one, all, free]) => `layer ${layer}: one head ${one}, union ${all}, independent ${free}`);
-  const said = `Coverage by layer at N = ${coverageN}. ${lines.join("; ")}.`;
-  const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": said });
+  const shares = rows.map((row) => [row[4], ...row.slice(6).map(share)]);
+  const lines = shares.map(([layer, one, all, free]) => `layer ${layer}: one head ${one}, union ${all}, independent ${free}`);
+  const description = `Coverage by layer at N = ${coverageN}. ${lines.join("; ")}.`;
+  const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": description });
   for (const tick of linearTicks(0, most, width < 480 ? 3 : 5).filter((value) => value <= most)) {
     drawing.append(s("line", { class: "grid", x1: x(tick), x2: x(tick), y1: top - 8, y2: height - 46 }));
     drawing.append(s("text", { x: x(tick), y: height - 30, "text-anchor": "middle" }, `${short(number(100 * tick))} %`));

@@ -1,4 +1,4 @@
-// The curves of one head: what was measured beside what theory allows.
+// The curves of one head, with the bounds of theory.
 const N_AXIS = { label: "visible keys n, logarithmic", name: "n" };
 
 function halfOfRows(row, name) {
@@ -6,11 +6,11 @@ function halfOfRows(row, name) {
   return { xs, low, high, look: "band c-main" };
 }
 
-// Softmax has floor, ceiling and horizon, also where it rescales its logits; of other maps none is known.
+// Only softmax, also with rescaled logits, has a known floor, ceiling and horizon.
 function whose(row, limit, values) {
   const name = runs(row) || "what this layer runs";
   if (!values.some(Number.isFinite)) return ` No ${limit} is known for ${name}.`;
-  return name === "softmax" ? "" : ` The ${limit} is that of ${name}, its factor on the logits included.`;
+  return name === "softmax" ? "" : ` The ${limit} is for ${name}, with its factor on the logits.`;
 }
 
 function entropyChart(row) {
@@ -19,7 +19,7 @@ function entropyChart(row) {
     title: "Entropy against length",
     unit: "nats",
     how:
-      "At log n attention is uniform; at the floor it is as sharp as the logits permit. The band holds half of the " +
+      "log n is uniform attention; the floor is the sharpest attention that the logits allow. The band contains half of the " +
       `rows.${whose(row, "floor", curve(row, "byLength", "entropy_floor"))}`,
     x: N_AXIS,
     y: { zero: true },
@@ -49,7 +49,7 @@ function gapChart(row) {
   return chart({
     title: "Effective gap against length",
     unit: Number.isFinite(slope) ? `nats; slope ${number(slope)}${give}` : "nats",
-    how: "Slope 1 keeps the largest weight as the context grows; slope 0 disperses as theory predicts.",
+    how: "With slope 1 the largest weight stays as the context grows; with slope 0 attention disperses.",
     x: { ...N_AXIS, label: "visible keys n, logarithmic (so log n is linear)" },
     y: {},
     bands: [halfOfRows(row, "effective_gap")],
@@ -69,7 +69,7 @@ function weightChart(row) {
   const ys = curve(row, "byLength", "max_weight");
   return chart({
     title: "Largest weight against length",
-    unit: "with the ceiling that the logits put on it",
+    unit: "and the ceiling that the logits allow",
     how:
       "The ceiling is the largest weight that the logit spread allows among n keys; 1/n is uniform attention." +
       whose(row, "ceiling", curve(row, "byLength", "weight_ceiling")),
@@ -94,7 +94,7 @@ function massChart(row) {
   return chart({
     title: "Weight of the N heaviest keys",
     unit: "share of the row",
-    how: "A head that selects holds most of its weight in few keys; N/n is uniform attention.",
+    how: "A selective head gives most of its weight to few keys. N/n is uniform attention.",
     x: setAxis(xs),
     y: { domain: [0, 1] },
     format: (value) => share(value),
@@ -110,11 +110,11 @@ function separabilityChart(row) {
   const of = (name) => curve(row, "topN", name);
   return chart({
     title: "Separability against N",
-    unit: "share of the N told apart",
+    unit: "share of the N keys that are distinguishable",
     how:
-      "Above the grey band of permuted values the head selects vectors that belong apart; inside it, chance would do " +
-      "as well. The moment bounds are a heuristic at the data's own radius.",
-    absent: "Not measured: it belongs to the group “vectors” (--metrics vectors).",
+      "Above the grey band, the selected keys are more distinguishable than with permuted values; inside it, they are " +
+      "not. The moment bounds are a heuristic at the radius of the data.",
+    absent: "Not measured. Run the analysis with --metrics vectors.",
     x: setAxis(xs),
     y: { domain: [0, 1] },
     format: (value) => share(value),
@@ -136,12 +136,12 @@ function distanceChart(row) {
   const [least, most] = extent(finite(["relative_distance", ...bounds].flatMap(of)));
   const wide = most > 6 * least;
   return chart({
-    title: "Distance of the others from the selection",
+    title: "Distance of the other keys from the selected ones",
     unit: "over (n − N) ‖s‖",
     how:
-      "1 is what far-away, light keys give. The band brackets a random set of N; “printed” forms are as published, " +
-      "and the random one is a misprint.",
-    absent: "Not measured: it belongs to the group “vectors” (--metrics vectors).",
+      "Far keys with little weight have the value 1. The band contains the values of a random set of N keys. “Printed” " +
+      "bounds are as published; the one for random sets has a misprint.",
+    absent: "Not measured. Run the analysis with --metrics vectors.",
     x: setAxis(xs),
     y: { logarithmic: wide, zero: !wide },
     bands: [{ xs, low: of("random_lower"), high: of("random_upper"), look: "null-band" }],
@@ -166,9 +166,9 @@ function sensitivityChart(row) {
   return chart({
     title: "Sensitivity against temperature",
     unit: "largest singular value",
-    how: `The exact norm stays below K/T. A random step of size ε sees much less (g).${wrong}`,
-    absent: "Not measured: it belongs to the group “sensitivity”.",
-    x: { label: "T on top of the model's own, logarithmic", name: "T", ticks: xs.length <= 7 ? xs : null, base: 10 },
+    how: `The exact norm stays below K/T. A random step of size ε has a much smaller effect (g).${wrong}`,
+    absent: "Not measured. Run the analysis with --metrics sensitivity.",
+    x: { label: "temperature T, in addition to the model's own, logarithmic", name: "T", ticks: xs.length <= 7 ? xs : null, base: 10 },
     y: { logarithmic: true },
     series: [
       { name: "exact norm", label: "norm", xs, ys: of("jacobian_norm"), look: "c-main thick", points: true },
@@ -184,10 +184,10 @@ const NORMALIZER_LOOKS = [
   "c-main thick", "c-second", "c-third dashed", "c-fourth dotted", "c-fifth", "c-ink dashed", "c-soft dotted",
 ];
 
-// The same head, text and length under every normalizer that was measured on its logits.
+// The same head, text and length under every measured normalizer.
 function relatives(row) {
   const choice = Object.fromEntries(KEY.map((name) => [name, heads[name][row]]));
-  return places("normalizer")
+  return choicesOf("normalizer")
     .map((name, normalizer) => ({ name, row: rowOf({ ...choice, normalizer }, heads.layer[row], heads.head[row]) }))
     .filter((one) => one.row >= 0);
 }
@@ -206,9 +206,9 @@ function normalizerSeries(row, column) {
 function keysUnderEach(row) {
   const xs = curve(row, "byLength", "n");
   return chart({
-    title: "Effective keys under each",
+    title: "Effective keys under each normalizer",
     unit: "on the same logits",
-    how: "How many keys share the attention as the context grows: flat selects, along n disperses.",
+    how: "Number of keys that share the attention. A flat line selects; a line along n disperses.",
     x: N_AXIS,
     y: { logarithmic: true },
     series: [
@@ -220,9 +220,9 @@ function keysUnderEach(row) {
 
 function weightUnderEach(row) {
   return chart({
-    title: "Largest weight under each",
+    title: "Largest weight under each normalizer",
     unit: "on the same logits",
-    how: "A map that suits this head keeps the weight up where the context is long.",
+    how: "A suitable normalizer keeps the largest weight high as the context grows.",
     x: N_AXIS,
     y: { domain: [0, 1] },
     series: normalizerSeries(row, "max_weight"),

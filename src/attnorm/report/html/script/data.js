@@ -1,4 +1,4 @@
-// The data that the page carries, and the way from a head to its numbers. Missing numbers are NaN.
+// The data of the page, and access to the numbers of a head. Missing numbers are NaN.
 const source = JSON.parse(document.getElementById("data").textContent);
 const heads = source.heads;
 const VERDICT = { name: "verdict", label: "Verdict", unit: "", meaning: "", reading: "" };
@@ -16,11 +16,11 @@ function fromHalf(bits) {
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }
 
-// The inverse of packing.py.
+// The inverse of column_encoding.py.
 function unpack(column, count) {
   const missing = (value) => (value === null ? NaN : value);
   if ("all" in column) return new Array(count).fill(missing(column.all));
-  if ("levels" in column) return Array.from(bytesOf(column.bytes), (place) => missing(column.levels[place]));
+  if ("levels" in column) return Array.from(bytesOf(column.bytes), (index) => missing(column.levels[index]));
   const bytes = bytesOf("whole" in column ? column.whole : column.half);
   const view = new DataView(bytes.buffer);
   const values = new Array(count);
@@ -52,7 +52,7 @@ function headValue(row, name) {
   return column ? column[row] : NaN;
 }
 
-// The rows of a head in one of the other tables: curve(row, "byLength", "n") is an array, empty where nothing was measured.
+// A column of another table for one head, e.g. curve(row, "byLength", "n"): an array, empty if it was not measured.
 function curve(row, table, name) {
   const starts = source[table].starts;
   const column = columnOf(table, name, starts[starts.length - 1]);
@@ -78,15 +78,14 @@ function rowOf(choice, layer, head) {
   return row === undefined ? -1 : row;
 }
 
-// What a head's weights come from: the name of a normalizer, null for a patched model whose layers differ.
+// The normalizer of a head; null for a patched model whose layers differ.
 function runs(row) {
   const name = source.choices.normalizer[heads.normalizer[row]];
   return name === "model" ? source.runs : name;
 }
 
 function verdictOf(row) {
-  const place = heads.verdict[row];
-  return place === null ? { name: "unknown", mark: "?", label: "not judged", meaning: "" } : source.verdicts[place];
+  return source.verdicts[heads.verdict[row]];
 }
 
 function evidenceOf(row) {

@@ -1,4 +1,4 @@
-// Numbers as people write them; numbers.py writes the same.
+// Numbers as text, in the same way as page_text.py.
 const MISSING = "–";
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -37,12 +37,12 @@ function share(value) {
   return `${withMinus(Math.abs(percent) < 9.95 ? percent.toFixed(1).replace(/\.0$/, "") : percent.toFixed(0))} %`;
 }
 
-// Inputs that are no text are measured whole.
+// Inputs other than text are measured whole.
 function lengthText(length) {
   return length === null ? "whole input" : `${number(length)} tokens`;
 }
 
-// Keys are counted: from ten on without a fraction.
+// Numbers of keys from 10 on have no fraction.
 function metricText(name, value) {
   if (source.shares.includes(name)) return share(value);
   const counted = metrics.get(name)?.unit === "keys" && value >= 10 && value < 10000;

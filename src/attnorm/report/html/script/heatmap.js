@@ -1,4 +1,4 @@
-// The map of all heads: a grid that mouse, keyboard and screen reader can walk.
+// The map of all heads: a grid for mouse, keyboard and screen reader.
 const map = document.getElementById("map");
 let cells = new Map(); // row of the data -> its cell
 let table = []; // layers x heads of rows, -1 where there is none
@@ -47,8 +47,8 @@ function cell(row) {
     element.className = "cell missing";
     element.textContent = MISSING;
   }
-  const said = Number.isFinite(value) ? withUnit(state.metric, value) : "missing";
-  const shown = state.metric === "verdict" ? "" : `; ${metrics.get(state.metric).label} ${said}`;
+  const valueText = Number.isFinite(value) ? withUnit(state.metric, value) : "missing";
+  const shown = state.metric === "verdict" ? "" : `; ${metrics.get(state.metric).label} ${valueText}`;
   element.setAttribute("aria-label", `${headName(row)}: ${word.label}${shown}`);
   element.title = element.getAttribute("aria-label");
   element.classList.toggle("dim", filtering() && !matches(row));
@@ -119,14 +119,14 @@ map.addEventListener("keydown", (event) => {
     change({ row }, "map-key");
     return;
   }
-  const place = target(event, row);
-  if (!place) return;
+  const position = target(event, row);
+  if (!position) return;
   event.preventDefault();
-  const next = table[place[0]][place[1]];
+  const next = table[position[0]][position[1]];
   if (next >= 0) focusCell(next);
 });
 
-// The scale, and how the heads of this map lie on it.
+// The colour scale with a histogram of the heads.
 function drawLegend() {
   const box = document.getElementById("legend");
   if (state.metric === "verdict") {
@@ -156,8 +156,8 @@ function scaleDrawing(metric, values) {
   const step = width / bins;
   const [first, last, middle] = [low, high, median(values)].map((value) => withUnit(metric.name, value));
   const many = count(values.length, "head");
-  const said = `Scale of ${metric.label} from ${first}, dark, to ${last}, light; ${many}, median ${middle}.`;
-  const drawing = s("svg", { viewBox: `0 0 ${width} 50`, role: "img", "aria-label": said });
+  const description = `Scale of ${metric.label} from ${first}, dark, to ${last}, light; ${many}, median ${middle}.`;
+  const drawing = s("svg", { viewBox: `0 0 ${width} 50`, role: "img", "aria-label": description });
   counts.forEach((many, i) => {
     const tall = many ? Math.max(2, (34 * many) / most) : 0;
     const bar = { x: i * step, y: 36 - tall, width: step - 1, height: tall, fill: "currentColor", opacity: 0.45 };
@@ -167,8 +167,8 @@ function scaleDrawing(metric, values) {
   const ticks = logarithmic ? [low, Math.sqrt(low * high), high] : [low, (low + high) / 2, high];
   const labels = ticks.map((tick) => h("span", null, metricText(metric.name, tick)));
   const unit = [metric.unit, logarithmic ? "logarithmic" : ""].filter(Boolean).join(", ");
-  const told = `${metric.label}${unit ? ` (${unit})` : ""}; the bars count heads, median ${middle}`;
-  return h("div", { class: "scale" }, drawing, h("p", { "aria-hidden": "true" }, labels), h("p", { "aria-hidden": "true" }, told));
+  const caption = `${metric.label}${unit ? ` (${unit})` : ""}; bars: number of heads; median ${middle}`;
+  return h("div", { class: "scale" }, drawing, h("p", { "aria-hidden": "true" }, labels), h("p", { "aria-hidden": "true" }, caption));
 }
 
 function median(values) {

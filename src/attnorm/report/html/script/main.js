@@ -1,4 +1,4 @@
-// Puts the pieces together: selectors, theme, and who is drawn again when what changes.
+// Selectors, theme, and what is drawn again after a change.
 function drawControls() {
   const form = document.getElementById("controls");
   const labels = { text: "Text", length: "Length", normalizer: "Normalizer", kind: "Attention" };
@@ -9,13 +9,13 @@ function drawControls() {
   colourBy.addEventListener("change", () => change({ metric: colourBy.value }, "metric"));
   form.replaceChildren(h("label", { for: "choose-metric" }, "Colour by", colourBy));
   for (const field of KEY) {
-    const values = places(field);
+    const values = choicesOf(field);
     if (values.length < 2) {
       const only = values.map((value) => h("b", null, h("bdi", null, name(field, value))));
       if (only.length) form.append(h("p", { class: "fixed note" }, labels[field], only));
       continue;
     }
-    const entries = values.map((value, place) => h("option", { value: place }, name(field, value)));
+    const entries = values.map((value, index) => h("option", { value: index }, name(field, value)));
     const select = h("select", { id: `choose-${field}` }, entries);
     select.addEventListener("change", () => change({ [field]: Number(select.value) }, "choice"));
     form.append(h("label", { for: `choose-${field}` }, labels[field], select));

@@ -1,7 +1,7 @@
-// One head: its verdict with the evidence, its numbers among all heads, its curves, and what another map would do.
+// One head: verdict with evidence, numbers compared with all heads, curves, and other normalizers on its logits.
 const panel = document.getElementById("panel");
 const LOGITS = ["logit_spread", "forced_share", "entropy_ratio_without_sink"];
-const BESIDE = [...LOGITS, "mean_cosine", "effective_rank", "smallest_distance"];
+const MORE = [...LOGITS, "mean_cosine", "effective_rank", "smallest_distance"];
 const CHARTS = [entropyChart, gapChart, weightChart, massChart, separabilityChart, distanceChart, sensitivityChart];
 const COMPARED = ["entropy_ratio", "effective_keys", "max_weight", "sink_mass", "gap_slope", "jacobian_norm"];
 
@@ -19,7 +19,7 @@ function drawPanel() {
     h("h3", { id: "panel-title", tabindex: -1 }, headName(row), " ", judgement),
     h("p", { class: "evidence" }, evidenceOf(row) || word.meaning),
     also ? h("p", { class: "also" }, `Also: ${also}.`) : "",
-    heads.beside && heads.beside[row] ? h("p", { class: "also" }, heads.beside[row]) : "",
+    heads.beside[row] ? h("p", { class: "also" }, heads.beside[row]) : "",
     h("p", { class: "also" }, rowsText(row)),
     tiles(row, source.panelMetrics),
     readsOf(row),
@@ -27,13 +27,13 @@ function drawPanel() {
       "div",
       { class: "charts" },
       CHARTS.map((draw) => draw(row)),
-      beside(row),
+      logitsAndVectors(row),
       whatIf(row),
     ),
   );
 }
 
-// The verdicts that hold beside the one that the head is given.
+// Other verdicts whose conditions hold too.
 function alsoTrue(row, word) {
   const flags = heads.flags[row] || [];
   const words = flags.map((flag) => (typeof flag === "number" ? source.verdicts[flag] : { name: flag, label: flag }));
@@ -41,14 +41,14 @@ function alsoTrue(row, word) {
 }
 
 function rowsText(row) {
-  const broken = heads.broken[row] ? ` ${count(heads.broken[row], "row")} with values that are not finite left out.` : "";
+  const broken = heads.broken[row] ? ` ${count(heads.broken[row], "row")} with values that are not finite are left out.` : "";
   if (!heads.rows[row]) return `No row could be used.${broken}`;
   const [low, high] = [heads.nLow[row], heads.nHigh[row]];
   const range = low === high ? number(high) : `${number(low)} to ${number(high)}`;
   return `Medians over ${count(heads.rows[row], "row")} with ${range} visible keys.${broken}`;
 }
 
-// Each number with a strip on which every head of the map is a hair and this one stands out.
+// Numbers, each with a strip on which every head is a tick and this head is the tall one.
 function tiles(row, names) {
   return h("dl", { class: "tiles" }, names.filter((name) => metrics.has(name)).map((name) => tile(row, name)));
 }
@@ -60,35 +60,35 @@ function tile(row, name) {
   strip.append(hairs(name, slice().map((other) => headValue(other, name)), "all"), hairs(name, [value], "here"));
   const [low, high] = ["05", "95"].map((q) => headValue(row, `${name}_q${q}`));
   const known = Number.isFinite(low) && Number.isFinite(high);
-  const range = known ? ` Nine rows in ten lie between ${metricText(name, low)} and ${metricText(name, high)}.` : "";
+  const range = known ? ` 90 % of the rows lie between ${metricText(name, low)} and ${metricText(name, high)}.` : "";
   const unitText = unit && Number.isFinite(value) ? h("small", null, ` ${unit}`) : "";
   const shown = h("dd", null, metricText(name, value), unitText, strip);
   return h("div", { title: `${meaning} ${reading}${range}` }, h("dt", null, label), shown);
 }
 
-function beside(row) {
-  if (!BESIDE.some((name) => Number.isFinite(headValue(row, name)))) return "";
-  const caption = h("figcaption", null, "Its logits and vectors", h("small", null, "each tick is one head; the tall one is this head"));
-  return h("figure", { class: "chart" }, caption, tiles(row, BESIDE));
+function logitsAndVectors(row) {
+  if (!MORE.some((name) => Number.isFinite(headValue(row, name)))) return "";
+  const caption = h("figcaption", null, "Its logits and vectors", h("small", null, "a tick per head; the tall one is this head"));
+  return h("figure", { class: "chart" }, caption, tiles(row, MORE));
 }
 
 function hairs(name, values, look) {
-  const places = finite(values.map((value) => 100 * Math.min(Math.max(partOf(name, value), 0), 1)));
+  const positions = finite(values.map((value) => 100 * Math.min(Math.max(partOf(name, value), 0), 1)));
   const reach = look === "here" ? "0V12" : "3V9";
-  return s("path", { class: look, d: places.map((at) => `M${at.toFixed(2)} ${reach}`).join("") });
+  return s("path", { class: look, d: positions.map((at) => `M${at.toFixed(2)} ${reach}`).join("") });
 }
 
 function whatIf(row) {
   const others = relatives(row);
-  const title = h("h4", { id: "whatif-title" }, "What another normalizer would do to this head");
+  const title = h("h4", { id: "whatif-title" }, "This head under other normalizers");
   const box = h("section", { class: "whatif", "aria-labelledby": "whatif-title" }, title);
   if (others.length < 2) {
-    const advice = "Only one was measured. Name others in the analysis to compare them on the same logits.";
+    const advice = "Only one normalizer was measured. Name others with --normalizers to compare them on the same logits.";
     box.append(h("p", { class: "empty" }, advice));
     return box;
   }
   box.append(
-    h("p", { class: "note" }, "The same logits under each map, without training: what it would do today."),
+    h("p", { class: "note" }, "Each normalizer is applied to the same logits, without training."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "whatif-title" }, comparison(row, others)),
     h("div", { class: "charts" }, keysUnderEach(row), weightUnderEach(row)),
   );

@@ -1,7 +1,7 @@
 // Which tokens a head reads: the text with the keys of one row shaded by their weight, and the same as a table.
-const WHOLE_TEXT = 1200; // tokens; of longer texts only the surroundings of what is read are shown
+const WHOLE_TEXT = 1200; // tokens; of longer texts, only parts around the listed keys are shown
 const AROUND = 8;
-let readRow = null; // the position that was chosen last, kept from head to head
+let readRow = null; // the row that was chosen last; it stays when the head changes
 
 const texts = new Map(source.tokens.map((one) => [`${one.text}|${one.length}|${one.side}`, one.tokens]));
 
@@ -28,7 +28,7 @@ function readsOf(row) {
   const found = readsByRow(row);
   if (!found.size) {
     const measured = Object.keys(source.reads.columns).length > 0;
-    const why = measured ? "No row of this head could be read." : "Not measured: run the analysis with --tokens 8.";
+    const why = measured ? "This head has no row with finite weights." : "Not measured. Run the analysis with --tokens 8.";
     section.append(h("p", { class: "empty" }, why));
     return section;
   }
@@ -60,8 +60,8 @@ function readsOf(row) {
     show(position);
   }
   const first = () => (found.has(readRow) ? readRow : rows[rows.length - 1]);
-  const fewer = source.reads.left_out ? ` ${count(source.reads.left_out, "more key")} of each row in the table “reads”.` : "";
-  const note = `A row is the query of one token. Point at a row to see its keys: the darker, the heavier. Click to keep it.${fewer}`;
+  const fewer = source.reads.left_out ? ` The table “reads” has ${count(source.reads.left_out, "more key")} per row.` : "";
+  const note = `A row is the query of one token. Point at a row to see its keys; darker keys have more weight. Click to keep it.${fewer}`;
   const head = ["", "Key", "Token", "Weight"].map((label) => h("th", { scope: "col", class: label === "Token" ? "words" : null }, label));
   if (keys) box = textBox(elements, keys, { show, pin, first, readers: together ? found : new Map() });
   section.append(
@@ -76,17 +76,17 @@ function readsOf(row) {
 }
 
 function chip(position, queries, pin, show) {
-  const told = { type: "button", class: "chip", "aria-pressed": "false", "data-position": position };
-  return h("button", { ...told, onclick: pin, onfocus: show, onpointerenter: show }, `${number(position)} `, quotedToken(queries, position));
+  const attributes = { type: "button", class: "chip", "aria-pressed": "false", "data-position": position };
+  return h("button", { ...attributes, onclick: pin, onfocus: show, onpointerenter: show }, `${number(position)} `, quotedToken(queries, position));
 }
 
 function quotedToken(tokens, position) {
   return tokens ? h("bdi", { class: "quoted" }, `‘${tokens[position]}’`) : "(no text)";
 }
 
-function readLine({ key, weight }, place, tokens) {
+function readLine({ key, weight }, index, tokens) {
   const token = h("td", { class: "words" }, quotedToken(tokens, key));
-  return h("tr", null, h("td", null, String(place + 1)), h("td", null, number(key)), token, h("td", null, number(weight)));
+  return h("tr", null, h("td", null, String(index + 1)), h("td", null, number(key)), token, h("td", null, number(weight)));
 }
 
 // One element for each position that is shown.
@@ -131,7 +131,7 @@ function textBox(elements, tokens, { show, pin, first, readers }) {
   return box;
 }
 
-// The square root makes small weights visible; the ink stays readable on the darkest ground.
+// The square root makes small weights visible; text stays readable on the darkest colour.
 function shade(element, key, weight) {
   if (!element) return;
   element.classList.add("read");

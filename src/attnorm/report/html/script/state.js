@@ -1,7 +1,7 @@
-// What is chosen, in one object; whoever draws something listens. The address keeps it, so that a view can be shared.
-const places = (name) => source.choices[name];
+// The current choice. Drawing functions listen to it; the address contains it, so that a view can be shared.
+const choicesOf = (name) => source.choices[name];
 const state = {
-  ...Object.fromEntries(KEY.map((name) => [name, Math.max(0, places(name).indexOf(source.first[name]))])),
+  ...Object.fromEntries(KEY.map((name) => [name, Math.max(0, choicesOf(name).indexOf(source.first[name]))])),
   metric: "verdict",
   row: -1,
   search: "",
@@ -17,14 +17,14 @@ function slice() {
   return slices.get(sliceKey(state)) || [];
 }
 
-// Merged analyses have gaps: a text need not have every length. The nearest combination that was measured is taken.
+// In merged analyses a text may lack a length; the nearest measured combination is used.
 function settled(changes) {
   const wanted = { ...state, ...changes };
   if (slices.has(sliceKey(wanted))) return changes;
   const fixed = KEY.filter((name) => name in changes);
   let best = null;
   for (const key of slices.keys()) {
-    const choice = Object.fromEntries(key.split("|").map((place, i) => [KEY[i], Number(place)]));
+    const choice = Object.fromEntries(key.split("|").map((index, i) => [KEY[i], Number(index)]));
     const agrees = KEY.filter((name) => choice[name] === wanted[name]).length;
     if (fixed.every((name) => choice[name] === wanted[name]) && (!best || agrees > best.agrees)) best = { choice, agrees };
   }
@@ -40,7 +40,7 @@ function change(changes, origin = "") {
   writeAddress();
 }
 
-// The head to open first: of the most urgent verdict, the one that spreads its attention most.
+// The head to open first: the worst verdict, and among those the highest entropy.
 function mostTelling() {
   const urgency = (row) => (heads.verdict[row] === null ? Infinity : heads.verdict[row]);
   const spread = (row) => headValue(row, "entropy_ratio") || 0;
@@ -75,19 +75,19 @@ let addressReady = false;
 function writeAddress() {
   if (!addressReady) return;
   const parts = new URLSearchParams({ metric: state.metric });
-  for (const name of KEY) if (places(name).length > 1) parts.set(name, state[name]);
+  for (const name of KEY) if (choicesOf(name).length > 1) parts.set(name, state[name]);
   if (state.row >= 0) parts.set("head", `${heads.layer[state.row]}.${heads.head[state.row]}`);
   history.replaceState(null, "", `#${parts}`);
 }
 
-// Empty for an address that names a section of the page.
+// Empty if the address names a section of the page.
 function readAddress() {
   const parts = new URLSearchParams(location.hash.slice(1));
   const changes = {};
   if (metrics.has(parts.get("metric"))) changes.metric = parts.get("metric");
   for (const name of KEY) {
-    const place = Number(parts.get(name));
-    if (parts.has(name) && Number.isInteger(place) && place >= 0 && place < places(name).length) changes[name] = place;
+    const index = Number(parts.get(name));
+    if (parts.has(name) && Number.isInteger(index) && index >= 0 && index < choicesOf(name).length) changes[name] = index;
   }
   const settledChanges = settled(changes);
   const [layer, head] = (parts.get("head") || "").split(".").map(Number);

@@ -1,7 +1,7 @@
-// All heads of the choice as a table: sorted by any column, filtered by words and verdicts, linked with the map.
+// The table of heads: sorted by any column, filtered by words and verdicts, linked with the map.
 const headsTable = document.getElementById("heads-table");
 const search = document.getElementById("search");
-let sorting = { by: "place", descending: false };
+let sorting = { by: "head", descending: false };
 let tableRows = new Map();
 
 function tableColumns() {
@@ -10,7 +10,7 @@ function tableColumns() {
 }
 
 function sortValue(row, by) {
-  if (by === "place") return heads.layer[row] * 1e6 + heads.head[row];
+  if (by === "head") return heads.layer[row] * 1e6 + heads.head[row];
   if (by === "verdict") return heads.verdict[row] === null ? Infinity : heads.verdict[row];
   return headValue(row, by);
 }
@@ -21,20 +21,20 @@ function inOrder(rows) {
   return [...rows].sort((a, b) => {
     const [x, y] = [sortValue(a, sorting.by), sortValue(b, sorting.by)];
     if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y);
-    return sign * (x - y) || sortValue(a, "place") - sortValue(b, "place");
+    return sign * (x - y) || sortValue(a, "head") - sortValue(b, "head");
   });
 }
 
 function drawTable() {
   const columns = tableColumns();
-  if (!["place", "verdict", ...columns].includes(sorting.by)) sorting = { by: "place", descending: false };
+  if (!["head", "verdict", ...columns].includes(sorting.by)) sorting = { by: "head", descending: false };
   const heading = (by, label, title) => {
     const direction = sorting.by === by ? (sorting.descending ? "descending" : "ascending") : "none";
     const button = h("button", { type: "button", onclick: () => sortBy(by) }, label);
     return h("th", { scope: "col", "aria-sort": direction, title, "data-by": by }, button);
   };
   const measured = columns.map((name) => heading(name, metrics.get(name).label, metrics.get(name).meaning));
-  const first = [heading("place", "Head"), heading("verdict", "Verdict")];
+  const first = [heading("head", "Head"), heading("verdict", "Verdict")];
   const head = h("tr", null, first, measured, h("th", { scope: "col" }, "Evidence"));
   const rows = inOrder(slice().filter(matches));
   tableRows = new Map(rows.map((row) => [row, line(row, columns)]));
@@ -49,11 +49,11 @@ function drawTable() {
 
 function line(row, columns) {
   const word = verdictOf(row);
-  const place = `L${heads.layer[row]} H${heads.head[row]}`;
+  const label = `L${heads.layer[row]} H${heads.head[row]}`;
   return h(
     "tr",
     { "data-row": row },
-    h("th", { scope: "row" }, h("button", { type: "button", "aria-label": `Open ${headName(row)}` }, place)),
+    h("th", { scope: "row" }, h("button", { type: "button", "aria-label": `Open ${headName(row)}` }, label)),
     h("td", null, mark(word), ` ${word.label}`),
     columns.map((metric) => h("td", null, metricText(metric, headValue(row, metric)))),
     h("td", { title: evidenceOf(row) }, evidenceOf(row)),
@@ -61,21 +61,21 @@ function line(row, columns) {
 }
 
 function describeChoice() {
-  const kind = places("kind")[state.kind];
-  const words = [places("text")[state.text], lengthText(places("length")[state.length]), source.kindNames[kind] || kind];
+  const kind = choicesOf("kind")[state.kind];
+  const words = [choicesOf("text")[state.text], lengthText(choicesOf("length")[state.length]), source.kindNames[kind] || kind];
   document.getElementById("table-note").replaceChildren(
     h("bdi", null, words.join(", ")),
     "; ",
-    h("bdi", null, places("normalizer")[state.normalizer]),
+    h("bdi", null, choicesOf("normalizer")[state.normalizer]),
     ". Numbers are medians over the longest rows: what the verdict is judged by.",
   );
 }
 
 function sortBy(by) {
-  sorting = { by, descending: sorting.by === by ? !sorting.descending : !["place", "verdict"].includes(by) };
+  sorting = { by, descending: sorting.by === by ? !sorting.descending : !["head", "verdict"].includes(by) };
   drawTable();
   headsTable.querySelector(`th[data-by="${by}"] button`).focus();
-  const label = by === "place" ? "head" : metrics.get(by).label;
+  const label = by === "head" ? "head" : metrics.get(by).label;
   announce(`Sorted by ${label}, ${sorting.descending ? "descending" : "ascending"}.`);
 }
 
@@ -91,8 +91,8 @@ function drawVerdictFilter() {
   const present = source.verdicts.filter((word) => slice().some((row) => verdictOf(row) === word));
   const chips = present.map((word) => {
     const pressed = String(state.verdicts.has(word.name));
-    const told = { type: "button", class: "chip", "aria-pressed": pressed, "data-verdict": word.name };
-    return h("button", { ...told, onclick: () => toggleVerdict(word.name) }, mark(word), word.label);
+    const attributes = { type: "button", class: "chip", "aria-pressed": pressed, "data-verdict": word.name };
+    return h("button", { ...attributes, onclick: () => toggleVerdict(word.name) }, mark(word), word.label);
   });
   document.getElementById("verdict-filter").replaceChildren(...chips);
 }

@@ -1,4 +1,4 @@
-"""The catalogue of normalizers: what each promises, read from the normalizer itself, and its terminal table."""
+"""The properties of all normalizers, read from the normalizers themselves, and their table in the terminal."""
 
 import inspect
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from rich.text import Text
 from attnorm.normalizers.contract import Mechanism, RowSum
 from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries
 
-KEYS = 1024  # the row length at which Lipschitz constants are told
+KEYS = 1024  # row length of the Lipschitz constants
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """One normalizer as `get(name)` makes it."""
+    """One normalizer with its default options."""
 
     name: str
     kind: str  # "row": weights from one row of logits; "mechanism": needs q, k, v
@@ -26,7 +26,7 @@ class Description:
     shift_invariant: bool
     permutation_equivariant: bool
     length: str
-    lipschitz_1024: float | None  # of rows of 1024 keys; None: unbounded or unknown
+    lipschitz_1024: float | None  # for rows of 1,024 keys; None: unbounded or not known
     swap_untrained: bool
     learned: tuple[str, ...]  # parameters that train by default
     options: tuple[str, ...]
@@ -34,8 +34,8 @@ class Description:
     url: str
 
 
-def catalogue() -> list[Description]:
-    """All normalizers, registered ones included, in the order of the registry."""
+def describe_all() -> list[Description]:
+    """Describe all normalizers, also registered ones, in the order of the registry."""
     return [describe(name, entry) for name, entry in entries().items()]
 
 
@@ -70,7 +70,7 @@ ROW_SUM: dict[RowSum, str] = {"one": "1", "at most one": "≤ 1", "free": "any"}
 
 
 def promises(description: Description) -> str:
-    """What it promises in one line, as docs/normalizers.md prints it."""
+    """Return the properties in one line, as docs/normalizers.md shows them."""
     parts = [
         {"one": "sum 1", "at most one": "sum ≤ 1", "free": "any sum"}[description.row_sum],
         "weights may be negative" if description.signed else "weights ≥ 0",
@@ -83,16 +83,16 @@ def promises(description: Description) -> str:
     return f"Promises: {'; '.join(part for part in parts if part)}."
 
 
-NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # what fits into 80 columns
+NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # these fit into 80 columns
 
 
-def catalogue_table(descriptions: list[Description], *, narrow: bool = False) -> Table:
+def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -> Table:
     table = Table(
         title="Normalizers: logits to weights",
-        caption="zeros: exact zeros among visible keys. shift: adding a constant to a row changes nothing. "
-        f"Lipschitz: largest norm of the Jacobian over rows of {KEYS} keys, where it is known. swap: may replace "
-        "softmax in a trained model without further training. Those in italics are mechanisms: they need q, k, v, "
-        "not a row of logits." + (" A wider terminal shows more columns." if narrow else ""),
+        caption="zeros: some visible keys get exactly 0. shift: a constant added to a row changes nothing. Lipschitz: "
+        f"largest norm of the Jacobian over rows of {KEYS} keys, if known. swap: can replace softmax in a trained "
+        "model without training. Italics: mechanisms, which need q, k and v instead of a row of logits."
+        + (" A wider terminal shows more columns." if narrow else ""),
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

@@ -1,7 +1,6 @@
-"""Text that somebody else wrote, as one line in which every character can be seen.
+"""Text from other people's files, made safe to show: every control or format character becomes a visible one.
 
-Tokens and names come from files. A terminal obeys escape sequences, and a page obeys bidirectional controls; here both
-become ordinary characters.
+Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both.
 """
 
 import unicodedata
@@ -11,7 +10,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, formats, surro
 
 
 def visible(text: str, longest: int | None = None) -> str:
-    """The text with control and format characters spelled out, cut to `longest` characters with an ellipsis.
+    """Return the text on one line with control and format characters spelled out, cut to `longest` characters.
 
     >>> visible("a\\x1b[31mb\\u202ec\\n")
     'a␛[31mb⟨U+202E⟩c⏎'
@@ -22,7 +21,7 @@ def visible(text: str, longest: int | None = None) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """The text as it is safe to print: line breaks stay, other control and format characters are spelled out.
+    """Return the text with line breaks kept and other control and format characters spelled out.
 
     >>> visible_lines("one\\n\\x1b[31mtwo")
     'one\\n␛[31mtwo'
@@ -31,12 +30,12 @@ def visible_lines(text: str) -> str:
 
 
 def escaped_json(text: str) -> str:
-    """JSON text with the hidden characters of its strings as \\u escapes: the same value, safe to print."""
+    """Return the same JSON with hidden characters in its strings as \\u escapes."""
     return "".join(_json_escape(character) if _is_hidden(character) else character for character in text)
 
 
 def _json_escape(character: str) -> str:
-    if character == "\n":  # between the values: in a string it is escaped already
+    if character == "\n":  # between values: inside strings it is escaped already
         return character
     pairs = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{pairs[at]:02x}{pairs[at + 1]:02x}" for at in range(0, len(pairs), 2))

@@ -1,4 +1,4 @@
-"""The costly numbers, from a few of the longest rows: distances, separability, isotropy, sensitivity, coverage."""
+"""The costly metrics, on sampled rows of a layer: distances, separability, isotropy, sensitivity, coverage."""
 
 import hashlib
 import warnings
@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.analysis.columns import Columns
+from attnorm.analysis.collect_rows import by_head
 from attnorm.analysis.sequences import Sequences, visible_keys
-from attnorm.analysis.settings import AnalysisSettings, vector_rows_at
+from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
+from attnorm.analysis.tables import Columns
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.isotropy import isotropy
@@ -27,8 +28,12 @@ ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
 def sampled_columns(
     longest: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> ByNormalizer:
-    """By normalizer, what the longest rows add to each table; `top_n` and `heads` in the order of heads (and N)."""
-    chosen = [_sample(one, settings) for one in longest if len(one.rows)]
+    """Return by normalizer and table the columns from sampled rows of `longest`, ordered by head (and N)."""
+    chosen = [
+        Sequences(one.call, spread(one.rows, sampled_rows_at(settings, one.call.key_BGKD.shape[-2])))
+        for one in longest
+        if len(one.rows)
+    ]
     found: ByNormalizer = {name: {} for name in normalizers}
     if not chosen:
         return found
@@ -44,10 +49,6 @@ def sampled_columns(
         for name, columns in _coverage(chosen, normalizers, settings).items():
             found[name]["coverage"] = columns
     return found
-
-
-def _sample(one: Sequences, settings: AnalysisSettings) -> Sequences:
-    return Sequences(one.call, spread(one.rows, vector_rows_at(settings, one.call.key_BGKD.shape[-2])))
 
 
 def _vectors(
@@ -66,7 +67,7 @@ def _vectors(
 
 
 def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Standard error of separability - null over the compared rows, (H, N); NaN from fewer than two of them."""
+    """Return the standard error of separability - null over the compared rows, (H, N); NaN with fewer than two."""
     excess = numbers["separability"] - numbers["separability_null"]
     count = (~np.isnan(excess)).sum(1)
     spread = _over_rows(np.nanvar, excess) * count / np.maximum(count - 1, 1)
@@ -114,7 +115,7 @@ def _coverage(
 
 
 def _isotropy(chosen: Sequence[Sequences], settings: AnalysisSettings) -> Columns:
-    """Per head, that of the vectors of its key/value head; sequences averaged."""
+    """Return the isotropy of each head's key/value vectors, averaged over sequences."""
     heads = chosen[0].call.query_BHQD.shape[1]
     found: dict[str, list[np.ndarray]] = {"mean_cosine": [], "effective_rank": [], "smallest_distance": []}
     for one in chosen:
@@ -130,8 +131,8 @@ def _isotropy(chosen: Sequence[Sequences], settings: AnalysisSettings) -> Column
 def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
     if settings.vectors == "inputs" and call.inputs_BKC is None:
         raise ValueError(
-            f"the inputs behind the keys of {call.kind} layer {call.layer} cannot be seen in this model; "
-            "use vectors='values'"
+            f"vectors='inputs': the inputs of {call.kind} layer {call.layer} cannot be observed in this model. "
+            "Use vectors='values'."
         )
 
 
@@ -141,27 +142,23 @@ def _pooled(
     measure: Callable[[Sequences, Choices, torch.Generator], Numbers],
     seed: str,
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Numbers (B, H, R, M) of each sequence -> (H, rows of all sequences, M)."""
+    """Measure every sequence and join the numbers (B, H, R, M) to (H, rows of all sequences, M)."""
     choices = list(normalizers.values())
     parts = [measure(one, choices, _generator(seed, one.call)) for one in chosen]
     return {
-        name: {column: np.concatenate([_by_head(part[name][column]) for part in parts], axis=1) for column in numbers}
+        name: {column: np.concatenate([by_head(part[name][column]) for part in parts], axis=1) for column in numbers}
         for name, numbers in parts[0].items()
     }
 
 
-def _by_head(values: Tensor) -> np.ndarray:
-    return np.asarray(values.double().cpu().transpose(0, 1).flatten(1, 2).numpy())
-
-
 def _over_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:
-    """Over axis 1, NaN left out; NaN where nothing is left."""
+    """Reduce axis 1 without NaN; NaN if nothing is left."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's words for exactly that
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN
         return reduce(values, axis=1)
 
 
 def _generator(seed: str, call: AttentionCall) -> torch.Generator:
-    """The same for a layer whatever else is measured, and for each sequence of a batch as if it were alone."""
+    """Return a generator that depends on seed and layer only, so that no other choice changes the numbers."""
     digest = hashlib.sha256(f"{seed} {call.kind} {call.layer}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

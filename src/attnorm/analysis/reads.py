@@ -1,0 +1,182 @@
+"""Which tokens a head reads: the listed rows, their heaviest keys, and the text of each position.
+
+Rows come from the first sequence of a batch. Positions are token indices of the model's input, from 0.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from attnorm.analysis.sequences import one_sequence
+from attnorm.analysis.settings import AnalysisSettings
+from attnorm.analysis.tables import Columns
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reads import NO_KEY, measure_reads
+from attnorm.metrics.sampling import spread
+from attnorm.normalizers.contract import Normalizer
+from attnorm.safe_text import visible
+
+LONGEST_TOKEN = 256  # characters that are stored; a vocabulary file may hold anything
+
+INPUT = "input"  # the side of a model with one stack; a model with two has encoder and decoder
+SIDES = {"decoder": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "encoder")}
+
+Tokens = Mapping[str, Sequence[tuple[int, str]]]  # side -> (id, text) of each position
+
+
+@dataclass(frozen=True)
+class ReadKey:
+    """A key and the weight that a row gives it."""
+
+    rank: int  # 1 is the heaviest
+    key: int  # position
+    weight: float
+    token: str | None  # None: the position is not a token
+
+
+@dataclass(frozen=True)
+class TopKeys:
+    """The heaviest keys of a row; str() gives a few lines."""
+
+    layer: int
+    head: int
+    row: int
+    token: str | None
+    keys: tuple[ReadKey, ...]
+
+    def __iter__(self) -> Iterator[ReadKey]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __str__(self) -> str:
+        lines = [f"layer {self.layer} head {self.head}, row {self.row} {quoted(self.token)} reads"]
+        lines += [f"{one.weight:8.3f}  {one.key:6d}  {quoted(one.token)}" for one in self.keys]
+        return "\n".join(lines)
+
+
+def top_keys(reads: pa.Table, row: int) -> TopKeys:
+    """Return the keys of one row; reads: the rows of the table `reads` that belong to one head."""
+    rows = sorted(set(reads["row"].to_pylist()))
+    if not rows:
+        raise ValueError(
+            "expected a run that stored the keys of some rows, got one without. Measure again with read_keys=8 "
+            "(--tokens 8). A head whose rows are all broken has none."
+        )
+    if row not in rows and not -len(rows) <= row < 0:
+        raise ValueError(
+            f"expected one of the rows {', '.join(map(str, rows))}, got {row}. Measure again with read_rows=({row},) "
+            f"(--token-rows {row}) to store the keys of that row."
+        )
+    index = row if row in rows else rows[row]
+    found = reads.filter(pc.equal(reads["row"], index)).sort_by("rank").to_pylist()
+    keys = tuple(ReadKey(one["rank"], one["key"], one["weight"], one["key_token"]) for one in found)
+    return TopKeys(found[0]["layer"], found[0]["head"], index, found[0]["row_token"], keys)
+
+
+def quoted(token: str | None, longest: int = 24) -> str:
+    """Return a token in quotation marks, on one line and without control characters."""
+    return "(no text)" if token is None else f"‘{visible(token, longest)}’"
+
+
+def token_texts(model_inputs: Mapping[str, Tensor], tokenizer: Any, *, encoder_decoder: bool) -> Tokens:
+    """Return ids and texts of each side; sides whose inputs are not token ids (images, audio) are left out."""
+    names = {"encoder": "input_ids", "decoder": "decoder_input_ids"} if encoder_decoder else {INPUT: "input_ids"}
+    ids = {side: model_inputs[name] for side, name in names.items() if name in model_inputs}
+    return {
+        side: [(one, token_text(tokenizer, one)) for one in some[0].tolist()]
+        for side, some in ids.items()
+        if some.dim() == 2 and len(some) and not some.is_floating_point()
+    }
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return the text that a token adds, with its leading space; "#17" if the tokenizer does not know it."""
+    try:
+        piece = tokenizer.convert_ids_to_tokens(token)
+        text = tokenizer.convert_tokens_to_string([piece])
+    except Exception:  # the user may pass any object as tokenizer; a missing text must not stop the run
+        return f"#{token}"
+    if not isinstance(piece, str) or not isinstance(text, str):
+        return f"#{token}"
+    if piece.startswith("\u2581") and not text.startswith(" "):  # SentencePiece drops the space of a first token
+        text = f" {text}"
+    return (text or piece).encode("utf-8", "replace").decode()[:LONGEST_TOKEN]
+
+
+def listed_rows(wanted: int | Sequence[int], queries: int, tokens_Q: Tensor | None) -> Tensor:
+    """Return sorted query indices: `wanted` rows spread over the sequence including the last, or the given rows.
+
+    Given rows count tokens without padding, from the end if negative; rows beyond the sequence are ignored.
+    """
+    present = torch.arange(queries) if tokens_Q is None else tokens_Q.cpu().nonzero().squeeze(-1)
+    if isinstance(wanted, int):
+        return spread(present, wanted)
+    count = len(present)
+    inside = sorted({row % count for row in wanted if -count <= row < count}) if count else []
+    return present[torch.tensor(inside, dtype=torch.long)]
+
+
+def read_columns(
+    call: AttentionCall,
+    tokens_BQ: Tensor | None,
+    normalizers: Mapping[str, Normalizer | None],
+    settings: AnalysisSettings,
+    tokens: Tokens,
+) -> dict[str, Columns]:
+    """Return for each normalizer the rows that a call adds to the table `reads`."""
+    batch, queries = call.query_BHQD.shape[0], call.query_BHQD.shape[-2]
+    tokens_Q = tokens_BQ[0] if tokens_BQ is not None and tokens_BQ.shape == (batch, queries) else None
+    rows = listed_rows(settings.read_rows, queries, tokens_Q)
+    if not settings.read_keys or not len(rows):
+        return {}
+    found = measure_reads(one_sequence(call, 0), list(normalizers.values()), rows, settings.read_keys)
+    query_side, key_side = SIDES[call.kind]
+    query_texts = _texts(tokens, query_side, queries)
+    key_texts = _texts(tokens, key_side, call.key_BGKD.shape[-2])
+    columns: dict[str, Columns] = {}
+    for name, reads in found.items():
+        keys, weights = reads.keys[0].cpu().numpy(), reads.weights[0].cpu().numpy()
+        heads, indices, ranks = np.nonzero(keys != NO_KEY)
+        if not len(heads):
+            continue
+        row, key = rows.numpy()[indices], keys[heads, indices, ranks]
+        columns[name] = {
+            "head": heads,
+            "row": row,
+            "rank": ranks + 1,
+            "key": key,
+            "weight": weights[heads, indices, ranks],
+            "row_token": query_texts[row],
+            "key_token": key_texts[key],
+        }
+    return columns
+
+
+def token_columns(tokens: Tokens) -> list[Columns]:
+    """Return the rows of the table `tokens`, one entry per side."""
+    return [
+        {
+            "side": side,
+            "position": np.arange(len(pairs)),
+            "token_id": np.array([token for token, _ in pairs]),
+            "token": np.array([text for _, text in pairs], dtype=object),
+        }
+        for side, pairs in tokens.items()
+        if pairs
+    ]
+
+
+def _texts(tokens: Tokens, side: str, positions: int) -> np.ndarray:
+    """Return one text per position; None if positions are not tokens (patches of an image, frames of audio)."""
+    pairs = tokens.get(side, tokens.get(INPUT))
+    if pairs is None or len(pairs) != positions:
+        return np.full(positions, None, dtype=object)
+    return np.array([text for _, text in pairs], dtype=object)

@@ -1,0 +1,57 @@
+"""Every command's help ends with an example, whose options exist and parse."""
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+
+from attnorm.cli import app
+
+ROOT: Any = typer.main.get_command(app)
+
+
+def commands(command: Any, path: tuple[str, ...] = ("attnorm",)) -> Iterator[tuple[str, Any]]:
+    """The command and all below it, by what one types."""
+    yield " ".join(path), command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, (*path, name))
+
+
+ALL = dict(commands(ROOT))
+
+
+def parse(words: list[str]) -> Any:
+    """The context of the command that would run, without running it."""
+    context, command = None, ROOT
+    while True:
+        context = command.make_context(words[0], words[1:], parent=context)
+        if not hasattr(command, "commands"):
+            return context
+        _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        words = [command.name, *words]
+
+
+def test_all_commands_are_walked() -> None:
+    assert {"attnorm", "attnorm analyze", "attnorm train", "attnorm train lm", "attnorm stability"} <= set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_ends_with_an_example_that_parses(name: str) -> None:
+    marker, _, example = (ALL[name].epilog or "").partition(": ")
+    assert marker == "Example"
+    assert example.startswith(f"{name} "), "an example shows the command that it explains"
+    context = parse(shlex.split(example))
+    assert context.command_path.startswith(name)
+    if name == context.command_path:
+        given = [word.partition("=")[0] for word in shlex.split(example) if word.startswith("--")]
+        known = {option for parameter in context.command.params for option in parameter.opts}
+        assert set(given) <= known
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_says_what_it_does(name: str) -> None:
+    for parameter in ALL[name].params:
+        if parameter.name != "help":
+            assert (parameter.help or "").endswith((".", ")")), parameter.name
