@@ -92,7 +92,11 @@ def with_formulas_marked(markdown: str) -> str:
 def with_formulas_drawn(text: str) -> str:
     def draw(found: re.Match[str]) -> str:
         formula, displayed = formulas[int(found[1])]
-        return convert(formula, display="block" if displayed else "inline")
+        drawn = convert(formula, display="block" if displayed else "inline")
+        drawn = re.sub(
+            r"<m[io]>([a-z]{2,})</m[io]>", r'<mo lspace="0.1em" rspace="0.17em">\1</mo>', drawn
+        )  # log n, max x
+        return drawn.replace("<mo>&#x0002F;</mo>", '<mo lspace="0.05em" rspace="0.05em">/</mo>')
 
     return MARK.sub(draw, text)
 
