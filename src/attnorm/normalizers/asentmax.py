@@ -97,12 +97,7 @@ def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
 
 @declare(
     reference=_reference,
-    examples=[
-        {},
-        {"gamma": 1.5},
-        {"gamma": -1.0, "heads": HEADS},
-        {"heads": HEADS, "width": WIDTH},
-    ],
+    examples=[{}, {"gamma": 1.5}, {"gamma": -1.0, "heads": HEADS}, {"heads": HEADS, "width": WIDTH}],
     warm_start=WarmStart(
         "far",
         "delta = beta = 1/4, gamma = 0: with the factor 1/2 a weight of 1/4 changes with its logit as softmax's does",

@@ -148,12 +148,7 @@ def _reference(row: Row, share: float = 1.0, knee: float | None = None, temperat
 
 @declare(
     reference=_reference,
-    examples=[
-        {},
-        {"share": 30.0},
-        {"knee": 0.25},
-        {"temperature": 0.5, "learned": True, "heads": HEADS},
-    ],
+    examples=[{}, {"share": 30.0}, {"knee": 0.25}, {"temperature": 0.5, "learned": True, "heads": HEADS}],
     warm_start=WarmStart("far"),
 )
 def kneemax(

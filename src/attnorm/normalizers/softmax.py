@@ -47,6 +47,7 @@ class Temperature(ScaleRule):
 
 
 def softmax_row(z: Tensor) -> Tensor:
+    """The plain formula for one row, in references."""
     shifted = torch.exp(z - z.max().detach())
     return shifted / shifted.sum()
 
@@ -59,6 +60,7 @@ def softmax_over(z: Tensor, kept: Tensor) -> Tensor:
 
 
 def tempered(row: Row, temperature: float) -> Tensor:
+    """The logits of a row, the largest at 0, over its temperature."""
     return (row.z - row.z.max().detach()) / torch.exp(row.value("scale.0.log_temperature", math.log(temperature)))
 
 
@@ -68,11 +70,7 @@ def _reference(row: Row, temperature: float = 1.0, **_: Any) -> Tensor:
 
 @declare(
     reference=_reference,
-    examples=[
-        {},
-        {"temperature": 0.37},
-        {"temperature": 0.5, "learned": True, "heads": HEADS},
-    ],
+    examples=[{}, {"temperature": 0.37}, {"temperature": 0.5, "learned": True, "heads": HEADS}],
     warm_start=WarmStart(
         "the same",
         "T = 1; learned=True starts there",
