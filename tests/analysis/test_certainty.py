@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnorm.analysis.analyze import analyze
-from attnorm.analysis.stability import passages, stability
+from attnorm.analysis.result import Analysis
+from attnorm.analysis.stability import passages, same_numbers, stability
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds, judge
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
@@ -237,8 +239,34 @@ def test_stability_counts_heads_that_no_run_contradicts() -> None:
     alone = dict.fromkeys(("a", "b"), runs["0"])
     assert stability(alone).rate == 1.0
     assert stability(alone).again == 1.0
+    assert (found.windows, found.length) == (8, 64)
     with pytest.raises(ValueError, match="at least two runs"):
         stability({"a": runs["0"]})
+
+
+def test_a_pair_of_runs_counts_undecided_once_as_a_change_and_once_as_no_contradiction() -> None:
+    run = analyze(gpt2(layers=1, heads=4), ids(64), metrics="core")
+
+    def judged_as(*verdicts: str) -> Analysis:
+        at = run.heads.schema.get_field_index("verdict")
+        return replace(run, heads=run.heads.set_column(at, "verdict", pa.array(verdicts)))
+
+    first = judged_as("healthy", "healthy", "healthy", "undecided")
+    found = stability({"a": first, "b": judged_as("healthy", "undecided", "dispersed-forced", "undecided")})
+    # Judged in a: three heads, one alike, one undecided in b, one contradicted. Judged in b: two, one alike.
+    assert found.again == pytest.approx(2 / 5)
+    assert found.uncontradicted == pytest.approx(3 / 5)
+    assert (found.judged, found.kept, found.same, found.undecided) == (3, 2, 1, 1.5)
+    assert set(found.changing) == {"decoder layer 0 head 2"}
+    nothing = judged_as(*["undecided"] * 4)
+    assert stability({"a": nothing, "b": nothing}).as_dict()["again"] is None
+
+
+def test_a_window_measured_again_has_the_numbers_it_has_in_the_run() -> None:
+    model, text = gpt2(), ids(512)
+    run = analyze(model, text, lengths=64, windows=4, metrics="core")
+    assert same_numbers(run, analyze(model, text, lengths=64, windows=1, metrics="core", seed=1))
+    assert not same_numbers(run, analyze(model, ids(512, seed=1), lengths=64, windows=1, metrics="core"))
 
 
 def test_passages_hold_the_whole_text() -> None:

@@ -46,6 +46,12 @@ def test_windows_are_disjoint_spread_over_the_text_and_within_the_budget() -> No
     assert "5 windows of 64 tokens, spread over the text, are measured, 680 tokens (68 %) are left out" in made.notes[0]
 
 
+def test_windows_of_a_given_length_use_the_whole_budget_up_to_sixteen_of_them() -> None:
+    assert lengths_of(ids(2000), 32, budget=384) == [32] * 12
+    assert lengths_of(ids(2000), 32, budget=1024) == [32] * 16
+    assert lengths_of(ids(2000), budget=1024) == [128] * 8, "without a length: an eighth of the budget each"
+
+
 def test_one_window_is_the_start_of_the_text() -> None:
     made = plan(load(gpt2()), texts_from(ids(500)), (64,), windows=1)
     assert [(part.length, part.start) for part in made.parts] == [(64, 0)]

@@ -139,21 +139,36 @@ def test_compare_repeats_windows_and_bos_of_the_folder(
     assert (seen[1]["windows"], seen[1]["bos"]) == (3, True)
 
 
-def test_stability_measures_every_passage_with_every_seed_and_resumes(tmp_path: Path, model: str, text: str) -> None:
+def test_stability_measures_every_passage_and_counts_seeds_of_the_same_numbers_once(
+    tmp_path: Path, model: str, text: str
+) -> None:
     command = ["stability", model, "--text", text, "--passages", "2", "--seeds", "0,1", "--lengths", "16"]
     command += ["--windows", "4", "--out", str(tmp_path / "runs")]
     found = ran(*command, "--json")
-    assert (found["runs"], found["heads"], found["passages"], found["seeds"]) == (4, 4, 2, [0, 1])
+    assert (found["runs"], found["heads"], found["passages"], found["seeds"]) == (2, 4, 2, [0, 1])
+    assert (found["seeds_alike"], found["windows"], found["length"]) == ([0, 1], 4, 16)
     assert 0 <= found["same"] <= found["kept"] <= found["judged"] <= 4
     folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert folders == ["1-seed-0", "1-seed-1", "2-seed-0", "2-seed-1"]
-    assert [manifest_of(tmp_path / "runs" / name)["settings"]["seed"] for name in folders] == [0, 1, 0, 1]
+    assert folders == ["1", "2"]
+    assert [manifest_of(tmp_path / "runs" / name)["settings"]["seed"] for name in folders] == [0, 0]
     again = runner.invoke(app, [*command, "--json"])
-    assert again.stderr.count("nothing was measured again") == 4
+    assert again.stderr.count("nothing was measured again") == 2
     assert json.loads(again.stdout) == found
     table = runner.invoke(app, command)
     assert table.exit_code == 0
-    assert "2 passages x 2 seeds" in table.stdout
+    assert "2 passages x 2 seeds, 4 windows of 16 tokens" in table.stdout
+
+
+def test_a_seed_that_changes_numbers_is_measured_on_every_passage(
+    tmp_path: Path, model: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnorm.analysis.stability.same_numbers", lambda run, window: False)
+    options = ["--passages", "2", "--seeds", "0,1", "--lengths", "16", "--windows", "2", "--json"]
+    found = ran("stability", model, "--text", text, *options, "--out", str(tmp_path / "runs"))
+    assert (found["runs"], found["seeds_alike"]) == (4, [0])
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert folders == ["1", "1-seed-1", "2", "2-seed-1"]
+    assert [manifest_of(tmp_path / "runs" / name)["settings"]["seed"] for name in folders] == [0, 1, 0, 1]
 
 
 def test_other_seeds_change_no_verdict(tmp_path: Path, model: str, text: str) -> None:

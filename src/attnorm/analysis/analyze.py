@@ -75,7 +75,7 @@ def analyze(
         lengths: Tokens per window (default: the whole text if it fits into the model and the budget, else an eighth
             of the budget, or the model's limit if that is shorter).
         windows: Number of disjoint windows per text, spread over it; heads are judged over all of them. "auto": as
-            many as the budget allows, at most 8.
+            many as the budget allows, at most 16.
         budget: Tokens per text, over all its windows.
         bos: True adds the model's BOS token to every window, False removes it (default: as the tokenizer does).
         top_n: Sizes N of the sets of heaviest keys for which mass, distances and separability are measured.

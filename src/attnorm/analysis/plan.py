@@ -15,7 +15,8 @@ from attnorm.models.load import LoadedModel
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
 SHORTEST = 8  # tokens; a shorter row has too few keys to select from
-MOST_WINDOWS = 8
+MOST_WINDOWS = 16
+USUAL_WINDOWS = 8  # of a text longer than the budget: they share it if no length is given
 SMALL_REST = 0.1  # share of a text that may be left out to avoid shorter windows
 
 
@@ -134,7 +135,7 @@ def _own_length(text: Text, tokens: Tokens, longest: int | None, windows: Window
         return min(limit, budget // windows, (tokens.count - tokens.special) // windows + tokens.special)
     if tokens.count <= limit:
         return tokens.count
-    length = min(limit, max(budget // MOST_WINDOWS, SHORTEST))
+    length = min(limit, max(budget // USUAL_WINDOWS, SHORTEST))
     whole = tokens.count // length
     if whole >= budget // length or tokens.count - whole * length <= SMALL_REST * tokens.count:
         return length
@@ -152,6 +153,9 @@ def _window_starts(
     else:
         count = windows
     starts = tokens.starts(count, length)
+    if starts is None and not tokens.whole and 1 < count <= MOST_WINDOWS:
+        tokens = tokens_of(text, loaded, bos, pieces=count)
+        starts = tokens.starts(count, length)
     if starts is None and not tokens.whole:
         tokens = tokens_of(text, loaded, bos, whole=True)
         starts = tokens.starts(count, length)

@@ -1,15 +1,23 @@
-"""Do verdicts hold on other passages of a text, and under other random seeds? One number to check before quoting one.
+"""Do verdicts hold on other passages of a text, and under other random seeds? Check this before you quote one.
 
-A head counts as judged where some run gives it a verdict other than "undecided". It keeps its verdict if no other run
-gives it another one; it is the same everywhere if every run gives it that verdict, none of them "undecided".
+A head is judged in a run if its verdict there is not "undecided". Two rates compare pairs of runs:
+
+    again           of the heads judged in one run, the share with the same verdict in another; an "undecided" there
+                    counts as a change
+    uncontradicted  of the heads judged in one run, the share with the same verdict or "undecided" in another
+
+Over all runs, of the heads judged in at least one: `kept` counts those with no second verdict beside "undecided",
+`same` those with one verdict in every run.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from attnorm.analysis.result import Analysis
+from attnorm.analysis.tables import WINDOW_NUMBERS
 from attnorm.analysis.verdicts.rows import head_id, head_rows, representative
 from attnorm.analysis.verdicts.thresholds import UNDECIDED
 
@@ -20,10 +28,13 @@ Head = tuple[str, int, int]
 class Stability:
     runs: int
     heads: int
-    judged: int  # with a verdict in at least one run
+    windows: int  # of each run, the most of any
+    length: int  # tokens of a window, the longest of any
+    judged: int  # in at least one run
     kept: int  # of these, contradicted by no run
     same: int  # of these, with the same verdict in every run
-    again: float  # share of the heads judged in one run that have the same verdict in another, over pairs of runs
+    again: float  # over pairs of runs, see above
+    uncontradicted: float  # over pairs of runs, see above
     undecided: float  # heads per run, on average
     one_window: int  # heads that would keep their verdict if each run were judged by its first window alone
     changing: dict[str, dict[str, int]]  # "kind layer head" -> verdict -> runs, of heads that do not keep theirs
@@ -33,7 +44,11 @@ class Stability:
         return self.kept / self.judged if self.judged else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "rate": self.rate}
+        """For JSON: a rate is null where no head was judged."""
+        plain = {**asdict(self), "rate": self.rate}
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in plain.items()
+        }
 
 
 def passages(content: str, count: int) -> dict[str, str]:
@@ -60,13 +75,17 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
     judged = [head for head, names in given.items() if names]
     kept = [head for head in judged if len(given[head]) == 1]
     first = [_first_windows(run) for run in runs.values()]
+    again, uncontradicted = _over_pairs(list(found.values()), len(runs))
     return Stability(
         runs=len(runs),
         heads=len(found),
+        windows=max((text.get("windows") or 1 for run in runs.values() for text in run.manifest["texts"]), default=1),
+        length=max((row["length"] or 0 for run in runs.values() for row in head_rows(run.heads)), default=0),
         judged=len(judged),
         kept=len(kept),
         same=sum(len(set(found[head])) == 1 for head in kept),
-        again=_again(list(found.values()), len(runs)),
+        again=again,
+        uncontradicted=uncontradicted,
         undecided=sum(names.count(UNDECIDED) for names in found.values()) / len(runs),
         one_window=sum(len({one.get(head) for one in first}) == 1 for head in found),
         changing={
@@ -77,8 +96,17 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
     )
 
 
-def _again(verdicts: list[list[str | None]], runs: int) -> float:
-    """ "undecided" in the other run counts as another verdict."""
+def same_numbers(run: Analysis, window: Analysis) -> bool:
+    """Whether a run of one window gives the numbers that this window has in `run`, bit for bit."""
+    columns = ["kind", "layer", "head", "start", *WINDOW_NUMBERS]
+    here, there = (
+        {(row["start"], head_id(row)): row for row in one.windows.select(columns).to_pylist()} for one in (run, window)
+    )
+    return bool(there) and all(str(here.get(key)) == str(row) for key, row in there.items())  # NaN equals NaN as text
+
+
+def _over_pairs(verdicts: list[list[str | None]], runs: int) -> tuple[float, float]:
+    """`again` and `uncontradicted`: over ordered pairs of runs, the first of which judges the head."""
     pairs = [
         (names[one], names[other])
         for names in verdicts
@@ -86,7 +114,10 @@ def _again(verdicts: list[list[str | None]], runs: int) -> float:
         for other in range(runs)
         if one != other and names[one] not in (UNDECIDED, None)
     ]
-    return sum(a == b for a, b in pairs) / len(pairs) if pairs else float("nan")
+    if not pairs:
+        return float("nan"), float("nan")
+    alike = sum(a == b for a, b in pairs)
+    return alike / len(pairs), (alike + sum(b == UNDECIDED for _, b in pairs)) / len(pairs)
 
 
 def _verdicts(run: Analysis) -> dict[Head, str | None]:

@@ -37,7 +37,7 @@ Windows = Annotated[
     str | None,
     typer.Option(
         metavar="auto|K",
-        help="Disjoint windows per text, over which heads are judged (default: auto, up to 8 in the budget).",
+        help="Disjoint windows per text, over which heads are judged (default: auto, up to 16 in the budget).",
         show_default=False,
     ),
 ]

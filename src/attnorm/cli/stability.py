@@ -24,6 +24,7 @@ from attnorm.cli.output import Json, show, show_json, usage_errors
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from attnorm.analysis.result import Analysis
     from attnorm.analysis.stability import Stability
 
 
@@ -32,7 +33,7 @@ def stability(
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="A long text, such as a book.")] = None,
     passages: Annotated[int, typer.Option(min=2, help="Equal parts of the text, each measured as a text.")] = 3,
     seeds: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Random seeds; every passage is measured with each of them.")
+        str, typer.Option(metavar="N,N,...", help="Random seeds; every passage is judged with each of them.")
     ] = "0",
     lengths: Lengths = None,
     windows: Windows = "auto",
@@ -45,10 +46,14 @@ def stability(
 ) -> None:
     """Measure a model on several passages of a text and count the heads that keep their verdict.
 
-    Verdicts use no random numbers. --seeds 0,1,2 checks that, at the cost of one run for each passage and seed.
-    Example: attnorm stability bundled --text war-and-peace.txt
+    A head is judged where its verdict is not "undecided". The share that keeps its verdict in another run is given
+    twice: with "undecided" there as a change, and with "undecided" there as no contradiction.
+    Verdicts use no random numbers. --seeds 0,1,2 measures the first window again with each further seed. A seed that
+    gives the same numbers adds no run; any other is measured on every passage.
+    Example: attnorm stability bundled --text war-and-peace.txt --lengths 512
     """
     from attnorm.analysis.stability import passages as parts_of
+    from attnorm.analysis.stability import same_numbers
     from attnorm.analysis.stability import stability as of_runs
     from attnorm.files import read_text
     from attnorm.models.inputs import Text
@@ -64,47 +69,58 @@ def stability(
             "budget": budget,
             "bos": bos,
             "thresholds": thresholds_of(threshold),
+            "metrics": ("core",),
+            "read_keys": 0,
         }
         chosen = tuple(dict.fromkeys(numbers_of("--seeds", seeds) or (0,)))
         parts = parts_of(read_text(text), passages)
-    runs = {
-        f"{name}, seed {seed}": measure(
-            model,
-            inputs={name: Text(name, content)},
-            metrics=("core",),
-            read_keys=0,
-            seed=seed,
-            out=None if out is None else out / _folder(place, seed, chosen),
-            **options,
-        )
-        for seed in chosen
-        for place, (name, content) in enumerate(parts.items(), 1)
-    }
+
+    def run(number: int, seed: int) -> "Analysis":
+        folder = f"{number}-seed-{seed}" if seed else f"{number}"
+        return measure(model, inputs=inputs[number], seed=seed, out=out and out / folder, **options)
+
+    inputs = {number: {name: Text(name, content)} for number, (name, content) in enumerate(parts.items(), 1)}
+    first = {number: run(number, chosen[0]) for number in inputs}
+    runs = {f"passage {number}, seed {chosen[0]}": one for number, one in first.items()}
+    alike = [chosen[0]]
+    for seed in chosen[1:]:
+        one_window = {**options, "windows": 1, "lengths": first[1].manifest["settings"]["lengths"]}
+        if same_numbers(first[1], measure(model, inputs=inputs[1], seed=seed, **one_window)):
+            alike.append(seed)  # a second copy of the same verdicts would only raise the rates
+        else:
+            runs |= {f"passage {number}, seed {seed}": run(number, seed) for number in inputs}
     found = of_runs(runs)
     if as_json:
-        show_json({**found.as_dict(), "passages": passages, "seeds": list(chosen)})
+        show_json({**found.as_dict(), "passages": passages, "seeds": list(chosen), "seeds_alike": alike})
     else:
         show(_table(found, f"{passages} passages" + (f" x {len(chosen)} seeds" if len(chosen) > 1 else "")))
-
-
-def _folder(place: int, seed: int, seeds: tuple[int, ...]) -> str:
-    return str(place) if len(seeds) == 1 else f"{place}-seed-{seed}"
+        if len(alike) > 1:
+            show(f"Seeds {', '.join(map(str, alike))} give the same numbers and count as one run of each passage.")
 
 
 def _table(found: "Stability", measured: str) -> "RenderableType":
     from rich.table import Table
 
-    table = Table(title=f"{found.heads} heads, {measured}", title_justify="left", box=None)
+    size = f"{found.windows} window{'s' * (found.windows > 1)} of {found.length:,} tokens"
+    table = Table(title=f"{found.heads} heads, {measured}, {size} each", title_justify="left", box=None)
     table.add_column("")
     table.add_column("heads", justify="right")
     table.add_column("share", justify="right")
-    judged = max(found.judged, 1)
-    table.add_row("judged on at least one passage", str(found.judged), f"{found.judged / max(found.heads, 1):.1%}")
-    table.add_row("... contradicted by no passage", str(found.kept), f"{found.kept / judged:.1%}")
-    table.add_row("... the same on every passage", str(found.same), f"{found.same / judged:.1%}")
-    table.add_row("judged again alike, pairs of passages", "", f"{found.again:.1%}")
-    table.add_row("undecided, per passage", f"{found.undecided:.1f}", f"{found.undecided / max(found.heads, 1):.1%}")
-    table.add_row("the same by the first window alone", str(found.one_window), f"{found.one_window / found.heads:.1%}")
+    heads, judged = max(found.heads, 1), max(found.judged, 1)
+    table.add_row(
+        "judged per run (not undecided)", f"{found.heads - found.undecided:.1f}", _share(1 - found.undecided / heads)
+    )
+    table.add_row("of heads judged in one run, in another run:")
+    table.add_row("  the same verdict (undecided is a change)", "", _share(found.again))
+    table.add_row("  the same verdict or undecided", "", _share(found.uncontradicted))
+    table.add_row("judged in at least one run", str(found.judged), _share(found.judged / heads))
+    table.add_row("  never given two verdicts", str(found.kept), _share(found.kept / judged))
+    table.add_row("  the same verdict in every run", str(found.same), _share(found.same / judged))
+    table.add_row("the same by the first window alone", str(found.one_window), _share(found.one_window / heads))
     for head, verdicts in found.changing.items():
         table.add_row(f"{head}: {', '.join(f'{count} x {name}' for name, count in verdicts.items())}", "", "")
     return table
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"

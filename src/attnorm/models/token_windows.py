@@ -61,8 +61,10 @@ class Tokens:
         return [*starts[:-1], ends[-1] - body] if windows > 1 else starts
 
 
-def tokens_of(text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole: bool = False) -> Tokens:
-    """whole: tokenize all of a long text, not pieces of it."""
+def tokens_of(
+    text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole: bool = False, pieces: int = PIECES
+) -> Tokens:
+    """whole: tokenize all of a long text, not pieces of it. pieces: how many of them."""
     if isinstance(text.content, Tensor):
         if bos is not None:
             raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
@@ -72,13 +74,13 @@ def tokens_of(text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole
     tokenizer, content = needs_tokenizer(loaded), text.content
     if not content.strip():
         raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
-    pieces = [content] if whole or len(content) <= WHOLE_CHARACTERS else _pieces(content)
+    tokenized = [content] if whole or len(content) <= WHOLE_CHARACTERS else _pieces(content, pieces)
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     ids: list[int] = []
     ends: list[int] = []
-    for piece in pieces:
+    for piece in tokenized:
         encoded = dict(tokenizer(piece, return_special_tokens_mask=True, verbose=False))
         found, special = list(encoded["input_ids"]), list(encoded.pop("special_tokens_mask"))
         first = next((place for place, is_special in enumerate(special) if not is_special), len(found))
@@ -91,17 +93,17 @@ def tokens_of(text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole
         _with_bos(before, loaded, bos),
         after,
         names,
-        tuple(ends) if len(pieces) > 1 else (),
-        sum(map(len, pieces)) / len(content),
+        tuple(ends) if len(tokenized) > 1 else (),
+        sum(map(len, tokenized)) / len(content),
     )
 
 
-def _pieces(content: str) -> list[str]:
+def _pieces(content: str, count: int) -> list[str]:
     """Equal parts of the text, spread from its start to its end, each starting at a word."""
-    size = WHOLE_CHARACTERS // PIECES
+    size = WHOLE_CHARACTERS // count
     pieces = []
-    for place in range(PIECES):
-        start = round(place * (len(content) - size) / (PIECES - 1))
+    for place in range(count):
+        start = round(place * (len(content) - size) / (count - 1))
         piece = content[start : start + size]
         space = next((at for at, character in enumerate(piece[:200]) if character.isspace()), -1) if start else -1
         pieces.append(piece[space + 1 :])
