@@ -1,18 +1,23 @@
-"""A model folder from elsewhere: a hostile attnorm.json ends in a ValueError; nothing else is opened or allocated."""
+"""A model folder from elsewhere: hostile recipes end in a ValueError; nothing else is opened or allocated."""
 
 import builtins
 import io
 import json
 import pathlib
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import attnorm
-from attnorm.models.normalizer_files import RECIPE_FILE, read_recipes
+from attnorm.models.normalizer_files import RECIPE_FILE, read_recipe_file
+from attnorm.models.recipe import RecipeError, read_recipe
 from tests.models.families import tiny
+from tests.models.format_1 import save_format_1
 
 DIGEST = "0" * 64
 MODULE = "layers.0.self_attn"
@@ -73,7 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     model = tiny("llama")
     attnorm.patch(model, "entmax15")
-    attnorm.save_pretrained(model, folder)
+    save_format_1(model, folder)
     return folder
 
 
@@ -96,7 +101,7 @@ def test_a_hostile_file_is_named_and_opens_and_allocates_nothing(
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=RECIPE_FILE) as refused:
-            read_recipes(str(file))
+            read_recipe_file(file)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -130,8 +135,71 @@ def test_a_header_that_claims_more_than_the_file_is_named(saved: Path) -> None:
         weights.write_bytes(good)
 
 
-def test_what_attnorm_writes_is_read(saved: Path) -> None:
-    recipes, weights = read_recipes(str(saved / RECIPE_FILE))
+def test_what_earlier_versions_wrote_is_read(saved: Path) -> None:
+    recipes, weights, _ = read_recipe_file(saved / RECIPE_FILE)
     assert {one.name for one in recipes.values()} == {"entmax15"}
     assert set(weights) == {"model.safetensors"}
     assert attnorm.from_pretrained(saved) is not None
+
+
+IN_WEIGHTS = {
+    **{
+        name: json.dumps({"format": 2, "path": MODULE, **content["modules"][MODULE]})
+        for name, content in HOSTILE.items()
+        if not content.get("weights") and isinstance(content.get("modules", {}).get(MODULE), dict)
+    },
+    "deep nesting": '{"format": 2, "path": "", "options": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "NaN": json.dumps({"format": 2, "path": MODULE, "normalizer": "a", "options": {"b": float("nan")}, "heads": None}),
+    "20 MB": '{"format": 2, "note": "' + "x" * 20_000_000 + '"}',
+    "a later format": json.dumps({"format": 3, "path": MODULE, "normalizer": "a", "options": {}, "heads": None}),
+    "an escape sequence in a path": json.dumps({"format": 2, "path": "\x1b[31m", "normalizer": "a"}),
+    "a path that is a list": json.dumps({"format": 2, "path": [], "normalizer": "a", "options": {}, "heads": None}),
+    "an object without a name": json.dumps(
+        {"format": 2, "path": MODULE, "normalizer": None, "options": {}, "heads": None}
+    ),
+    "nothing": "",
+    "a list": "[]",
+}
+
+
+def as_bytes(text: str) -> torch.Tensor:
+    return torch.tensor([*text.encode()], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", IN_WEIGHTS)
+def test_a_hostile_recipe_among_the_weights_is_rejected(name: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        read_recipe(as_bytes(IN_WEIGHTS[name]))
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1000
+
+
+def test_only_bytes_are_a_recipe() -> None:
+    for content in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)):
+        with pytest.raises(RecipeError, match="bytes"):
+            read_recipe(content)
+
+
+@pytest.mark.parametrize("name", ["10**12 heads", "deep nesting", "20 MB"])
+def test_from_pretrained_rejects_such_weights(name: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    attnorm.patch(model, "entmax15")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith("attnorm_recipe.json"))
+    save_file({**weights, key: as_bytes(IN_WEIGHTS[name])}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        attnorm.from_pretrained(tmp_path)
+
+
+def test_an_index_names_no_file_outside_the_folder(tmp_path: Path) -> None:
+    model = tiny("llama")
+    attnorm.patch(model, "entmax15")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    key = next(key for key in content["weight_map"] if key.endswith("attnorm_recipe.json"))
+    content["weight_map"][key] = "../../etc/hostname"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="etc/hostname"):
+        attnorm.from_pretrained(tmp_path)

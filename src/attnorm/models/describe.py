@@ -19,7 +19,15 @@ from attnorm.models.load import LoadedModel
 from attnorm.models.private_names import kernel_name
 
 # Of a configuration: where it was read from and by whom, not what the model is.
-NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+NOT_THE_MODEL = (
+    "_name_or_path",
+    "attnorm",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+)
 
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:

@@ -1,97 +1,222 @@
-"""The two files that lie beside the weights of a patched model, and what ties them to those weights.
+"""Find the normalizers of a saved model: in its weights, or in the two files that earlier versions wrote beside them.
 
-    attnorm.json          {"format": 1,
-                           "modules": {path: {"normalizer": name, "options": {...}, "heads": [...] or null}},
-                           "weights": {file: digest},
-                           "values": SHA-256 digest of attnorm.safetensors or null}
-    attnorm.safetensors   what the normalizers hold, if they hold anything
+    *.attnorm_recipe.json           bytes of JSON: {"format": 2, "path", "normalizer", "options", "heads"}
+    *.attnorm_normalizer.*          values of the normalizer; in adapters of PEFT: *.attnorm_recipe.values.*
 
-The digests say which weights the normalizers were saved with: a folder into which somebody saved another model, with a
-transformers that knows nothing of attnorm, must not get the normalizers of the old one.
+Format 1, which is only read:
+
+    attnorm.json          {"format": 1, "modules": {path: {"normalizer", "options", "heads"}},
+                           "weights": {file: digest}, "values": SHA-256 digest of attnorm.safetensors or null}
+    attnorm.safetensors   values of the normalizers, if they have any
+
+The digests of format 1 tie its files to the weights: another model may have been saved into the folder since.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from attnorm.models.patch_state import Recipe
-from attnorm.models.recipe_schema import FORMAT, read_recipe_file
+from attnorm.models.dispatch import NORMALIZER
+from attnorm.models.private_names import COMPILED_PREFIX, find_file
+from attnorm.models.recipe import (
+    MOST_BYTES,
+    MOST_MODULES,
+    RECIPE,
+    Recipe,
+    RecipeError,
+    parse_json,
+    read_recipe,
+    validate_mapping,
+    validate_recipe,
+)
 
 RECIPE_FILE = "attnorm.json"
 VALUES_FILE = "attnorm.safetensors"
-WEIGHTS = "*model*.safetensors"  # of a model, or of adapters
-SAMPLED = 4096  # bytes of each weight: training changes all of them, and large models are not read twice
+FORMAT_1 = 1
+SAMPLED = 4096  # bytes of each weight in a digest of format 1
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(safetensors|bin)")  # no folder, hidden file or escape sequence
+DIGEST = re.compile(r"[0-9a-f]{1,128}")
+OURS = re.compile(rf"^(?:(.*)\.)?(?:{RECIPE}\.(json)|(?:{NORMALIZER}|{RECIPE}\.values)\.(.+))$")
+# What PEFT, torch.compile and data-parallel wrappers put in front of the paths of their model.
+WRAPPERS = re.compile(rf"^(?:base_model\.model\.|module\.|{re.escape(COMPILED_PREFIX)})+")
 
 
-def write(folder: Path, recipes: Mapping[str, Recipe], values: Mapping[str, Tensor]) -> None:
-    modules = {path: {"normalizer": r.name, "options": r.options, "heads": r.heads} for path, r in recipes.items()}
-    weights = {path.name: weights_digest(path) for path in sorted(folder.glob(WEIGHTS))}
-    if values:
-        save_file(dict(values), folder / f"{VALUES_FILE}.part", metadata={"format": "pt"})
-        (folder / f"{VALUES_FILE}.part").replace(folder / VALUES_FILE)
-    else:
-        (folder / VALUES_FILE).unlink(missing_ok=True)
-    digest = hashlib.sha256((folder / VALUES_FILE).read_bytes()).hexdigest() if values else None
-    content = {"format": FORMAT, "modules": modules, "weights": weights, "values": digest}
-    replace_file(folder / RECIPE_FILE, json.dumps(content, indent=2).encode())
+@dataclass(frozen=True)
+class SavedNormalizer:
+    """The normalizer of one attention module, as it was saved."""
+
+    path: str
+    recipe: Recipe
+    values: Mapping[str, Tensor]
 
 
-def remove(folder: Path) -> None:
-    """What an earlier model left there."""
+def read_normalizers(
+    directory: Any, *, variant: str | None = None, pickles: bool = False, digest: Any = None, **where: Any
+) -> list[SavedNormalizer]:
+    """The normalizers of a folder or hub repository; none for an ordinary model.
+
+    digest: of `values_digest`, if one was saved. pickles: also read weights that are not safetensors.
+    """
+    found: dict[str, Tensor] = {}
+    for file in _weight_files(directory, variant, pickles, where):
+        found |= _tensors_of(file)
+    groups = _groups(found)
+    if not groups:
+        return [*_format_1(directory, where)]
+    if isinstance(digest, str) and values_digest(found) != digest:
+        raise ValueError(
+            f"{directory}: the normalizers' weights are damaged: expected the SHA-256 digest {digest}, got "
+            f"{values_digest(found)}. Copy the weights again or save the model again."
+        )
+    normalizers = []
+    for content, values in groups:
+        try:
+            path, recipe = read_recipe(content)
+        except RecipeError as error:
+            raise ValueError(
+                f"{directory}: the recipe of a normalizer is damaged ({error}). Save the model again."
+            ) from None
+        normalizers.append(SavedNormalizer(WRAPPERS.sub("", path), recipe, values))
+    return normalizers
+
+
+def values_digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the recipes and values in a state dict, whatever the names of the modules around them."""
+    digest = hashlib.sha256()
+    for content, values in sorted(_groups(state), key=lambda group: group[0].tolist()):
+        for key, value in (("", content), *sorted(values.items())):
+            plain = value.detach().cpu().contiguous()
+            digest.update(f"{key} {plain.dtype} {tuple(plain.shape)}".encode())
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _groups(state: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Recipe and values of each attention module in a state dict."""
+    recipes: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        if (match := OURS.match(key)) is not None:
+            module, recipe, name = match.groups()
+            if recipe is not None:
+                recipes[module or ""] = tensor
+            else:
+                values.setdefault(module or "", {})[name] = tensor
+    return [(recipe, values.get(module, {})) for module, recipe in recipes.items()]
+
+
+def _weight_files(directory: Any, variant: str | None, pickles: bool, where: Mapping[str, Any]) -> Iterator[Path]:
+    """The files that can hold normalizers; of a model in several files those that do by its index."""
+    named = f".{variant}" if variant else ""
+    kinds = [("model", "safetensors"), ("adapter_model", "safetensors")]
+    for stem, suffix in [*kinds, *([("pytorch_model", "bin"), ("adapter_model", "bin")] if pickles else [])]:
+        index = find_file(directory, f"{stem}.{suffix}.index{named}.json", **where)
+        names = {f"{stem}{named}.{suffix}"} if index is None else _indexed(index)
+        yield from (file for name in sorted(names) if (file := find_file(directory, name, **where)) is not None)
+
+
+def _indexed(index: Path) -> set[str]:
+    weights = json.loads(index.read_text(encoding="utf-8")).get("weight_map") or {}
+    names = {file for key, file in weights.items() if OURS.match(key)}
+    if bad := [name for name in names if not isinstance(name, str) or not FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"{index}: expected names of weight files in the same folder, got {bad[0]!r}")
+    return names
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    """The recipes and values in a file of weights; nothing else is read."""
+    if file.suffix == ".bin":
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        return {key: value for key, value in state.items() if OURS.match(key)}
+    try:
+        with safe_open(file, framework="pt") as weights:
+            keys = [key for key in weights.keys() if OURS.match(key)]  # noqa: SIM118 - not a mapping
+            for key in keys:
+                if key.endswith(f"{RECIPE}.json") and math.prod(weights.get_slice(key).get_shape()) > MOST_BYTES:
+                    raise ValueError(f"{file}: expected at most {MOST_BYTES:,} bytes in {key}. Save the model again.")
+            return {key: weights.get_tensor(key) for key in keys}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or incomplete ({error}). Save the model again.") from None
+
+
+def remove_format_1(folder: Path) -> None:
+    """Remove the files that an earlier version left in a folder."""
     for name in (RECIPE_FILE, VALUES_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)
+def _format_1(directory: Any, where: Mapping[str, Any]) -> Iterator[SavedNormalizer]:
+    file = find_file(directory, RECIPE_FILE, **where)
+    if file is None:
+        return
+    recipes, digests, digest = read_recipe_file(file)
+    for name, expected in digests.items():
+        weights = find_file(directory, name, **where)
+        if weights is None or _file_digest(weights) != expected:
+            raise ValueError(
+                f"{directory}: expected the weights that {RECIPE_FILE} was written with, got "
+                f"{'no' if weights is None else 'another'} {name}. If another model was saved here, delete "
+                f"{RECIPE_FILE} and {VALUES_FILE}; if the same model was only converted, delete the entry 'weights' of "
+                f"{RECIPE_FILE}."
+            )
+    values_file = find_file(directory, VALUES_FILE, **where)
+    if values_file is None and digest is not None:
+        raise ValueError(f"{directory}: expected {VALUES_FILE} beside {RECIPE_FILE}, got none. Copy it there.")
+    values = {} if values_file is None else _read_values(values_file, digest)
+    for path, recipe in recipes.items():
+        held = {key.removeprefix(f"{path}."): value for key, value in values.items() if key.startswith(f"{path}.")}
+        yield SavedNormalizer(path, recipe, held)
 
 
-def read_recipes(file: str) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """The recipes by path, and the digests of the weights that they belong to."""
-    return read_recipe_file(file)
+def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str | None]:
+    """From attnorm.json: recipes by module path, digests by file name, and the digest of attnorm.safetensors."""
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{file}: expected at most {MOST_BYTES:,} bytes, got {size:,}.")
+    try:
+        content = parse_json(file.read_bytes(), file.name)
+        if content.get("format") != FORMAT_1:
+            raise RecipeError("format", str(FORMAT_1), content.get("format"))
+        modules = validate_mapping("modules", content.get("modules"), MOST_MODULES)
+        weights = validate_mapping("weights", content.get("weights", {}), MOST_MODULES)
+        recipes = {path: validate_recipe(path, part) for path, part in modules.items()}
+        digests = dict(map(_digest, weights.items()))
+    except RecipeError as error:
+        raise ValueError(f"{file} is damaged: {error}. Copy it again or save the model again.") from None
+    digest = content.get("values")
+    return recipes, digests, digest if isinstance(digest, str) else None
 
 
-def values_digest(file: str) -> str | None:
-    """The digest that attnorm.json has of attnorm.safetensors; None in files of earlier versions."""
-    found = json.loads(Path(file).read_text(encoding="utf-8")).get("values")
-    return found if isinstance(found, str) else None
+def _digest(entry: tuple[str, Any]) -> tuple[str, str]:
+    name, digest = entry
+    if not FILE_NAME.fullmatch(name):
+        raise RecipeError("weights", "names of .safetensors files in the same folder", name)
+    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        raise RecipeError(f"weights[{name!r}]", "a digest in hexadecimal digits", digest)
+    return name, digest
 
 
-def read_values(file: str, digest: str | None = None) -> dict[str, Tensor]:
-    """What the normalizers hold; raises ValueError where the file has another digest than the given one."""
-    found = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def _read_values(file: Path, digest: str | None) -> dict[str, Tensor]:
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest is not None and found != digest:
-        raise ValueError(
-            f"{file} is damaged: expected the SHA-256 digest {digest}, found {found}. Copy it again or save the model "
-            "again"
-        )
+        raise ValueError(f"{file} is damaged: expected the SHA-256 digest {digest}, got {found}. Copy it again.")
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}); save the model again") from None
+        raise ValueError(f"{file} is damaged or incomplete ({error}). Copy it again.") from None
 
 
-def check_weights(directory: str, digests: Mapping[str, str], files: Iterable[tuple[str, str | None]]) -> None:
-    """files: where the weights are now, by the names that the digests have; None where they are gone."""
-    for name, file in files:
-        if file is None or weights_digest(Path(file)) != digests[name]:
-            what = "is gone" if file is None else "holds others"
-            raise ValueError(
-                f"{directory}: {RECIPE_FILE} was written with other weights ({name} {what}), so its normalizers may "
-                f"not be this model's. If another model was saved here, delete {RECIPE_FILE} and {VALUES_FILE}; if the "
-                f"same model was only converted, delete the entry 'weights' of {RECIPE_FILE}"
-            )
-
-
-def weights_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     """Of names, shapes, dtypes and some bytes of every weight in a safetensors file."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")

@@ -18,15 +18,15 @@ from attnorm.models.dispatch import Site, attention_sites, check_model, check_ob
 from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.patch_state import (
-    Recipe,
     attach,
     detach,
     device_of,
     is_patched,
     normalizer_of,
     patched_modules,
-    without,
+    temporarily_unpatched,
 )
+from attnorm.models.recipe import Recipe
 from attnorm.models.warm_start import build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
@@ -71,7 +71,7 @@ class Patch:
             raise RuntimeError("this patch was removed, so there is nothing to pause: the model runs without it")
         if any(map(is_paused, modules)):
             raise RuntimeError("this patch is paused already; leave the first paused() before entering another")
-        with without(modules):
+        with temporarily_unpatched(modules):
             yield
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ def patch(
         parts[module] = (part, recipe)
     if not parts:
         raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
-    attach(parts)
+    attach(model, parts)
     return Patch({chosen[module][0].path: module for module in parts})
 
 

@@ -1,0 +1,65 @@
+"""Adapters of a patched model keep its normalizers when PEFT saves them.
+
+PEFT saves the weights of adapters, and of every AuxiliaryTrainingWrapper what its `adapter_state_dict` returns. Where
+PEFT is installed, the recipe of a patched module is such a module: recipe and values are in adapter_model.safetensors.
+A plain load by PEFT ignores them. So that it warns, the configuration of the adapters gets a key that PEFT does not
+know: PEFT prints its name, also in a process without attnorm.
+"""
+
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from attnorm.models.recipe import Recipe, SavedRecipe
+
+MARK = "attnorm_replaced_softmax_so_load_with_attnorm_from_pretrained"
+
+
+class AdapterRecipe(SavedRecipe, AuxiliaryTrainingWrapper):  # type: ignore[misc, unused-ignore]
+    """A recipe that PEFT saves with every adapter of the model, together with the values of the normalizer."""
+
+    __getattr__ = nn.Module.__getattr__  # not of a wrapped module: there is none
+
+    def __init__(self, recipe: Recipe, configs: tuple[Any, ...], normalizer: nn.Module, model: nn.Module) -> None:
+        super().__init__(recipe, configs)
+        self._active_adapter: list[str] = []
+        self._disable_adapters = False
+        self._adapters: set[str] = set()
+        self.__dict__["normalizer"] = normalizer  # not as a submodule: the attention module holds it
+        self.model = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}  # a weak reference cannot be pickled
+
+    def adapter_state_dict(self, adapter_name: str, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        model = None if self.model is None else self.model()
+        config = getattr(model, "peft_config", {}).get(adapter_name)
+        if config is not None:
+            config.to_dict = types.MethodType(to_dict, config)
+        values = {f"values.{key}": value.detach() for key, value in self.normalizer.state_dict().items()}
+        return {"json": state_dict["json"], **values}
+
+    def adapter_state_dict_load_map(self, adapter_name: str) -> dict[str, str]:
+        return {}
+
+    def _get_available_adapters(self) -> set[str]:
+        return set()
+
+    def check_set_adapter(self, adapter_name: str | list[str]) -> str | None:
+        return None
+
+    def delete_adapter(self, adapter_name: str, new_active_adapters: list[str] | None) -> None:
+        pass
+
+    def unload_and_optionally_merge_module(self, *_: Any, **__: Any) -> nn.Module:
+        return self
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The adapters' configuration with the mark, once: it is set anew at every save of a patched model."""
+    vars(config).pop("to_dict", None)
+    return {**config.to_dict(), MARK: "recipe and values are in the adapter weights"}

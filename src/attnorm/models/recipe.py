@@ -1,0 +1,178 @@
+"""How a normalizer was made, and how that is written into a state dict and read back.
+
+A state dict may come from anywhere. What is read becomes names of normalizers, sizes of parameters and lists to work
+through: everything is checked for type and size here before any of it is used.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.models.patched_attention import register
+
+RECIPE = "attnorm_recipe"  # name of the submodule that holds it
+FORMAT = 2  # of saved recipes; format 1 was the file attnorm.json
+
+MOST_BYTES = 16 * 2**20  # a thousand layers took half a megabyte in attnorm.json
+MOST_MODULES = 10_000
+MOST_HEADS = 4096
+MOST_OPTIONS = 64
+MOST_ITEMS = 256  # of one list: coefficients, or one number for each head
+MOST_DEPTH = 4
+MOST_CHARACTERS = 1024
+MOST_NUMBER = 2**40
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a module's normalizer was made; `name` is None where the user gave an object."""
+
+    name: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, ...] | None = None  # those that have it; None: all
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the options are None where JSON cannot hold them."""
+        try:
+            options = json.loads(json.dumps(self.options, allow_nan=False))
+        except (TypeError, ValueError):
+            options = None
+        return {"normalizer": self.name, "options": options, "heads": None if self.heads is None else [*self.heads]}
+
+
+class SavedRecipe(nn.Module):
+    """A recipe that writes itself into the state dict of every model that contains it, as bytes of JSON.
+
+    The JSON also holds the path of the attention module within the saved model, because transformers renames weights of
+    some models when it saves them. Loading a state dict leaves the recipe as it is.
+    """
+
+    json: Tensor
+
+    def __init__(self, recipe: Recipe, configs: tuple[Any, ...] = ()) -> None:
+        nn.Module.__init__(self)
+        self.recipe = recipe
+        self.configs = configs  # of the models that name this recipe in their config
+        self.register_buffer("json", self._encoded(""))
+        self.register_state_dict_pre_hook(_write_path)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_keep_recipe)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also register the kernel: a patched model may be unpickled in a process that patched none."""
+        nn.Module.__setstate__(self, state)
+        register()
+
+    def _encoded(self, path: str) -> Tensor:
+        content = json.dumps({"format": FORMAT, "path": path, **self.recipe.to_json()})
+        return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+
+
+def _write_path(saved: Any, prefix: str, keep_vars: bool) -> None:
+    saved.json = saved._encoded(prefix.removesuffix(f"{RECIPE}.").removesuffix(".")).to(saved.json.device)
+
+
+def _keep_recipe(saved: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    state_dict[f"{prefix}json"] = saved.json
+
+
+class RecipeError(ValueError):
+    """Raised for what no version of attnorm writes; says what was expected and what was found."""
+
+    def __init__(self, where: str, expected: str, found: Any) -> None:
+        super().__init__(f"{where}: expected {expected}, got {reprlib.repr(found)}")
+
+
+def read_recipe(content: Tensor) -> tuple[str, Recipe]:
+    """Path and recipe from the bytes that a SavedRecipe wrote.
+
+    Raises:
+        RecipeError: They are something else, or more than any normalizer needs.
+    """
+    if content.dtype != torch.uint8 or content.dim() != 1:
+        raise RecipeError("recipe", "bytes of JSON", content.dtype)
+    found = parse_json(content.numpy().tobytes(), "recipe")
+    if found.get("format") != FORMAT:
+        raise RecipeError("format", f"{FORMAT}; was it written by a newer attnorm?", found.get("format"))
+    path = found.get("path")
+    if not isinstance(path, str) or len(path) > MOST_CHARACTERS or not path.isprintable():
+        raise RecipeError("path", "the path of an attention module", path)
+    if found.get("normalizer", "") is None:
+        raise RecipeError(path, "the name of a normalizer; one that was given as an object cannot be restored", None)
+    return path, validate_recipe(path, found)
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """An object of JSON, or RecipeError."""
+    if len(content) > MOST_BYTES:
+        raise RecipeError(where, f"at most {MOST_BYTES:,} bytes", len(content))
+    try:
+        found = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(where, "JSON", type(error).__name__) from None
+    if not isinstance(found, dict):
+        raise RecipeError(where, "an object of JSON", found)
+    return found
+
+
+def validate_recipe(path: str, part: Any) -> Recipe:
+    where = f"modules[{reprlib.repr(path)}]"
+    if not isinstance(part, dict) or not {"normalizer", "options", "heads"} <= part.keys():
+        raise RecipeError(where, "an object with normalizer, options and heads", part)
+    name = part["normalizer"]
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_CHARACTERS or not name.isprintable():
+        raise RecipeError(f"{where}.normalizer", "the name of a normalizer", name)
+    options = validate_mapping(f"{where}.options", part["options"], MOST_OPTIONS)
+    for option, value in options.items():
+        _validate_value(f"{where}.options.{option}", value, MOST_DEPTH)
+    if (count := options.get("heads")) is not None and not _is_count(count, 1, MOST_HEADS):
+        raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MOST_HEADS:,}", count)
+    return Recipe(name, dict(options), _validate_heads(f"{where}.heads", part["heads"]))
+
+
+def validate_mapping(where: str, value: Any, most: int) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or len(value) > most:
+        raise RecipeError(where, f"an object of at most {most:,} entries", value)
+    for key in value:
+        if len(key) > MOST_CHARACTERS or not key.isprintable():
+            raise RecipeError(where, f"printable keys of at most {MOST_CHARACTERS:,} characters", key)
+    return value
+
+
+def _validate_heads(where: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    fits = isinstance(value, list) and len(value) <= MOST_HEADS
+    if not fits or not all(_is_count(head, 0, MOST_HEADS - 1) for head in value):
+        raise RecipeError(where, f"null or a list of head indices below {MOST_HEADS:,}", value)
+    return tuple(value)
+
+
+def _validate_value(where: str, value: Any, depth: int) -> None:
+    """Numbers, texts and short lists and objects of them."""
+    checks: dict[type, Callable[[Any], bool]] = {
+        type(None): lambda _: True,
+        bool: lambda _: True,
+        int: lambda number: abs(number) <= MOST_NUMBER,
+        float: math.isfinite,
+        str: lambda text: len(text) <= MOST_CHARACTERS and text.isprintable(),
+        list: lambda items: len(items) <= MOST_ITEMS and depth > 0,
+        dict: lambda entries: len(entries) <= MOST_OPTIONS and depth > 0,
+    }
+    if not checks[type(value)](value):
+        raise RecipeError(where, f"a finite value, or at most {MOST_ITEMS} of them, {MOST_DEPTH} levels deep", value)
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _validate_value(where, inner, depth - 1)
+
+
+def _is_count(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
