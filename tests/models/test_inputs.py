@@ -108,7 +108,7 @@ def test_the_name_of_a_file_is_no_text(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "the war and peace.txt").write_text("Well, Prince")
     for given in ("the war and peace.txt", ["a", "./the war and peace.txt"], {"war": "the war and peace.txt"}):
-        with pytest.raises(ValueError, match=r"the war and peace\.txt' is a file.*pathlib\.Path"):
+        with pytest.raises(ValueError, match=r"war and peace\.txt.*pathlib\.Path"):
             texts_from(given)
     for harmless in ("war and peace", "x" * 10_000, "a\0b", "~nobody-of-this-name/x", "the war and peace.txt\n", "."):
         assert texts_from(harmless) == [Text("text", harmless)]
@@ -141,7 +141,7 @@ def test_special_tokens_as_the_tokenizer_puts_them() -> None:
 
 def test_a_text_that_is_too_short(loaded: LoadedModel) -> None:
     for content in (words(10), ids(2, 10)):
-        with pytest.raises(ValueError, match=r"'t' has 10 tokens, fewer than the length 11"):
+        with pytest.raises(ValueError, match=r"'t' .*10 .*11"):
             prepared(Text("t", content), loaded, 11)
     with pytest.raises(ValueError, match="at least 1"):
         prepared(Text("t", ids()), loaded, 0)

@@ -76,7 +76,7 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
 
 @pytest.mark.as_installed
 def test_what_is_neither_a_model_nor_a_name_is_named() -> None:
-    with pytest.raises(ValueError, match="expected a transformers model, a hub name or a folder, got 3"):
+    with pytest.raises(ValueError, match="got 3"):
         load(3)
 
 
@@ -94,7 +94,7 @@ def test_a_model_in_memory_is_taken_as_it_is() -> None:
     assert loaded.model.training
     run(loaded, {"input_ids": ids()})
     assert all(module.training for module in model.modules())
-    with pytest.raises(ValueError, match=r"dtype and device .*in memory"):
+    with pytest.raises(ValueError, match="dtype and device"):
         load(model, dtype="float16", device="cpu")
 
 
@@ -215,7 +215,7 @@ def test_code_of_a_repository_is_not_run_unless_asked(folder: Path) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["attnorm-no-such-model", "nobody/attnorm-no-such-model"])
 def test_without_a_network_a_hub_name_is_refused_at_once(name: str) -> None:
-    with pytest.raises(CannotLoad, match=r"the hub cannot be reached.*bundled"):
+    with pytest.raises(CannotLoad, match=r"hub.*bundled"):
         load(name)
 
 
@@ -242,7 +242,7 @@ def test_a_name_that_is_nearly_right_is_answered_with_what_is_at_hand(
 
 def test_a_dtype_that_no_model_runs_in_is_refused_before_anything_is_read() -> None:
     for dtype in ("int8", "zebra", "Tensor", torch.int64):
-        with pytest.raises(CannotLoad, match=r"dtype '.*'; use 'float32', 'bfloat16', 'float16', 'float64' or 'auto'"):
+        with pytest.raises(CannotLoad, match=r"dtype .*'float32', 'bfloat16', 'float16', 'float64' or 'auto'"):
             load("no-such-model", dtype=dtype)
 
 

@@ -18,7 +18,7 @@ from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.load import LoadedModel
 from attnorm.models.private_names import kernel_name
 
-# Of a configuration: where it was read from and by whom, not what the model is.
+# Entries of a configuration that do not change the model.
 NOT_THE_MODEL = (
     "_name_or_path",
     "attnorm",
@@ -36,7 +36,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
     config = text_config(model)
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
     width = _first(config, "hidden_size", "n_embd", "d_model")
-    alike = not getattr(config, "is_heterogeneous", False)  # what nothing is said about follows from the rest
+    alike = not getattr(config, "is_heterogeneous", False)  # then sizes that the config leaves out follow from others
     weights = next(model.parameters())
     return {
         "name": loaded.name,
@@ -82,7 +82,7 @@ def _first(config: Any, *names: str) -> int | None:
 def _stated(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # what differs from layer to layer (the width of Gemma 4's heads) is not told
+    except RuntimeError:  # the value differs between layers (width of Gemma 4's heads)
         return None
 
 

@@ -23,8 +23,8 @@ from torch import nn
 from attnorm.metrics.call import Kind
 from attnorm.models.private_names import GET_INTERFACE, INTERFACE, kernel_name
 
-# What a patched attention module has: what replaces softmax, the config that its model goes by (its own is a copy that
-# names our kernel), and how that kernel is called.
+# Attributes of a patched attention module: its normalizer, and the config of its model; its own config is a copy that
+# names our kernel.
 NORMALIZER = "attnorm_normalizer"
 MODEL_CONFIG = "attnorm_model_config"
 KERNEL = "attnorm_patched"
@@ -83,7 +83,7 @@ def mask_kernel(module: nn.Module, kernel: str) -> str:
 
 
 def is_paused(module: nn.Module) -> bool:
-    """Whether an attention module is patched and goes by its model's config all the same: it runs as before."""
+    """Whether an attention module is patched but uses its model's config, so that it runs as before."""
     config = getattr(module, MODEL_CONFIG, None)
     return config is not None and module.config is config
 
@@ -138,7 +138,7 @@ def _stack(path: str) -> str:
 
 
 class LayerNumbers:
-    """Told which modules start to run, it knows what to call them."""
+    """Layer indices of attention modules, from the order in which they run."""
 
     def __init__(self, sites: Mapping[nn.Module, Site]) -> None:
         self._sites = sites

@@ -23,7 +23,7 @@ LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
 def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
     """One forward pass in evaluation mode, without gradients, cache and language-model head.
 
-    The logits of the head (length x vocabulary) are most of the memory of a long pass, and nobody looks at them.
+    The logits of the head (length x vocabulary) take most of the memory of a long pass and are not used.
     """
     model = loaded.model
     target = _reader(model, model_inputs)

@@ -13,7 +13,7 @@ from attnorm.normalizers.composition import mixed
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer
 from attnorm.normalizers.softmax import Softmax
 
-# How attention modules call their number of heads, where they hold it.
+# Attributes of attention modules that may hold the number of heads.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
@@ -68,14 +68,14 @@ def head_count(module: nn.Module) -> int:
 
 
 def whole_number(value: Any) -> int:
-    """Of any kind, also numpy's, but not True and False: a list of those is a choice, not numbers."""
+    """An int of any kind, also numpy's, but not a bool."""
     if isinstance(value, bool):
         raise TypeError(f"expected a whole number, got {value!r}")
     return operator.index(value)
 
 
 def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
-    """The heads of the module that are meant: one by its number, or several, each once."""
+    """Validate indices of heads: one, or several different ones."""
     every = head_count(module)
     try:
         chosen = tuple(map(whole_number, heads if isinstance(heads, Iterable) else [heads]))
@@ -89,7 +89,7 @@ def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
 
 
 def check_fit(normalizer: Normalizer | Mechanism, module: nn.Module, path: str) -> None:
-    """Two keys for every head: a normalizer with parameters for another number of heads does not take them."""
+    """Try the normalizer on two keys per head: one with parameters for another number of heads raises an error."""
     if isinstance(normalizer, Mechanism):
         return
     held = next((value for value in normalizer.state_dict().values()), torch.empty(0))

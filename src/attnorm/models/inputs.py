@@ -1,4 +1,4 @@
-"""From what a user has - text, token ids, a dict of model inputs - to forward calls of a model."""
+"""Turn texts, token ids and dicts of model inputs into the arguments of a model's forward call."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -129,7 +129,7 @@ def _text(name: str, one: Any) -> Text:
 
 
 def _refuse_a_file_name(text: str) -> None:
-    """Whoever gives the name of a file means what it holds: verdicts on a few tokens of a name mislead silently."""
+    """Reject the name of a file as a text: measuring the tokens of the name would mislead."""
     try:
         is_file = "\n" not in text and Path(text).expanduser().is_file()
     except (OSError, ValueError, RuntimeError):  # too long for a name, a null byte, an unknown ~user

@@ -98,8 +98,8 @@ def load(
     return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer), place, trust_remote_code)
 
 
-def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> LoadedModel:
-    asked = [name for name, value in wishes.items() if value is not None]
+def _in_memory(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
+    asked = [name for name, value in options.items() if value is not None]
     if asked:
         raise ValueError(
             f"{' and '.join(asked)} cannot be chosen for a model that is in memory already; "
@@ -118,7 +118,7 @@ def _in_memory(model: nn.Module, tokenizer: Any, wishes: dict[str, Any]) -> Load
 
 
 def _check_device(device: str | None) -> None:
-    """Tried with an empty tensor: torch has a different error for each way of not having a device."""
+    """Try an empty tensor: torch raises a different error for each reason why a device cannot be used."""
     try:
         torch.empty(0, device=None if device == "auto" else device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -132,7 +132,7 @@ def _check_device(device: str | None) -> None:
 
 
 def _precision(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
-    """Of torch's many types those that a model can run in."""
+    """The dtype, if a model can run in it."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
     if dtype in (None, "auto") or (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in DTYPES):
         return found
@@ -218,7 +218,7 @@ def _as_named(tokenizer: Any) -> str | None:
 
 @contextmanager
 def _explained(name: str, source: str | Path, local_only: bool) -> Iterator[None]:
-    """Our words for what transformers and the hub raise."""
+    """Raise CannotLoad with an explanation for errors of transformers and the hub."""
     try:
         yield
     except CannotLoad:
@@ -265,7 +265,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """No bars and no advice of transformers on top of ours."""
+    """Turn off progress bars and warnings of transformers."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Watch every attention call of a model without changing what it computes.
 
 Every attention module of transformers asks `AttentionInterface.get_interface(name, eager_function)` for its kernel at
-each call. While a model is watched the answer is the same kernel with a look at its arguments in front. The model keeps
+each call. While a model is observed, it gets the same kernel, wrapped to record its arguments first. The model keeps
 its own kernel name: what depends on that name - the masks (a registered attention function without a mask function of
 its name makes a decoder bidirectional), the eager function of its file, branches inside the model - stays as it was.
 """
@@ -36,7 +36,7 @@ __all__ = ["check_observable", "observe"]
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 
 _lock = threading.RLock()
-_watched: dict[nn.Module, "_Observation"] = {}  # attention module -> who watches it
+_watched: dict[nn.Module, "_Observation"] = {}  # attention module -> its observation
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def observe(
 
 
 class _Observation:
-    """What is known about one watched model while it runs."""
+    """The state of one observed model while it runs."""
 
     def __init__(self, model: nn.Module, on_call: Callable[[AttentionCall], None], inputs: bool, check: bool) -> None:
         self.on_call = on_call
@@ -112,7 +112,7 @@ class _Observation:
 
     def run(self, kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The kernel's own result; `on_call` has seen the arguments before, and one row is checked after."""
-        # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
+        # Gradient checkpointing runs a layer again in the backward pass, which is no new call of the model.
         if in_backward_pass():
             return function(module, *args, **kwargs)
         call = self._call(kernel, module, dict(zip(POSITIONAL, args, strict=False)) | kwargs)

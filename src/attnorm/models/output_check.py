@@ -1,7 +1,7 @@
-"""Is what was handed over really what the kernel computes? One row of every attention module is computed twice.
+"""Check that a recorded call is what the kernel computed: the last row of every attention module is computed again.
 
-A model may do to its logits what no argument shows. Then every number about it would be silently wrong, so the last
-query's output is rebuilt from the recorded call and compared with the kernel's.
+A model may change its logits in a way that no argument of the call shows. Then every measured number would be wrong, so
+the output of the last query is rebuilt from the recorded call and compared with the kernel's output.
 """
 
 import math
@@ -16,7 +16,7 @@ TOLERANCE = 0.02  # of the largest value: rounding stays far below, another form
 
 
 def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> None:
-    """Raises UnsupportedModel where the last query's output is not softmax over the recorded logits times values."""
+    """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values."""
     logits_BHK, visible_BHK = _last_row(call)
     sink = logits_BHK.new_full((*logits_BHK.shape[:2], 1), -torch.inf)
     if call.sinks_H is not None:

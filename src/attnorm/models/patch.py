@@ -1,4 +1,4 @@
-"""Put another normalizer in the place of softmax in a model: `patch` until removed, `swap` for a while.
+"""Replace softmax in a model by another normalizer: `patch` until removed, `swap` within a with statement.
 
 Every attention module that asks transformers' attention interface for its kernel gets a normalizer of its own, whose
 parameters are the model's from then on. Layers and heads that are left out keep softmax.
@@ -38,7 +38,7 @@ CROSS_ATTENTION = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
 
 
 class Patch:
-    """The normalizers that took softmax's place in a model."""
+    """The normalizers that replace softmax in a model."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -51,17 +51,17 @@ class Patch:
         return {path: found for path, found in in_place.items() if found is self._given[path]}  # not a later patch's
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What the normalizers learn: for an optimizer group of their own."""
+        """Parameters of the normalizers, for an optimizer group of their own."""
         for normalizer in self.normalizers.values():
             yield from normalizer.parameters()
 
     def remove(self) -> None:
-        """Gives the model its softmax back; to do it twice changes nothing."""
+        """Restore softmax; a second call changes nothing."""
         detach([self._modules[path] for path in self.normalizers])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model as it was before, for the length of a with statement; what was learned stays where it is.
+        """Run the model as before the patch, within a with statement; the normalizers keep what they learned.
 
         >>> with handle.paused():
         ...     baseline = model(**batch).loss
@@ -90,7 +90,7 @@ def patch(
     train_length: int | None = None,
     **options: Any,
 ) -> Patch:
-    """Replaces softmax in the model's attention until `.remove()` is called on what it returns.
+    """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
     normalizer: a name, with its options as for attnorm.get; or an object, of which every layer gets a copy.
     layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
@@ -126,7 +126,7 @@ def swap(
     train_length: int | None = None,
     **options: Any,
 ) -> Iterator[Patch]:
-    """patch() for the length of a with statement: the model is itself again afterwards, also after an exception.
+    """Patch the model within a with statement; softmax is restored afterwards, also after an exception.
 
     >>> with swap(model, "entmax15", layers=[3, 4]):
     ...     model.generate(...)
@@ -139,7 +139,7 @@ def swap(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Gives all attention modules of the model their softmax back, whoever patched them."""
+    """Restore softmax in all attention modules of the model."""
     detach(patched_modules(check_model(model)).values())
 
 
@@ -190,7 +190,7 @@ def _wanted(layers: Any) -> dict[int, Any]:
 
 
 def _place(site: Site, module: nn.Module) -> str:
-    """What to call an attention module; the one that was given has no path."""
+    """Name of an attention module; a module that was given itself has no path."""
     return site.path or type(module).__name__
 
 

@@ -1,9 +1,7 @@
 """The attention function that transformers calls in a patched attention module.
 
-The model goes on building its masks for its own kernel, and they are read as that kernel reads them. sdpa: None is
-causal where the module is causal and there is more than one query, True = may attend, numbers are added to the logits.
-eager: None hides nothing, everything is added. The masks of flash and flex attention are no tensors over queries and
-keys, and leave half of their meaning to the kernel; they are refused.
+The model still builds masks for its own kernel, and models.hf_call reads them as that kernel does. Masks of flash and
+flex attention are no tensors over queries and keys; the kernel completes their meaning, so they are rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +91,7 @@ def _refuse_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[
 
 
 class ModelSinks(Sink):
-    """The model's own sinks, all of them or those of some heads: its parameter itself, so that it goes on learning."""
+    """The model's own sinks, of all or of some heads: its parameter itself, so that it continues to learn."""
 
     def __init__(self, sinks_H: Tensor, heads: Sequence[int] | None = None) -> None:
         nn.Module.__init__(self)
@@ -108,7 +106,7 @@ class ModelSinks(Sink):
 def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | None = None) -> Normalizer:
     """The normalizer with the model's own learned sinks in front of its map.
 
-    A normalizer that brings a sink replaces the model's; one that goes by the order of the keys has no place for it.
+    A normalizer with a sink of its own replaces the model's; one that depends on the order of keys cannot have a sink.
     """
     map_ = normalizer.map
     if isinstance(map_, ByHead):
@@ -137,7 +135,7 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _positions(normalizer: Normalizer, inputs: Inputs) -> Positions | None:
-    """Where the queries stand among the keys of a cache, for normalizers that go by order or distance.
+    """Where the queries stand among the keys of a cache, for normalizers that depend on order or distance.
 
     A query is the last key that it sees. Counting from the last key would be wrong in a cache of fixed size.
     """

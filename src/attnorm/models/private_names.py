@@ -78,7 +78,7 @@ def is_identity_score_mod(score_mod: Any) -> bool:
 
 
 def replace_get_interface(function: Any) -> Any:
-    """Put `function` in the place of AttentionInterface.get_interface; return what was there."""
+    """Replace AttentionInterface.get_interface by `function`; return the previous one."""
     original = AttentionInterface.get_interface
     AttentionInterface.get_interface = function  # type: ignore[method-assign]
     return original

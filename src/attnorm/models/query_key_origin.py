@@ -40,10 +40,10 @@ class Projections:
 
 
 def projections(module: nn.Module, call: AttentionCall) -> Projections | None:
-    """Those of an attention module, checked on one of its calls; None where q and k are not made by them alone.
+    """The projections of an attention module, checked on one of its calls; None where q and k need more than them.
 
-    The call must have its layer input. Rotations change no length of q and k, so lengths are what is compared: a module
-    that normalises them after the projection, or is built in another way, is not mistaken for a plain one.
+    The call must have its layer input. Norms are compared, which a rotation does not change: a module that normalizes q
+    and k after the projection is not mistaken for a plain one.
     """
     if call.inputs_BKC is None:
         return None
@@ -100,7 +100,7 @@ _lock = threading.RLock()
 
 
 class BeforeRotation:
-    """What the last rotation was given."""
+    """Queries and keys that were given to the last rotation."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor] | None = None
@@ -109,9 +109,9 @@ class BeforeRotation:
         self._kept = query, key
 
     def of(self, call: AttentionCall) -> AttentionCall | None:
-        """The call with its queries and keys as they were before; None where they were not rotated, or more was done.
+        """The call with its queries and keys before the rotation; None if they were not rotated, or changed further.
 
-        To be asked while the call is looked at: the next layer's rotation takes the place of this one's.
+        Ask during the call: the rotation of the next layer replaces this one's.
         """
         kept, self._kept = self._kept, None
         if kept is None or kept[0].shape != call.query_BHQD.shape or kept[1].shape != call.key_BGKD.shape:
@@ -123,7 +123,7 @@ class BeforeRotation:
 
 @contextmanager
 def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
-    """Inside, what the model's attention modules rotate is kept, one layer at a time."""
+    """While inside, keep what the attention modules rotate, one layer at a time."""
     before = BeforeRotation()
     with _lock:
         originals = rotary_files([*attention_sites(model)])

@@ -18,7 +18,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 BUNDLED = "bundled"
 GGUF = ".gguf"
-CACHED = "models--"  # how a model's folder in the hub's cache begins; its name follows, with -- for /
+CACHED = "models--"  # prefix of a model's folder in the hub's cache; its name follows, with -- for /
 
 
 class CannotLoad(ValueError):  # noqa: N818 - as UnsupportedModel
@@ -61,7 +61,7 @@ def find(model: str | Path) -> Source:
 
 
 def can_only_be_a_folder(model: str | os.PathLike[str]) -> bool:
-    """Whether this is no name that the hub could have."""
+    """Whether no hub repository could have this name."""
     name = str(model)
     given_as_path = not isinstance(model, str)
     return given_as_path or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip()
@@ -75,7 +75,7 @@ def unreachable(name: str) -> str:
 
 
 def did_you_mean(name: str) -> str:
-    """A question that ends in '? ', or nothing where no model at hand is called nearly so."""
+    """A question that ends in '? ' and names similar models at hand, or an empty text."""
     beside = Path(name).expanduser().parent
     folders = [str(config.parent) for config in beside.glob("*/config.json")] if name.strip() else []
     close = difflib.get_close_matches(os.path.normpath(name), [BUNDLED, *folders, *cached()], n=2, cutoff=0.75)
@@ -99,7 +99,7 @@ def _bundled() -> Path:
 
 
 def hub_answers() -> bool:
-    """Asked first: without a network transformers tries again and again for half a minute, and is loud about it."""
+    """Whether the hub can be reached; without a network transformers retries for half a minute."""
     if constants.HF_HUB_OFFLINE:
         return False
     hub = urlsplit(constants.ENDPOINT)

@@ -1,6 +1,6 @@
 """Build the normalizer that replaces softmax in one layer of a trained model, as close to softmax as it can start.
 
-How each normalizer starts is declared in its own file (WarmStart); whoever patches a model may override each value.
+How each normalizer starts is declared in its own file (WarmStart); given options override each value.
 """
 
 from collections.abc import Mapping
