@@ -70,7 +70,7 @@ CODE_OR_FORMULA = re.compile(
     r"|\$`(?P<quoted>.+?)`\$"
     r"|(?<!`)(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`)"
     r"|\$\$(?P<display>.+?)\$\$"
-    r"|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$]*?[^\s$])?)\$(?![\w$])",
+    r"|(?<![\\$\w])\$(?P<inline>[^\s$][^$]*)\$(?![\w$])",
     re.MULTILINE | re.DOTALL,
 )
 MARK = re.compile("\ue000(\\d+)\ue001")
@@ -198,7 +198,7 @@ def _cell(text: str) -> str:
 
 
 class NamedArguments(griffe.Extension):
-    """Turn "name: meaning" and "name   meaning" of known arguments and fields into a list."""
+    """Turn "name: meaning" and "name   meaning" of known arguments and fields into a list, and prompts into code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None or not obj.path.startswith("attnorm."):
@@ -207,11 +207,19 @@ class NamedArguments(griffe.Extension):
         for function in (obj, obj.members.get("__init__")):
             if isinstance(function, griffe.Function):
                 names |= {parameter.name for parameter in function.parameters}
-        if not names:
-            return
-        name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
-        item = re.compile(rf"(?:^|(?<=[.)] ))({name}(?:, {name})*)(?::| {{2,}}) *", re.MULTILINE)
-        prose, *examples = obj.docstring.value.partition("\n>>>")
-        listed = item.sub(lambda found: f"\n- `{found[1]}`: ", prose)
-        listed = re.sub(r"^ {4,}", "  ", listed, flags=re.MULTILINE) if listed != prose else prose
-        obj.docstring.value = listed + "".join(examples)
+        text = re.sub(r"(?:^>>> .*\n?(?:^\.\.\. .*\n?)*)+", _without_prompts, obj.docstring.value, flags=re.MULTILINE)
+        prose, *examples = text.partition("\n```python\n")
+        obj.docstring.value = _listed(prose, names) + "".join(examples)
+
+
+def _without_prompts(found: re.Match[str]) -> str:
+    return "\n```python\n" + re.sub(r"^(?:>>>|\.\.\.) ", "", found[0], flags=re.MULTILINE).rstrip() + "\n```\n"
+
+
+def _listed(prose: str, names: set[str]) -> str:
+    if not names:
+        return prose
+    name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+    item = re.compile(rf"(?:^|(?<=[.)] ))({name}(?:, {name})*)(?::| {{2,}}) *", re.MULTILINE)
+    listed = item.sub(lambda found: f"\n- `{found[1]}`: ", prose)
+    return prose if listed == prose else re.sub(r"^ {4,}", "  ", listed, flags=re.MULTILINE)

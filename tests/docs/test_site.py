@@ -1,5 +1,6 @@
 """The site builds without a warning, shows every public name and every command, and needs no network."""
 
+import html
 import re
 from pathlib import Path
 
@@ -35,5 +36,7 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
         assert not loaded, f"{name} loads from the network: {loaded}"
         assert "\ue000" not in page, f"{name} has a formula that was not drawn"
         assert "<merror" not in page
+        text = re.sub(r"<(pre|code|script|style|math)\b.*?</\1>", "", page, flags=re.DOTALL)
+        assert not re.search(r"\$[^$]*\\\w", text), f"{name} has a formula that was left as TeX"
+        assert ">>>" not in html.unescape(text), f"{name} shows a prompt as prose"
     assert "<math" in pages["theory/gradient.html"]
-    assert not re.search(r"\$[^\s<]*\\\w", pages["theory/gradient.html"]), "a formula was left as TeX"
