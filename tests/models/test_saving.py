@@ -656,3 +656,27 @@ def test_values_saved_without_a_digest_load_as_before(tmp_path: Path) -> None:
         json.dumps({name: part for name, part in json.loads(recipe.read_text()).items() if name != "values"})
     )
     from_pretrained(tmp_path)
+
+
+def test_accelerate_saves_the_normalizers(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = llama(), tokens()
+    patch(model, "ssmax")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.save_model(trained(model), tmp_path)
+    model.config.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, model_class=LlamaForCausalLM)
+    assert torch.equal(quiet_logits(loaded, ids), quiet_logits(model, ids))
+
+
+def test_weights_that_transformers_renames_find_their_module(tmp_path: Path) -> None:
+    """The recipe has the path within the model; the names of the weights follow their file."""
+    model = llama()
+    patch(model, "ssmax")
+    trained(model).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        key.replace("model.layers", "text.blocks") if "attnorm" in key else key: value for key, value in weights.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(quiet_logits(from_pretrained(tmp_path), tokens()), quiet_logits(model, tokens()))
