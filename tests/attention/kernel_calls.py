@@ -18,7 +18,7 @@ if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 
 
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
 
-SQUARE = (2, 4, 4, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
+SQUARE = (2, 2, 2, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
 GROUPS = (1, 4, 2, 20, 70, 24, 40)
 MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
 SMALL = (1, 1, 1, 20, 20, 16, 16)
