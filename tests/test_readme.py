@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 import attnorm
 from attnorm.analysis.default_text import passage
-from attnorm.bench.dispersion import dispersion
-from attnorm.bench.dispersion_table import percent
+from attnorm.bench.dispersion import dispersion, percent
 from attnorm.cli import app
 from attnorm.cli.normalizer_table import describe_all, promises
 from attnorm.normalizers import registry

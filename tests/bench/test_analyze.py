@@ -14,13 +14,13 @@ import attnorm
 from attnorm.bench import analyze as bench_analyze
 from attnorm.bench import memory
 from attnorm.bench.analyze import WORDS, measure_analysis
-from attnorm.bench.growth_figure import save_growth_figure
+from attnorm.bench.figures import save_growth_figure
 from attnorm.bench.model_passes import (
     TOP_N,
     Cost,
     Shape,
     Way,
-    cost_in_fresh_process,
+    cost_in_new_process,
     pass_of,
     random_model,
     statistics_by_layer,
@@ -40,7 +40,7 @@ from tests.cli.saved_model import save_model, save_text
 
 SMALL = Shape(48, layers=2, heads=2)
 
-linux_only = pytest.mark.skipif(not memory._RESET.exists(), reason="needs /proc/self/clear_refs")
+linux_only = pytest.mark.skipif(not memory.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 def growth(*megabytes: float, target: float | None = 1.1) -> Growth:
@@ -115,7 +115,7 @@ def test_the_plain_pass_is_the_model_itself() -> None:
 
 @linux_only
 def test_a_process_of_its_own_tells_time_and_memory() -> None:
-    cost = cost_in_fresh_process("core", Shape(512, layers=2, heads=2))
+    cost = cost_in_new_process("core", Shape(512, layers=2, heads=2), least_seconds=0)
     assert cost.seconds > 0
     assert 512 * 128 * 4 / memory.MEGABYTE < cost.extra_mb < cost.peak_mb  # the hidden states of one layer, at least
     assert cost.peak_mb > 100  # torch alone
@@ -128,7 +128,7 @@ def costs(way: Way, shape: Shape) -> Cost:
 
 
 def test_the_promises_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_analyze, "cost_in_fresh_process", costs)
+    monkeypatch.setattr(bench_analyze, "cost_in_new_process", costs)
     found = list(bench_analyze._in_own_processes(Shape(4096), False, notes := []))
     assert not notes
     (against_eager,) = (result for result in found if isinstance(result, Ratio))
@@ -147,7 +147,7 @@ def test_a_pass_that_fails_becomes_a_note_and_the_others_go_on(monkeypatch: pyte
             raise RuntimeError("exit code -9")
         return costs(way, shape)
 
-    monkeypatch.setattr(bench_analyze, "cost_in_fresh_process", no_memory_for_eager)
+    monkeypatch.setattr(bench_analyze, "cost_in_new_process", no_memory_for_eager)
     notes: list[str] = []
     found = list(bench_analyze._in_own_processes(Shape(4096), False, notes))
     assert [run.what for run in found if isinstance(run, ModelRun)] == [WORDS[way] for way in ("plain", "core", "full")]

@@ -6,8 +6,7 @@ import pytest
 from torch import Tensor
 
 import attnorm
-from attnorm.bench.dispersion import LENGTHS, NOT_ASKED, dispersion
-from attnorm.bench.dispersion_table import Curve, Dispersion
+from attnorm.bench.dispersion import LENGTHS, NOT_ASKED, Curve, Dispersion, dispersion
 from attnorm.normalizers import registry
 
 SHORT = (16, 128, 1024)

@@ -1,8 +1,9 @@
-"""Benchmark results in words: faster and slower told apart, promises judged, Markdown that GitHub reads."""
+"""Benchmark results in words: faster and slower distinguished, promises judged, Markdown that GitHub reads."""
 
 import pytest
 
-from attnorm.bench.results import Benchmarks, Footprint, Machine, Ratio, benchmark_markdown, relative
+from attnorm.bench.results import Benchmarks, Footprint, Ratio, benchmark_markdown, relative
+from attnorm.bench.timing import Machine
 
 MACHINE = Machine(processor="a processor", cores=2, threads=1, torch="2.13", python="3.11", system="Linux")
 

@@ -1,21 +1,22 @@
 """The benchmarks: they run in seconds when asked to, time in turn, measure real memory, survive a missing rival."""
 
 import importlib
-import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import attnorm
-from attnorm.bench import memory, normalizers
+from attnorm.bench import memory, normalizers, subprocess_measure, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
-from attnorm.bench.memory import peak_above
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
+from attnorm.bench.subprocess_measure import peak_above
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import time_alternating
 
-linux_only = pytest.mark.skipif(not memory._RESET.exists(), reason="needs /proc/self/clear_refs")
+linux_only = pytest.mark.skipif(not memory.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 @pytest.mark.as_installed
@@ -49,10 +50,19 @@ def test_the_thread_count_is_stated_and_put_back() -> None:
     assert str(results.machine.cores) in str(results.machine)
 
 
-def test_a_slower_call_is_told_as_slower() -> None:
-    timed = time_alternating(lambda: time.sleep(0.002), lambda: time.sleep(0.008), rounds=3)
-    assert 2.5 < timed.speedup < 4.5
-    assert timed.ours_ms < timed.theirs_ms
+def test_a_call_of_four_times_the_time_is_a_speedup_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    def taking(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal clock
+            clock += seconds
+
+        return call
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
+    timed = time_alternating(taking(0.002), taking(0.008), rounds=3)
+    assert (timed.ours_ms, timed.theirs_ms, timed.speedup) == pytest.approx((2, 8, 4))
 
 
 def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,19 +130,19 @@ def test_the_peak_of_a_call_is_what_it_touched_for_a_moment() -> None:
 def test_memory_is_not_measured_where_the_allocator_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
     ones = torch.ones
-    monkeypatch.setattr(memory, "PATIENCE_SECONDS", 0.1)
-    monkeypatch.setattr(memory.torch, "ones", lambda count: kept.append(ones(count)) or kept[-1])
-    with pytest.raises(RuntimeError, match="allocator keeps"):
+    monkeypatch.setattr(subprocess_measure, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(torch, "ones", lambda count: kept.append(ones(count)) or kept[-1])
+    with pytest.raises(RuntimeError, match="allocator"):
         peak_above(lambda: None)
 
 
 @linux_only
 def test_memory_is_not_measured_where_the_kernel_keeps_its_mark(
-    tmp_path: memory.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_RESET", tmp_path / "does_nothing")
-    torch.ones(2 * memory.PROBE_BYTES // 4)
-    with pytest.raises(RuntimeError, match="resets VmHWM"):
+    monkeypatch.setattr(subprocess_measure, "RESET", tmp_path / "does_nothing")
+    torch.ones(2 * subprocess_measure.PROBE_BYTES // 4)
+    with pytest.raises(RuntimeError, match="VmHWM"):
         peak_above(lambda: None)
 
 
@@ -145,7 +155,7 @@ def test_a_process_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_procfs_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_RESET", memory.Path("/nowhere/clear_refs"))
+    monkeypatch.setattr(memory, "RESET", Path("/nowhere/clear_refs"))
     notes: list[str] = []
     assert list(memory.measure_footprints(quick=True, notes=notes)) == []
     assert "Linux" in notes[0]

@@ -118,7 +118,7 @@ def test_what_trains_its_own_models_looks_for_none(name: str, monkeypatch: pytes
     monkeypatch.setattr(
         "attnorm.experiments.run.reproduce", lambda names, subject, out, **options: subjects.append(subject) or []
     )
-    monkeypatch.setattr("attnorm.experiments.paper_setting.MODEL", "must-not-be-asked-for")
+    monkeypatch.setattr("attnorm.experiments.subject.PAPER_MODEL", "must-not-be-asked-for")
     result = runner.invoke(app, ["reproduce", name])
     assert result.exit_code == 0, result.output
     assert subjects[0].model == "bundled"

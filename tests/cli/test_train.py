@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training.interruption import TrainingInterrupted
+from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm import run as trainer
 
 runner = CliRunner()

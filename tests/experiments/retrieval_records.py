@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnorm.experiments.retrieval.measure import Found
-from attnorm.experiments.retrieval.plan import Section, Training
+from attnorm.experiments.retrieval.plan import Found, Section, Training
 from attnorm.training.retrieval.evaluate import Trials
+from attnorm.training.retrieval.model import run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.trained_seeds import run_key
 
 SEEDS = (0, 1, 2)
 

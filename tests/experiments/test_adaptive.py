@@ -9,11 +9,22 @@ import pytest
 import torch
 from scipy import stats
 
-from attnorm.experiments.adaptive.experiment import AS_IT_RUNS, EXPERIMENT, judge_claims
-from attnorm.experiments.adaptive.measure import MOST_KEYS, PRINTED, REACH, REFIT, Adaptive, acting, measure, versions
+from attnorm.experiments.adaptive import (
+    AS_IT_RUNS,
+    EXPERIMENT,
+    MOST_KEYS,
+    PRINTED,
+    REACH,
+    REFIT,
+    Adaptive,
+    acting,
+    judge_claims,
+    measure,
+    versions,
+)
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.losses import losses, mean, windows_of
+from attnorm.experiments.subject import ExperimentSubject
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
 
@@ -89,11 +100,11 @@ def test_a_loss_is_judged_by_its_interval_and_one_across_a_line_is_partly(
     found: Adaptive, changes: list[float], verdict: str, crossed: str
 ) -> None:
     before = np.array([2.0, 5.0, 3.0, 4.0])  # windows differ by far more than what is asked
-    told = judge_claims(replace(found, losses={**dict.fromkeys(found.rules, before), AS_IT_RUNS: before,
+    finding = judge_claims(replace(found, losses={**dict.fromkeys(found.rules, before), AS_IT_RUNS: before,
                                          PRINTED: before + np.array(changes)}))[3]  # fmt: skip
-    assert told.verdict == verdict
-    assert (crossed or "± ") in told.ours
-    assert bool(crossed) == ("across our line" in told.ours)
+    assert finding.verdict == verdict
+    assert (crossed or "± ") in finding.ours
+    assert bool(crossed) == ("across our line" in finding.ours)
 
 
 def test_the_interval_of_a_mean_is_students() -> None:

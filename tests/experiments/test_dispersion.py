@@ -19,7 +19,8 @@ from attnorm.experiments.dispersion.measure import (
     reach,
     wanted,
 )
-from attnorm.experiments.experiment import ExperimentSubject, Outcome
+from attnorm.experiments.experiment import Outcome
+from attnorm.experiments.subject import ExperimentSubject
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.query_key_origin import before_rotation

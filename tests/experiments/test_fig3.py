@@ -38,8 +38,8 @@ def isotropic() -> Separabilities:
 def test_eighty_per_cent_is_no_limit() -> None:
     found = measured([orthonormal()])
     assert found.measured.tolist() == [[1.0, 1.0, 1.0]]
-    told = {finding.claim: finding for finding in findings(found, found)}
-    limit = next(finding for claim, finding in told.items() if "hard limit" in claim)
+    by_claim = {finding.claim: finding for finding in findings(found, found)}
+    limit = next(finding for claim, finding in by_claim.items() if "hard limit" in claim)
     assert limit.verdict == "does not"
     assert "100% of the heads separate more than 80 %" in limit.ours
 

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnorm.experiments import catalogue, run
-from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.index_page import render
-from attnorm.experiments.run import reproduce
+from attnorm.experiments.run import render_index, reproduce
+from attnorm.experiments.subject import ExperimentSubject
 from tests.experiments.toy_experiments import Toy
 
 SUBJECT = ExperimentSubject(quick=True)
@@ -70,17 +69,17 @@ def test_another_version_of_attnorm_runs_it_again(toy: Toy, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "difference"),
     [({"quick": False}, "quick is False here and True there"), ({"seed": 3}, "seed is 3 here and 0 there"),
      ({"only": ("softmax",)}, "only is softmax here and none there")],
 )  # fmt: skip
 def test_results_of_other_settings_are_never_overwritten_silently(
-    toy: Toy, tmp_path: Path, change: dict[str, object], told: str
+    toy: Toy, tmp_path: Path, change: dict[str, object], difference: str
 ) -> None:
     reproduce(["toy"], SUBJECT, tmp_path)
-    with pytest.raises(ValueError, match=r"Choose another --out, or replace it with --fresh") as refused:
+    with pytest.raises(ValueError, match=r"--out.*--fresh") as refused:
         reproduce(["toy"], replace(SUBJECT, **change), tmp_path)
-    assert told in str(refused.value)
+    assert difference in str(refused.value)
     assert toy.runs == 1
     reproduce(["toy"], replace(SUBJECT, **change), tmp_path, fresh=True)
     assert toy.runs == 2
@@ -95,7 +94,7 @@ def test_a_change_of_the_text_is_seen(toy: Toy, tmp_path: Path) -> None:
     from attnorm.experiments import subject as module
 
     module._passages.cache_clear()
-    with pytest.raises(ValueError, match=r"texts is book\.txt here and there, but with another content"):
+    with pytest.raises(ValueError, match=r"book\.txt.*content"):
         reproduce(["toy"], subject, tmp_path / "out")
 
 
@@ -142,7 +141,7 @@ def test_the_index_page_shows_everything_in_the_folder_and_runs_nothing(
 
 
 def test_the_policy_of_the_index_page_lets_its_own_style_in() -> None:
-    page = render([])
+    page = render_index([])
     style = page.split("<style>")[1].split("</style>")[0]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert f"sha256-{digest}" in html.unescape(page)
@@ -150,7 +149,7 @@ def test_the_policy_of_the_index_page_lets_its_own_style_in() -> None:
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot write into .*; choose another folder with --out"):
+    with pytest.raises(ValueError, match="--out"):
         reproduce(["toy"], SUBJECT, tmp_path / "file" / "below")
     assert toy.runs == 0
 
@@ -159,7 +158,7 @@ def test_a_damaged_record_is_named_and_replaced_by_fresh(toy: Toy, tmp_path: Pat
     reproduce(["toy"], SUBJECT, tmp_path)
     for content in ("{", "[]", "{}"):
         (tmp_path / "toy" / "outcome.json").write_text(content)
-        with pytest.raises(ValueError, match=r"outcome\.json is damaged .* --fresh"):
+        with pytest.raises(ValueError, match=r"outcome\.json.*--fresh"):
             reproduce(["toy"], SUBJECT, tmp_path)
     reproduce(["toy"], SUBJECT, tmp_path, fresh=True)
     assert toy.runs == 2
@@ -182,10 +181,10 @@ def test_all_means_the_papers_and_leaves_out_what_trains() -> None:
 
 
 def test_names_are_checked_before_anything_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"no experiment is called 'fig22'; did you mean 'fig2'\?"):
+    with pytest.raises(ValueError, match=r"'fig22'.*'fig2'"):
         reproduce(["toy", "fig22"], SUBJECT, tmp_path)
     monkeypatch.setitem(catalogue.EXPERIMENTS, "gone", catalogue.ExperimentEntry("attnorm.experiments.gone", ""))
-    with pytest.raises(ValueError, match="'gone' is not part of this installation"):
+    with pytest.raises(ValueError, match="'gone'"):
         reproduce(["toy", "gone"], SUBJECT, tmp_path)
     with pytest.raises(ValueError, match="name an experiment"):
         reproduce([], SUBJECT, tmp_path)
@@ -200,41 +199,29 @@ def test_several_models_are_refused_by_what_takes_one(
     both = replace(SUBJECT, others=("somewhere/else",))
     with pytest.raises(
         ValueError, match=r"first, second take one model at a time, and bundled, somewhere/else"
-    ) as told:
+    ) as error:
         reproduce(["first", "second", "spread"], both, tmp_path / "out")
-    assert "Several are taken by spread" in str(told.value)
+    assert "Several are taken by spread" in str(error.value)
     assert not (tmp_path / "out").exists()
     assert toy.runs == 0
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "told"),
+    ("names", "options", "message"),
     [
-        (
-            ["all"],
-            {"only": ("softmax",)},
-            "gradients, guidelines take no --only, and softmax was given: leave it out; it",
-        ),
-        (["fig2"], {"valid": (Path("v.txt"),)}, "fig2 takes no --valid, and v.txt was given"),
-        (
-            ["fig2"],
-            {"longest": 16_384},
-            "fig2 takes no --longest, and 16,384 was given: leave it out; it is for disper",
-        ),
-        (["fig2", "dispersion"], {"longest": 16_384}, "fig2 takes no --longest"),
-        (["dispersion"], {"longest": 4096}, "--quick uses small sizes only: remove --quick, or --longest"),
-        (["retrieval"], {"texts": (Path("a.txt"),)}, "retrieval takes no --text, and a.txt was given"),
-        (
-            ["spread"],
-            {"texts": (Path("a.txt"), Path("b.txt"))},
-            "spread takes one text at a time, and a.txt, b.txt wer",
-        ),
+        (["all"], {"only": ("softmax",)}, "gradients, guidelines .*--only.*softmax"),
+        (["fig2"], {"valid": (Path("v.txt"),)}, r"fig2 .*--valid.*v\.txt"),
+        (["fig2"], {"longest": 16_384}, "fig2 .*--longest.*16,384.*dispersion"),
+        (["fig2", "dispersion"], {"longest": 16_384}, "fig2 .*--longest"),
+        (["dispersion"], {"longest": 4096}, "--quick.*--longest 4096"),
+        (["retrieval"], {"texts": (Path("a.txt"),)}, r"retrieval .*--text.*a\.txt"),
+        (["spread"], {"texts": (Path("a.txt"), Path("b.txt"))}, r"spread .*one text.*a\.txt, b\.txt"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused_before_anything_is_written(
-    names: list[str], options: dict[str, object], told: str, tmp_path: Path
+    names: list[str], options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=message):
         reproduce(names, replace(SUBJECT, **options), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -248,22 +235,21 @@ def test_every_experiment_that_is_too_long_for_the_text_is_named_before_the_firs
     short = Toy("short", needs_model=True, tokens=10).enter(monkeypatch)
     for name, fewest in (("long", 3000), ("longer", 4000)):
         Toy(name, needs_model=True, tokens=fewest).enter(monkeypatch)
-    told = rf"long needs 3,000 tokens, longer needs 4,000 tokens, and 't\.txt' has {tokens} for bundled"
-    with pytest.raises(ValueError, match=told) as refused:
+    message = rf"long .*3,000 .*longer .*4,000 .*'t\.txt' .*{tokens} .*bundled.*--text.*short"
+    with pytest.raises(ValueError, match=message):
         reproduce(["short", "long", "longer"], subject, tmp_path / "out")
-    assert str(refused.value).endswith("give a longer text with --text, or run only short")
     assert short.runs == 0
     assert not (tmp_path / "out").exists()
     Toy("little", needs_model=True, tokens=tokens + 1).enter(monkeypatch)
-    with pytest.raises(ValueError, match="; --quick needs less"):
+    with pytest.raises(ValueError, match="--quick"):
         reproduce(["little"], subject, tmp_path / "out")
     reproduce(["little"], replace(subject, quick=True), tmp_path / "out")
 
 
-def test_a_model_of_too_few_positions_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_short_model_has_its_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.txt").write_text("It was the best of times, it was the worst of times. " * 400)
     Toy("long", needs_model=True, tokens=2000).enter(monkeypatch)
-    with pytest.raises(ValueError, match="bundled has positions for 1,024; use another model"):
+    with pytest.raises(ValueError, match=r"bundled.*1,024"):
         reproduce(["long"], ExperimentSubject(texts=(tmp_path / "t.txt",)), tmp_path / "out")
 
 
@@ -286,7 +272,7 @@ def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is
 
 
 def test_two_models_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two models are named 'bundled'"):
+    with pytest.raises(ValueError, match="'bundled'"):
         ExperimentSubject(others=("bundled",)).identity(with_model=True)
 
 
@@ -320,19 +306,19 @@ def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> N
 
 
 @pytest.mark.parametrize(
-    ("subject", "told"),
+    ("subject", "name"),
     [
-        (ExperimentSubject(texts=(Path("missing.txt"),)), "cannot read the text missing.txt"),
-        (ExperimentSubject(model="./no-such-folder"), "there is no folder './no-such-folder'"),
-        (ExperimentSubject(device="abacus"), "cannot use the device 'abacus'"),
+        (ExperimentSubject(texts=(Path("missing.txt"),)), "missing.txt"),
+        (ExperimentSubject(model="./no-such-folder"), "'./no-such-folder'"),
+        (ExperimentSubject(device="abacus"), "'abacus'"),
     ],
 )
-def test_wrong_subjects_are_told_in_one_sentence(subject: ExperimentSubject, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_errors_name_what_is_wrong_with_a_subject(subject: ExperimentSubject, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(name)):
         subject.identity(with_model=True)
 
 
-def test_a_text_too_short_is_told_with_its_length(tmp_path: Path) -> None:
+def test_the_error_of_a_short_text_has_its_length(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("It was the best of times.")
     with pytest.raises(ValueError, match=r"'short\.txt' has \d+ tokens .* at least 32.*--text"):
@@ -347,13 +333,13 @@ def test_two_texts_of_one_name_are_refused(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "t.txt").write_text("words")
-    with pytest.raises(ValueError, match=r"two texts are named 't\.txt'"):
+    with pytest.raises(ValueError, match=r"'t\.txt'"):
         ExperimentSubject(texts=(tmp_path / "a" / "t.txt", tmp_path / "b" / "t.txt")).passages()
 
 
 def test_a_text_that_is_not_utf8_is_told_where(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ValueError, match=r"not UTF-8 text .* at byte 3"):
+    with pytest.raises(ValueError, match=r"UTF-8.*byte 3"):
         ExperimentSubject(texts=(tmp_path / "t.txt",)).passages()
 
 

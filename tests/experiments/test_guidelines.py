@@ -1,5 +1,6 @@
 """The four guidelines: the numbers they are judged by, and that every answer can come out."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.cooling import TEMPERATURES
-from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome
+from attnorm.experiments.experiment import ExperimentFinding, Outcome
+from attnorm.experiments.figure_style import TEMPERATURES
+from attnorm.experiments.guidelines import experiment
 from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
 from attnorm.experiments.guidelines.measure import (
     SHARES,
@@ -20,6 +22,7 @@ from attnorm.experiments.guidelines.measure import (
     _covered,
     _triples,
 )
+from attnorm.experiments.subject import ExperimentSubject
 from attnorm.theory.selection import select
 
 QUICK = ExperimentSubject(quick=True)
@@ -118,8 +121,10 @@ def test_triples_are_of_different_heads_and_not_too_many() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "QUICK_LENGTH", 128)
+        yield EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
 
 
 def test_on_the_bundled_model_the_numbers_are_shares_and_cooling_sharpens(outcome: Outcome, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures show what the lines say, also where one model is far off, was not asked, or softmax is missing."""
+"""The figures show what the lines say, also where one model is far off, was not measured, or softmax is missing."""
 
 import json
 import lzma
@@ -36,7 +36,7 @@ def test_a_loss_far_off_is_written_and_does_not_squeeze_the_others(lines: list[d
 def test_models_that_were_not_asked_say_so(lines: list[dict[str, Any]]) -> None:
     asked = [line for line in lines if line["stage"] != "needle" or line["normalizer"] in ("softmax", "sink")]
     trained = {line["normalizer"] for line in lines if line["stage"] == "measure"}
-    assert written(comparison_figure(contenders(asked))).count("not asked") == len(trained) - 2
+    assert written(comparison_figure(contenders(asked))).count("not measured") == len(trained) - 2
     without = [line for line in lines if line["stage"] != "needle"]
     assert len(comparison_figure(contenders(without)).axes) == 3
 

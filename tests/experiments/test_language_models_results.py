@@ -12,7 +12,7 @@ from attnorm.experiments.language_models.results import (
     rank_correlation,
     wilson_interval,
 )
-from attnorm.experiments.language_models.tables import all_tables, in_words
+from attnorm.experiments.language_models.tables import all_tables, summary
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 
@@ -60,9 +60,9 @@ def test_the_tables_say_it() -> None:
     assert "| ssmax | 60.0 ± 10.0 | 100.0 ± 0.0 | 30.0 ± 5.0 |" in text
     assert text.index("| softmax | 90.0 |") < text.index("| ssmax | 60.0 ± 10.0 |")
     assert "| ssmax | 101 | 1.0 | engine | 50 | 7 | 0.001 |" in text
-    words = in_words(contenders(lines()))
-    assert "On windows of 8 tokens ssmax has the lowest loss on valid, 2.8000 nats; softmax 3.0000." in words
-    assert "At 8 tokens softmax finds most keys, 90.0 %." in words
+    text = summary(contenders(lines()))
+    assert "On windows of 8 tokens ssmax has the lowest loss on valid, 2.8000 nats; softmax 3.0000." in text
+    assert "At 8 tokens softmax finds most keys, 90.0 %." in text
 
 
 def test_without_results_there_is_nothing_to_say() -> None:
@@ -114,7 +114,7 @@ def test_models_are_compared_where_they_differ() -> None:
 def test_models_that_find_as_many_keys_are_all_named() -> None:
     made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
     made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 1.0, 0.1, 0.0)]
-    assert "At 8 tokens ssmax, softmax find most keys, 100.0 %." in in_words(contenders(made))
+    assert "At 8 tokens ssmax, softmax find most keys, 100.0 %." in summary(contenders(made))
 
 
 def test_a_share_of_few_questions_is_uncertain() -> None:

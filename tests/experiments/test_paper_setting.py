@@ -5,22 +5,23 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2 import experiment as fig2
-from attnorm.experiments.paper_setting import EXPERIMENTS, default_model, setting
+from attnorm.experiments.subject import PAPER_EXPERIMENTS, ExperimentSubject, default_model, paper_setting
 
 GPT2 = {"name": "gpt2", "layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024, "kv_heads": 12}
 NOVEL = "CONTENTS\n\nCHAPTER I\n\n“Well, Prince, so Genoa and\nLucca are now just family estates of the Buonapartes."
 
 
-def told(*, experiment: str = "fig2", text: str = NOVEL, quick: bool = False, **model: object) -> dict[str, object]:
-    return setting(experiment, {**GPT2, **model}, "book.txt", text, quick=quick)["paper_setting"]
+def setting_of(
+    *, experiment: str = "fig2", text: str = NOVEL, quick: bool = False, **model: object
+) -> dict[str, object]:
+    return paper_setting(experiment, {**GPT2, **model}, "book.txt", text, quick=quick)["paper_setting"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
 def test_gpt2_on_war_and_peace_is_the_papers_setting(name: str) -> None:
-    for experiment in EXPERIMENTS:
-        found = told(experiment=experiment, name=name)
+    for experiment in PAPER_EXPERIMENTS:
+        found = setting_of(experiment=experiment, name=name)
         assert found["same"] is True
         assert "The paper's setting: gpt2 (12 layers of 12 heads) on War and Peace." in str(found["told"])
 
@@ -36,13 +37,13 @@ def test_gpt2_on_war_and_peace_is_the_papers_setting(name: str) -> None:
     ],
 )
 def test_any_difference_is_told(changes: dict[str, object], reason: str) -> None:
-    found = told(**changes)  # type: ignore[arg-type]
+    found = setting_of(**changes)  # type: ignore[arg-type]
     assert found["same"] is False
     assert str(found["told"]) == f"Not the paper's setting, gpt2 (12 layers of 12 heads) on War and Peace: {reason}."
 
 
 def test_experiments_of_the_other_paper_make_no_such_claim() -> None:
-    assert setting("spread", GPT2, "book.txt", NOVEL, quick=False) == {}
+    assert paper_setting("spread", GPT2, "book.txt", NOVEL, quick=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -76,4 +77,4 @@ def test_the_shared_novel_is_recognised(shared: Path) -> None:
     text = shared / "data" / "war-and-peace.txt"
     if not text.is_file():
         pytest.skip(f"no novel at {text}")
-    assert told(text=ExperimentSubject(texts=(text,)).passages()[0].content)["same"] is True  # type: ignore[arg-type]
+    assert setting_of(text=ExperimentSubject(texts=(text,)).passages()[0].content)["same"] is True  # type: ignore[arg-type]

@@ -8,8 +8,7 @@ HEAVY = ("matplotlib", "pyarrow", "scipy")
 
 def test_the_plan_needs_no_library_for_figures() -> None:
     code = (
-        "import sys; from attnorm.experiments.retrieval.measure import collect; "
-        "from attnorm.experiments.retrieval.plan import plan; plan(); "
+        "import sys; from attnorm.experiments.retrieval.plan import collect, plan; plan(); "
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

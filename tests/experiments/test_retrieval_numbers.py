@@ -7,8 +7,7 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 
-from attnorm.experiments.retrieval.lines import against, holm, lines_of, scales_of
-from attnorm.experiments.retrieval.ranking import needed_margin, predicted_right
+from attnorm.experiments.retrieval.lines import against, holm, lines_of, needed_margin, predicted_right, scales_of
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training
@@ -44,10 +43,10 @@ def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:
         found(training(label="entmax15"), {"own": (90, 78), "hard": (50, 40)}, jitter=0.2),
     ]
     lines = lines_of(members)
-    told = {(line.label, line.row.tested_with): line.difference for line in lines if line.row.size == 64}
-    assert told["softmax", "own"] is None
-    assert told["ssmax", "hard"] is None
-    compared = [told[key] for key in (("softmax", "hard"), ("ssmax", "own"), ("entmax15", "own"))]
+    differences = {(line.label, line.row.tested_with): line.difference for line in lines if line.row.size == 64}
+    assert differences["softmax", "own"] is None
+    assert differences["ssmax", "hard"] is None
+    compared = [differences[key] for key in (("softmax", "hard"), ("ssmax", "own"), ("entmax15", "own"))]
     assert all(difference is not None for difference in compared)
     assert holm([d.p for d in compared if d]) == [d.p_holm for d in compared if d]
 

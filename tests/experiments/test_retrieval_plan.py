@@ -4,12 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from attnorm.experiments.retrieval.measure import collect
-from attnorm.experiments.retrieval.plan import BASELINE, BEST, FOR_SETS, OUR_RECIPE, PAPERS_RECIPE, PARTS, ours, plan
+from attnorm.experiments.retrieval.plan import (
+    BASELINE,
+    BEST,
+    FOR_SETS,
+    OUR_RECIPE,
+    PAPERS_RECIPE,
+    PARTS,
+    collect,
+    ours,
+    plan,
+)
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import BUILT_IN, get
+from attnorm.training.retrieval.model import run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.trained_seeds import run_key
 
 
 def test_every_normalizer_for_which_a_set_has_no_order_takes_part() -> None:
@@ -59,7 +68,7 @@ def test_only_some_normalizers_and_softmax_to_compare_with() -> None:
     fixed_knee = plan(only=["kneemax:knee=0.25"])
     assert [one.label for one in fixed_knee.of("ours", "majority")] == ["softmax", "kneemax:knee=0.25"] * 2
     assert plan(seed=5).seeds[0] == 5
-    with pytest.raises(ValueError, match="'local' does not take part; choose among softmax"):
+    with pytest.raises(ValueError, match=r"'local'.*softmax"):
         plan(only=["local"])
 
 

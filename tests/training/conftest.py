@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from attnorm.training.lm.model import LMSettings
 from attnorm.training.lm.run import train_lm
-from attnorm.training.lm.settings import LMSettings
 
 SUBJECTS = ("the old captain", "a young woman", "her brother", "the prince", "nobody")
 VERBS = ("saw", "never forgot", "asked for", "lost", "had always known")

@@ -73,7 +73,7 @@ def test_training_goes_the_same_way(train: Train, tmp_path: Path) -> None:
 
 
 def test_a_mechanism_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'gaussian' is a mechanism without one; remove --dense"):
+    with pytest.raises(ValueError, match=r"'gaussian'.*--dense"):
         train(tmp_path / "run", normalizer="gaussian", options={"attention": "dense"})
     assert not (tmp_path / "run").exists()
 
@@ -81,5 +81,5 @@ def test_a_mechanism_is_refused_before_anything_is_written(train: Train, tmp_pat
 def test_padding_is_refused() -> None:
     model = build_model(tiny(architecture="llama", normalizer="entmax15"), vocabulary=300, end_of_text=0)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    with in_training(model, attention="dense"), pytest.raises(ValueError, match="no padding"):
+    with in_training(model, attention="dense"), pytest.raises(ValueError, match="padding"):
         model(input_ids=torch.ones(2, 4, dtype=torch.long), attention_mask=mask)

@@ -23,7 +23,7 @@ def test_every_token_weighs_the_same(batch: int, monkeypatch: pytest.MonkeyPatch
     losses = []
     for window in windows:
         log_p = model(window[None, :-1]).logits[0].detach().double().log_softmax(-1)
-        losses += [-float(log_p[place, token]) for place, token in enumerate(window[1:])]
+        losses += [-float(log_p[index, token]) for index, token in enumerate(window[1:])]
     assert len(losses) == len(tokens) - 1
     assert validation_loss(model, windows, torch.device("cpu"), torch.float32) == pytest.approx(
         np.mean(losses), rel=1e-5

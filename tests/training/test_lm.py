@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from attnorm.training import checkpoints
-from attnorm.training.interruption import TrainingInterrupted
+from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm.run import LMProgress
 from tests.training.conftest import tiny
 
@@ -142,9 +142,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(
 
 
 def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Path) -> None:
-    told: list[LMProgress] = []
-    train(tmp_path / "run", steps=2, options={"report": told.append})
-    first, second, *_ = (now for now in told if now.stage == "training")
+    seen: list[LMProgress] = []
+    train(tmp_path / "run", steps=2, options={"report": seen.append})
+    first, second, *_ = (now for now in seen if now.stage == "training")
     assert (first.done, first.total, first.metrics) == (0, 2, None)
     assert second.metrics
 
@@ -172,7 +172,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
 import os, signal
 from pathlib import Path
 from attnorm.training.lm.run import train_lm
-from attnorm.training.lm.settings import LMSettings
+from attnorm.training.lm.model import LMSettings
 def kill(now):
     if now.stage == "training" and now.done == 20:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -247,10 +247,10 @@ def test_a_loss_that_rose_again_is_said(trained: tuple[Path, dict[str, Any]], tr
 
 
 def test_bfloat16_trains_too(train: Train, tmp_path: Path) -> None:
-    record = train(tmp_path / "run", dtype="bfloat16")
+    train(tmp_path / "run", dtype="bfloat16", layers=1, context=16, batch=4)
     assert last_state(tmp_path / "run")["transformer.wte.weight"].dtype == torch.float32
-    validation = record["result"]["validation"]
-    assert validation["model"]["nats_per_token"] < validation["unigram"]["nats_per_token"]
+    losses = [entry["loss"] for entry in metrics(tmp_path / "run")]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.nightly

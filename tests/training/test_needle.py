@@ -13,8 +13,7 @@ from attnorm.cli import app
 from attnorm.training.lm.data import train_tokenizer
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle.data import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
-from attnorm.training.needle.evaluate import among_many, find_keys, summary
-from attnorm.training.needle.run import settings_of, train_needle, usual_longer
+from attnorm.training.needle.run import among_many, find_keys, settings_of, summary, train_needle, usual_longer
 from attnorm.training.needle.train import NeedleTask, answer_loss, fine_tune, split_filler
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 def sentences(window: list[int], characters: int) -> list[tuple[int, bool, list[int]]]:
     """Every sentence of a window: where it starts, whether it is a question, and its key."""
-    starts = [place for place, token in enumerate(window) if token == 1]
+    starts = [index for index, token in enumerate(window) if token == 1]
     ends = [start + 3 + characters for start in starts]
     assert all(window[start + 1] == 2 and window[start + 2] in WORDING.alphabet for start in starts)
     return [
@@ -80,7 +79,7 @@ def test_keys_are_made_of_single_letters_and_digits(texts: tuple[Path, Path]) ->
     wording = Wording.of(tokenizer)
     assert [tokenizer.decode([token]) for token in wording.alphabet] == list(ALPHABET)
     assert tokenizer.decode(wording.statement(wording.alphabet[:3])) == f"\n\nThe pass key is{ALPHABET[:3]}.\n\n"
-    with pytest.raises(ValueError, match="no token for 'Q' alone"):
+    with pytest.raises(ValueError, match="'Q'"):
         Wording.of(SimpleNamespace(token_to_id=lambda character: None if character == "Q" else 1))
 
 
@@ -100,18 +99,18 @@ def test_a_step_has_its_own_puzzles_and_always_the_same() -> None:
     assert not torch.equal(made(3), made(4))
 
 
-@pytest.mark.parametrize(("depth", "place"), [(0.0, 0), (0.5, 23), (1.0, 46)])
-def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, place: int) -> None:
+@pytest.mark.parametrize(("depth", "index"), [(0.0, 0), (0.5, 23), (1.0, 46)])
+def test_questions_end_the_window_and_keys_lie_at_their_depth(depth: float, index: int) -> None:
     puzzles = puzzles_at(FILLER, WORDING, characters=3, seed=1, count=5, length=59, depth=depth)
     room = 59 - WORDING.size(3)
     assert [window.tolist().index(1) for window in puzzles.windows] == [round(depth * (room - 1))] * 5
-    assert puzzles.windows[0].tolist().index(1) == pytest.approx(place, abs=1)
+    assert puzzles.windows[0].tolist().index(1) == pytest.approx(index, abs=1)
     assert puzzles.answers.tolist() == [[[56, 57, 58]]] * 5
     assert torch.equal(puzzles.targets[:, 0], puzzles.windows[:, -3:])
 
 
 class Oracle(torch.nn.Module):
-    """Knows the next token of every window, but not the last one of keys that stand before a place."""
+    """Knows the next token of every window, but not the last one of keys that are before this index."""
 
     def __init__(self, wrong_from: int) -> None:
         super().__init__()
@@ -176,20 +175,20 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
     practised, tested = split_filler(FILLER, task, WORDING, 60)
     assert len(practised) + len(tested) == len(FILLER)
     assert len(tested) == 500
-    with pytest.raises(ValueError, match=r"has 2000 tokens.*windows of 400 need 3200"):
+    with pytest.raises(ValueError, match=r"2000.*400.*3200"):
         split_filler(FILLER, task, WORDING, 200)
     least = shortest_window(WORDING, 5)
-    with pytest.raises(ValueError, match=f"take {least} tokens, got windows of 12"):
+    with pytest.raises(ValueError, match=f"{least} .*12"):
         split_filler(FILLER, task, WORDING, 12)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"depths": (1.5,)}, r"between 0 \(the start\) and 1"),
+        ({"steps": 0}, "steps.*got 0"),
+        ({"depths": (1.5,)}, "between 0"),
         ({"longer": ()}, "one or more lengths"),
-        ({"keys": 0}, "keys must be at least 1, got 0"),
+        ({"keys": 0}, "keys.*got 0"),
         ({"nearest": 0.0}, r"got 0\.0 and 0\.7"),
     ],
 )
@@ -201,7 +200,7 @@ def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:
 def test_a_run_that_is_not_finished_has_no_model_to_ask(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:
     train(tmp_path / "run", steps=2)
     (tmp_path / "run" / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="run holds a training run that is not finished"):
+    with pytest.raises(ValueError, match="not finished"):
         train_needle(tmp_path / "run", texts[0], NeedleTask(longer=(1,)))
 
 

@@ -126,7 +126,7 @@ def test_longer_windows_are_measured_where_the_model_has_positions(
     assert len({each["nats_per_token"] for each in validation["by_length"]}) == 3
     out = tmp_path / "run"
     assert [each["length"] for each in _by_length(train(out, steps=1))] == [32]
-    with pytest.raises(ValueError, match=r"gpt2 has 32 positions and none beyond.*at 64.*\(llama\)"):
+    with pytest.raises(ValueError, match=r"gpt2.*32.*64.*llama"):
         train(out, steps=1, options={"lengths": [64]})
     before = last_state(out)
     assert [each["length"] for each in _by_length(train(out, steps=1, options={"lengths": [8]}))] == [8, 32]
@@ -149,11 +149,11 @@ def test_speed_and_memory_are_kept(runs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"normalizer": "sofmax"}, "unknown normalizer 'sofmax'; did you mean 'softmax'"),
-        ({"normalizer": "entmax", "normalizer_options": {"beta": 1}}, "normalizer 'entmax'.*accepts alpha"),
-        ({"normalizer": "soft"}, "'soft' has no causal form"),
-        ({"normalizer": "ssmax", "normalizer_options": {"train_length": 9}}, "the training length is the context, 32"),
-        ({"normalizer": "ssmax", "normalizer_options": {"layers": [0]}}, "normalizer 'ssmax'.*'layers'"),
+        ({"normalizer": "sofmax"}, "'sofmax'.*'softmax'"),
+        ({"normalizer": "entmax", "normalizer_options": {"beta": 1}}, "'entmax'.*alpha"),
+        ({"normalizer": "soft"}, "'soft'.*causal"),
+        ({"normalizer": "ssmax", "normalizer_options": {"train_length": 9}}, "context, 32"),
+        ({"normalizer": "ssmax", "normalizer_options": {"layers": [0]}}, "'ssmax'.*'layers'"),
     ],
 )
 def test_a_normalizer_that_cannot_be(changed: dict[str, Any], message: str, train: Train, tmp_path: Path) -> None:
@@ -163,10 +163,10 @@ def test_a_normalizer_that_cannot_be(changed: dict[str, Any], message: str, trai
 
 
 def test_a_rotary_head_of_odd_width() -> None:
-    with pytest.raises(ValueError, match="must be even; got width 30 and 2 heads, try width 32"):
+    with pytest.raises(ValueError, match=r"width 30.*2 heads.*width 32"):
         tiny(architecture="llama", width=30)
 
 
 def test_another_normalizer_is_another_run(train: Train, runs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="normalizer is sigmoid here and ssmax there"):
+    with pytest.raises(ValueError, match=r"normalizer.*sigmoid.*ssmax"):
         train(runs["ssmax"][0], architecture="llama", normalizer="sigmoid")

@@ -62,19 +62,17 @@ def test_majority_counts_visible_items_only() -> None:
 def test_the_data_of_a_seed_do_not_depend_on_its_neighbours(task: str) -> None:
     options = {"leak_penalty": 1.0, "leak_from": 0.0, "squeezed": 0.5 if find_task(task).has_priority else 0.0}
     together = batches([4, 0, 9], STEPS_AT_ONCE + 2, task, **options)
-    for place, seed in enumerate((4, 0, 9)):
+    for copy, seed in enumerate((4, 0, 9)):
         for ours, alone in zip(together, batches([seed], STEPS_AT_ONCE + 2, task, **options), strict=True):
             for stack, single in zip(ours, alone, strict=True):
-                assert torch.equal(stack[place], single[0])
+                assert torch.equal(stack[copy], single[0])
     several, single_sets = (next(sets_for_testing(find_task(task), seeds, 40, 30, CPU)) for seeds in ([4, 0], [0]))
     assert torch.equal(several.items[1], single_sets.items[0])
     assert torch.equal(several.label[1], single_sets.label[0])
 
 
 def test_seeds_steps_blocks_and_tests_all_differ() -> None:
-    drawn = [
-        batch.items_SBNF[place, 0, 0, 0].item() for batch in batches([0, 1], 2 * STEPS_AT_ONCE) for place in (0, 1)
-    ]
+    drawn = [batch.items_SBNF[copy, 0, 0, 0].item() for batch in batches([0, 1], 2 * STEPS_AT_ONCE) for copy in (0, 1)]
     drawn += [sets.items[0, 0, 0, 0].item() for sets in sets_for_testing(find_task("max"), [0], 2**16, 5, CPU)]
     assert len(set(drawn)) == len(drawn) > 4 * STEPS_AT_ONCE
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from attnorm.files import read_jsonl
-from attnorm.training.checkpoints import finished_checkpoints
-from attnorm.training.interruption import TrainingInterrupted
+from attnorm.training.checkpoints import TrainingInterrupted, finished_checkpoints
 from attnorm.training.retrieval import train as training
 from attnorm.training.retrieval.data import find_task
 from attnorm.training.retrieval.evaluate import Trials
@@ -138,5 +137,5 @@ def test_a_run_stopped_within_a_training_goes_on_and_leaves_no_checkpoint(
     assert run(tmp_path / "stopped") == run(tmp_path / "at once")
     assert starts == [0, 0, 30, 0, 0]
     assert not (tmp_path / "stopped" / "checkpoints").exists()
-    with pytest.raises(ValueError, match="checkpoint_every must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"checkpoint_every.*got 0"):
         train_retrieval(["softmax"], tmp_path, checkpoint_every=0)

@@ -130,13 +130,13 @@ def test_appending_after_half_a_line_loses_nothing_else(tmp_path: Path) -> None:
 
 
 def test_progress_tells_every_stage(tmp_path: Path) -> None:
-    told: list[RetrievalProgress] = []
-    go(tmp_path, "softmax", "ssmax", report=told.append)
-    assert [(p.normalizer, p.stage, p.done, p.total) for p in told if p.number == 2] == [
+    seen: list[RetrievalProgress] = []
+    go(tmp_path, "softmax", "ssmax", report=seen.append)
+    assert [(p.normalizer, p.stage, p.done, p.total) for p in seen if p.number == 2] == [
         ("ssmax", "training", 0, 3), ("ssmax", "training", 3, 3),
         ("ssmax", "testing", 0, 2), ("ssmax", "testing", 1, 2), ("ssmax", "testing", 2, 2),
     ]  # fmt: skip
-    assert told[1].loss is not None
+    assert seen[1].loss is not None
 
 
 @pytest.mark.parametrize("task", ["recall", "majority"])
@@ -149,12 +149,12 @@ def test_tasks_without_priorities_have_no_leak(tmp_path: Path, task: str) -> Non
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"task": "maxx"}, "did you mean 'max'"),
+        ({"task": "maxx"}, "'max'"),
         ({"seeds": ()}, "no seeds"),
-        ({"seeds": (1, 1)}, "1 is among the seeds twice"),
-        ({"seeds": (-1,)}, "must not be negative, got -1"),
+        ({"seeds": (1, 1)}, "1 .*seeds"),
+        ({"seeds": (-1,)}, "got -1"),
         ({"task": "recall", "recipe": RetrievalRecipe(steps=1, squeezed=0.5)}, "leave it at 0"),
-        ({"device": "abacus"}, "cannot use device 'abacus'"),
+        ({"device": "abacus"}, "'abacus'"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_written(
@@ -168,9 +168,9 @@ def test_wrong_input_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("softmax", "sofmax"), "did you mean 'softmax'"),
-        (("softmax", "linear"), "'linear' is a mechanism"),
-        (("softmax", "softmax"), "'softmax' is among the normalizers twice"),
+        (("softmax", "sofmax"), "'softmax'"),
+        (("softmax", "linear"), "'linear'"),
+        (("softmax", "softmax"), "'softmax'.*twice"),
     ],
 )
 def test_wrong_normalizers_are_refused_before_the_first_is_trained(
@@ -184,10 +184,10 @@ def test_wrong_normalizers_are_refused_before_the_first_is_trained(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"sizes": (16, 1)}, "at least 2 items, got size 1"),
+        ({"sizes": (16, 1)}, "2 items.*1"),
         ({"sizes": ()}, "no sizes"),
-        ({"sets": 0}, "at least 1 set must be tested, got 0"),
-        ({"others": ("differential",)}, "is a mechanism"),
+        ({"sets": 0}, "got 0"),
+        ({"others": ("differential",)}, "differential"),
     ],
 )
 def test_trials_that_make_no_sense_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -197,7 +197,7 @@ def test_trials_that_make_no_sense_are_refused(changed: dict[str, Any], message:
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds files of something else"):
+    with pytest.raises(ValueError, match="holds files"):
         go(tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         go(tmp_path / "thesis.tex")

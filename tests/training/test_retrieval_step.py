@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from attnorm.training.retrieval.data import find_task, training_batches
-from attnorm.training.retrieval.model import Retrievers, normalizer_for
+from attnorm.training.retrieval.model import Retrievers, normalizer_for, run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.train import _loss, _standardized
-from attnorm.training.retrieval.trained_seeds import run_key
 from tests.training.retrieval_stack import CPU, outcomes, trained
 
 
@@ -36,9 +35,9 @@ def test_bfloat16_is_for_the_products_in_training_alone() -> None:
 
 @pytest.mark.parametrize("changed", [{"squeezed": 0.5}, {"leak_penalty": 1.0}, {"standardized": 6.0}])
 def test_bfloat16_is_refused_where_small_differences_count(changed: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="steps of 1/256"):
+    with pytest.raises(ValueError, match="1/256"):
         RetrievalRecipe(dtype="bfloat16", **changed)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="float32 or bfloat16, got 'float8'"):
+    with pytest.raises(ValueError, match="'float8'"):
         RetrievalRecipe(dtype="float8")
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnorm.normalizers.spec import parse_spec
-from attnorm.training.retrieval.class_leak import class_leak, leak_at_top, leaked_share
 from attnorm.training.retrieval.data import TASKS, find_task, training_batches
+from attnorm.training.retrieval.evaluate import class_leak, leak_at_top, leaked_share
 from attnorm.training.retrieval.model import Retrievers, normalizer_for
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.train import Trained
@@ -46,16 +46,16 @@ def test_a_stack_equals_separate_trainings(normalizer: str, in_float64: None) ->
     options = {"steps": 12, "width": 16, "leak_penalty": 0.3, "squeezed": 0.5, "cosine": True}
     together = trained(normalizer, (0, 1, 2), **options)
     records = outcomes(together.models, (0, 1, 2), 50, sets=300)
-    for place, seed in enumerate((0, 1, 2)):
+    for copy, seed in enumerate((0, 1, 2)):
         alone = trained(normalizer, (seed,), **options)
         ours, theirs = together.models.state_dict(), alone.models.state_dict()
         for name, weight in theirs.items():
-            torch.testing.assert_close(ours[name][place], weight[0], rtol=1e-6, atol=1e-7, msg=f"{name} of seed {seed}")
-        torch.testing.assert_close(together.losses[place], alone.losses[0], rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(ours[name][copy], weight[0], rtol=1e-6, atol=1e-7, msg=f"{name} of seed {seed}")
+        torch.testing.assert_close(together.losses[copy], alone.losses[0], rtol=1e-7, atol=1e-9)
         (record,) = outcomes(alone.models, (seed,), 50, sets=300)
-        assert records[place]["seed"] == seed
-        assert records[place]["spread"] == pytest.approx(record["spread"], rel=1e-6)
-        assert records[place]["accuracy"] == pytest.approx(record["accuracy"], abs=0.004)  # one set
+        assert records[copy]["seed"] == seed
+        assert records[copy]["spread"] == pytest.approx(record["spread"], rel=1e-6)
+        assert records[copy]["accuracy"] == pytest.approx(record["accuracy"], abs=0.004)  # one set
 
 
 def test_starting_weights_do_not_depend_on_normalizer_or_neighbours() -> None:
@@ -138,17 +138,17 @@ def test_the_cosine_ends_near_zero_and_the_rate_is_kept_without_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"batch": -1}, "batch must be at least 1, got -1"),
-        ({"width": 0}, "width must be at least 1"),
+        ({"steps": 0}, "steps.*got 0"),
+        ({"batch": -1}, "batch.*got -1"),
+        ({"width": 0}, "width"),
         ({"smallest": 1}, "at least 2 items"),
         ({"smallest": 17}, "got 17 to 16"),
-        ({"learning_rate": 0.0}, "above 0, got 0.0"),
-        ({"learning_rate": float("nan")}, "above 0, got nan"),
-        ({"weight_decay": -1.0}, "weight decay must be 0 or more"),
-        ({"leak_penalty": float("inf")}, "leak penalty must be 0 or more, got inf"),
-        ({"leak_from": 1.0}, "below 1; got 1.0"),
-        ({"squeezed": 1.5}, "between 0 and 1; got 1.5"),
+        ({"learning_rate": 0.0}, "got 0.0"),
+        ({"learning_rate": float("nan")}, "got nan"),
+        ({"weight_decay": -1.0}, "weight decay"),
+        ({"leak_penalty": float("inf")}, "leak penalty.*got inf"),
+        ({"leak_from": 1.0}, "got 1.0"),
+        ({"squeezed": 1.5}, "got 1.5"),
     ],
 )
 def test_a_recipe_out_of_range_is_refused(changed: dict[str, float], message: str) -> None:
@@ -163,13 +163,13 @@ def test_there_is_nothing_to_squeeze_without_priorities(task: str) -> None:
 
 
 def test_mechanisms_and_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'linear' is a mechanism"):
+    with pytest.raises(ValueError, match="'linear'"):
         normalizer_for("linear", 2)
-    with pytest.raises(ValueError, match="did you mean 'softmax'"):
+    with pytest.raises(ValueError, match="'softmax'"):
         normalizer_for("sofmax", 2)
-    with pytest.raises(ValueError, match="did you mean 'recall'"):
+    with pytest.raises(ValueError, match="'recall'"):
         find_task("recal")
-    with pytest.raises(ValueError, match="known are 'max', 'recall', 'majority'"):
+    with pytest.raises(ValueError, match="'max', 'recall', 'majority'"):
         find_task("zzz")
 
 

@@ -35,23 +35,12 @@ def test_a_second_run_in_the_folder_is_rejected_and_a_killed_one_leaves_no_lock(
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="no other process"):
             train_lm([texts[0]], texts[1], out, tiny())
-        assert [path.name for path in out.iterdir()] == [".lock"]
-        other.kill()
-    with only_process(out):
-        pass
-
-
-def test_a_second_retrieval_run_in_the_folder_is_rejected(tmp_path: Path) -> None:
-    out = tmp_path / "sets"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="no other process"):
             train_retrieval(["softmax"], out, recipe=RetrievalRecipe(steps=1, batch=2, width=8))
         assert [path.name for path in out.iterdir()] == [".lock"]
         other.kill()
+    with only_process(out):
+        pass
 
 
 def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens are seen: a function of seed and step alone, every place possible, every validation token once."""
+"""Which tokens are seen: a function of seed and step alone, every position possible, every validation token once."""
 
 import numpy as np
 import pytest
@@ -46,5 +46,5 @@ def test_a_few_windows_are_spread_over_the_text() -> None:
 def test_the_shortest_text_has_one_window() -> None:
     check_length(TOKENS[:10], 8, "training")
     assert training_windows(TOKENS[:10], seed=0, step=0, batch=5, context=8).shape == (5, 9)
-    with pytest.raises(ValueError, match="training text has 9 tokens, too short for one window of 8"):
+    with pytest.raises(ValueError, match=r"training text.*9 tokens.*8"):
         check_length(TOKENS[:9], 8, "training")

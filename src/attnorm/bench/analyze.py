@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from attnorm.bench.memory import MEGABYTE
-from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_fresh_process, pass_of, random_model, tokens
+from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_new_process, pass_of, random_model, tokens
 from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio
-from attnorm.bench.subprocess_measure import run_and_read_json
+from attnorm.bench.subprocess_measure import MEGABYTE, run_and_read_json
 from attnorm.bench.timing import time_alternating
 
 CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
@@ -68,7 +67,7 @@ def _topic(shape: Shape) -> str:
 
 def _in_own_processes(shape: Shape, quick: bool, notes: list[str]) -> Iterator[Ratio | ModelRun | Growth]:
     """Measure all ways at one length, then the plain pass and the core at every length."""
-    measure: Callable[[Way, Shape], Cost] = partial(cost, least_seconds=0) if quick else cost_in_fresh_process
+    measure: Callable[[Way, Shape], Cost] = partial(cost, least_seconds=0) if quick else cost_in_new_process
     known: dict[tuple[Way, int], Cost] = {}
     for length, ways in _schedule(shape, quick):
         for way in ways:

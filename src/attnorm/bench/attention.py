@@ -1,16 +1,21 @@
-"""Benchmark attention() against torch SDPA and against the dense form of the same normalizer."""
+"""Benchmark attention(): on a CPU against torch SDPA and the dense form of each normalizer, on CUDA against softmax.
 
-from collections.abc import Callable, Iterator
+On CUDA in bfloat16 the rivals are cuDNN and FlashAttention, torch's own kernels. Calls are queued several at a time and
+synchronized once, as in training: the time of a call on the host does not count.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnorm.attention import attention
+from attnorm.attention import attention, choose_engine
 from attnorm.bench.results import Ratio
-from attnorm.bench.timing import Call, time_alternating
+from attnorm.bench.timing import Call, Timed, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
@@ -20,6 +25,7 @@ from attnorm.normalizers.registry import available, get
 RESCALED = 1 / 1.15  # promised speedup over SDPA: at most 15 % slower
 ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
 WIDTH = 64
+WAYS = {"forward": False, "forward + backward": True}  # whether with backward
 
 
 @dataclass(frozen=True)
@@ -136,31 +142,35 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
         assert isinstance(normalizer, Normalizer)
         ours = partial(attention, normalizer=normalizer, causal=True)
         theirs = partial(dense, normalizer=normalizer, causal=True)
-        for way, run in [("forward", _forward), ("forward + backward", _forward_and_backward)]:
+        for way, backward in WAYS.items():
             try:
-                timed = time_alternating(
-                    partial(run, ours, q, k, v), partial(run, theirs, q, k, v), rounds=1 if quick else 5
-                )
-            except (
-                TypeError,
-                ValueError,
-                NotImplementedError,
-            ) as error:  # a registered normalizer that needs more arguments
+                calls = [_attention_call(attend, (q, k, v), backward=backward) for attend in (ours, theirs)]
+                timed = time_alternating(*calls, rounds=1 if quick else 5)
+            # A registered normalizer may need more arguments.
+            except (TypeError, ValueError, NotImplementedError) as error:
                 notes.append(f"{name} was not timed: {error}")
                 break
             topic = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
             yield Ratio(topic=topic, what=f"{name}, {way}", against="its dense form", **asdict(timed))
 
 
-def _forward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> object:
-    with torch.no_grad():
-        return attend(q, k, v)
+def _attention_call(
+    attend: Callable[..., Tensor], tensors: Sequence[Tensor], *, backward: bool, queued: int = 1
+) -> Call:
+    """Return a call of `attend`, forward or with backward: `queued` times, then synchronized on CUDA."""
+    leaves = [t.detach().requires_grad_(backward) for t in tensors]
+    upstream = torch.ones_like(tensors[0])
 
+    def call() -> None:
+        with torch.set_grad_enabled(backward):
+            for _ in range(queued):
+                output = attend(*leaves)
+                if backward:
+                    torch.autograd.grad(output, leaves, upstream)
+        if upstream.is_cuda:
+            torch.cuda.synchronize()
 
-def _forward_and_backward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> object:
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    output = attend(*leaves)
-    return torch.autograd.grad(output, leaves, torch.ones_like(output))
+    return call
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bool) -> Tensor:
@@ -170,3 +180,67 @@ def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bo
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal else None
     weights: Tensor = normalizer(logits, mask)
     return weights @ v
+
+
+CUDA_SHAPES = ((4, 16, 4096, 64), (2, 16, 8192, 128), (1, 16, 32768, 64))  # batch, heads, length, width
+QUICK_CUDA_SHAPE = (1, 2, 512, 64)
+QUEUED = 4  # calls per synchronization
+CUDA_RIVALS = {"flash softmax": SDPBackend.FLASH_ATTENTION, "cuDNN softmax": SDPBackend.CUDNN_ATTENTION}
+# Name, and the least speed promised against the first rival, forward and with backward; None: no promise.
+CUDA_PROMISES: dict[str, tuple[float | None, float | None]] = {
+    "softmax": (None, None),
+    "ssmax": (None, None),
+    "log_scaled": (None, None),
+    "sink": (0.7, 0.7),
+    "softmax1": (0.7, 0.7),
+    "sigmoid": (0.7, 0.7),
+    "relu": (0.7, 0.7),
+    "softpick": (0.7, 0.7),
+    "scale_invariant": (0.7, 0.7),
+    "kernel": (None, None),
+    "adaptive_temperature": (0.45, 0.35),
+    "entmax15": (None, None),
+    "sparsemax": (None, None),
+    "asentmax": (None, None),
+}
+# Without a kernel of their own yet: at one short shape, or a single call would take seconds.
+SLOW_ON_CUDA = ("sa_softmax", "stick_breaking", "topk", "kneemax")
+
+
+def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+    if not torch.cuda.is_available():
+        notes.append("nothing was measured on CUDA: this machine has no CUDA device")
+        return
+    for number, shape in enumerate((QUICK_CUDA_SHAPE,) if quick else CUDA_SHAPES):
+        batch, heads, length, width = shape
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        topic = (
+            f"Attention on {torch.cuda.get_device_name()}, bfloat16, causal, batch {batch}, {heads} heads, "
+            f"width {width}, L = {length:,}"
+        )
+        names = {**CUDA_PROMISES, **(dict.fromkeys(SLOW_ON_CUDA, (None, None)) if number == 0 else {})}
+        for name, promised in names.items():
+            yield from _compare_cuda(name, promised, (q, k, v), topic, quick)
+
+
+def _compare_cuda(
+    name: str, promised: tuple[float | None, float | None], tensors: tuple[Tensor, ...], topic: str, quick: bool
+) -> Iterator[Ratio]:
+    normalizer = get(name).cuda()
+    assert isinstance(normalizer, Normalizer)
+    inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
+    engine = choose_engine(inputs, normalizer)
+    ours = partial(attention, normalizer=normalizer, causal=True)
+    for rank, (against, backend) in enumerate(CUDA_RIVALS.items()):
+        theirs = partial(_softmax_on, backend)
+        for (way, backward), target in zip(WAYS.items(), promised, strict=True):
+            calls = [_attention_call(attend, tensors, backward=backward, queued=QUEUED) for attend in (ours, theirs)]
+            timed = time_alternating(*calls, rounds=1 if quick else 3)
+            timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
+            what = f"{name} ({engine}), {way}"
+            yield Ratio(topic=topic, what=what, against=against, target=None if rank else target, **asdict(timed))
+
+
+def _softmax_on(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)

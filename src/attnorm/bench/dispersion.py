@@ -1,21 +1,127 @@
-"""How much weight does a clear winner keep as the context grows? The same test for every normalizer.
+"""How much weight does a clear winner keep as the context grows? The same test for every normalizer, and its table.
 
 One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0. The
 result is w / max(1, sum |w|): the winner's weight, but rows that sum to more than 1 are divided by their sum. The
 weights of a mechanism are the derivative of its output by the values, for queries and keys with these scores.
+
+Verdicts at the largest context: a winner that still holds more than half of its row *stays*, one that holds less than
+the equal share 1/n *collapses*, and everything between *fades*. One half is also where the theory draws its line: the
+horizon 1 + e^spread is the length beyond which softmax cannot give any key more.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from attnorm.attention import attention
-from attnorm.bench.dispersion_table import Curve, Dispersion
 from attnorm.mechanisms.differential import Differential
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import available, get
+
+Verdict = Literal["stays", "fades", "collapses"]
+
+MEANING: dict[Verdict, str] = {
+    "stays": "more than half of the row",
+    "fades": "less than half of the row",
+    "collapses": "less than an equal share 1/n",
+}
+STYLE: dict[Verdict, str] = {"stays": "bold green", "fades": "yellow", "collapses": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One normalizer: the part of the row that the winner keeps among `lengths` keys."""
+
+    name: str
+    label: str  # the name with the settings it was drawn with
+    lengths: tuple[int, ...]
+    kept: tuple[float, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.kept[-1] > 0.5:
+            return "stays"
+        return "fades" if self.kept[-1] >= 1 / self.lengths[-1] else "collapses"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispersion:
+    """The winner's score is `gap`; the others' scores are normal with mean 0 and this noise; medians over the draws."""
+
+    gap: float
+    noise: float
+    draws: int
+    seed: int
+    curves: tuple[Curve, ...]
+    left_out: dict[str, str]  # name -> why the question does not apply
+
+    def groups(self) -> Iterator[tuple[Verdict, list[Curve]]]:
+        """Yield the curves by verdict, each group from the most to the least weight kept."""
+        for verdict in get_args(Verdict):
+            members = [curve for curve in self.curves if curve.verdict == verdict]
+            if members:
+                yield verdict, sorted(members, key=lambda curve: curve.kept[::-1], reverse=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the verdict of each curve."""
+        return {**asdict(self), "curves": [{**asdict(curve), "verdict": curve.verdict} for curve in self.curves]}
+
+    @property
+    def setting(self) -> str:
+        """The experiment in one sentence."""
+        others = f"the other scores are normal noise, N(0, {self.noise**2:g})" if self.noise else "all others score 0"
+        return f"One key scores {self.gap:g}; {others}."
+
+
+def dispersion_table(dispersion: Dispersion) -> RenderableType:
+    """Return the terminal table, with five of the lengths."""
+    lengths = dispersion.curves[0].lengths if dispersion.curves else ()
+    columns = shown(lengths)
+    table = Table(
+        title=f"Weight a clear winner keeps among n keys\n{dispersion.setting}",
+        caption=_caption(dispersion, lengths[-1] if lengths else 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("normalizer", no_wrap=True)
+    for column in columns:
+        table.add_column(f"{lengths[column]:,}", justify="right", no_wrap=True)
+    for verdict, curves in dispersion.groups():
+        table.add_section()
+        table.add_row(Text(verdict, style=STYLE[verdict]))
+        for curve in curves:
+            table.add_row(f"  {curve.label}", *(percent(curve.kept[column]) for column in columns))
+    notes = [Text(f"left out: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
+    return Group(table, *notes)
+
+
+def _caption(dispersion: Dispersion, longest: int) -> str:
+    verdicts = "; ".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
+    draws = f"Median of {dispersion.draws} draws. " if dispersion.noise else ""
+    return f"At {longest:,} keys - {verdicts}. {draws}Rows that sum to more than 1 are divided by their sum."
+
+
+def shown(lengths: tuple[int, ...]) -> list[int]:
+    """Return the indices of about five lengths to print, including the first and the last."""
+    return sorted({round(i * (len(lengths) - 1) / 4) for i in range(5)}) if lengths else []
+
+
+def percent(part: float) -> str:
+    """Return a share as a percentage with two significant digits, for example 98 %, 4.1 %, 0.069 %."""
+    value = 100 * part
+    if value >= 99.5:
+        return "100 %"
+    if value < 0.001:
+        return "0 %" if value == 0 else "< 0.001 %"
+    digits = 0 if value >= 9.95 else 1 if value >= 0.995 else 2 if value >= 0.0995 else 3
+    return f"{value:.{digits}f} %"
+
 
 LENGTHS = tuple(2**power for power in range(4, 18))  # 16 .. 131,072
 
@@ -24,10 +130,7 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "entmax": (("entmax, α = 1.25", {"alpha": 1.25}),),
     "ssmax": (("ssmax, s = 0.17", {}), ("ssmax, s = 0.43", {"s": 0.43})),  # the start; the paper's Figure 1
     "asentmax": (("asentmax, γ = 0", {}), ("asentmax, γ = 1", {"gamma": 1.0})),
-    "adaptive_temperature": (
-        ("adaptive_temperature", {}),
-        ("adaptive_temperature, monotone", {"monotone": True}),
-    ),
+    "adaptive_temperature": (("adaptive_temperature", {}), ("adaptive_temperature, monotone", {"monotone": True})),
     "topk": (("topk, k = 64", {}), ("topk, k = √n", {"k": "sqrt"})),
     "log_scaled": (("log_scaled, Qwen", {}), ("log_scaled, Llama 4", {"rule": "llama4"})),
     "kernel": (("kernel, softplus", {}),),
@@ -67,11 +170,8 @@ def dispersion(
                 normalizer = get(name, **options)
                 kept = tuple(_kept(normalizer, rows[n], n // 2) for n in lengths)
                 curves.append(Curve(name=name, label=label, lengths=tuple(lengths), kept=kept))
-        except (
-            TypeError,
-            ValueError,
-            NotImplementedError,
-        ) as error:  # a registered normalizer that needs more than scores
+        # A registered normalizer may need more than scores.
+        except (TypeError, ValueError, NotImplementedError) as error:
             left_out[name] = str(error)
     return Dispersion(gap=gap, noise=noise, draws=draws, seed=seed, curves=tuple(curves), left_out=left_out)
 

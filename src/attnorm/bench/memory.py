@@ -1,39 +1,21 @@
-"""Peak memory of one attention call: resident size at its highest minus resident size just before, in a fresh process.
+"""Benchmark the peak memory of one attention call above that before it, in a new process."""
 
-The resident size counts everything a user would see in `top` - the output and the gradients (17 MB each at the promised
-size), the blocks in flight, and whatever the allocator holds on to. It is measured by the system, not by torch.
-
-An allocator may keep what was freed before the call, and would then hide what the call uses: torch's wheels for aarch64
-bring mimalloc, which returns freed memory to the system about 0.1 s later, when it next serves a large request. So the
-measurement starts once a block of memory, freed for this purpose, is back with the system; if it never comes back, or
-if the kernel does not reset its high-water mark, the memory cannot be measured and a RuntimeError says why.
-"""
-
-import gc
 import json
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from attnorm.attention import attention
 from attnorm.bench.attention import WIDTH, blocked_normalizers
 from attnorm.bench.results import Footprint
-from attnorm.bench.subprocess_measure import run_and_read_json
+from attnorm.bench.subprocess_measure import MEGABYTE, RESET, peak_above, run_and_read_json
 from attnorm.normalizers.registry import get
 
-MEGABYTE = 10**6
 PROMISED_MB = 400.0
 HEADS = 4
-PROBE_BYTES = 64 * 2**20
-PATIENCE_SECONDS = 10.0
-
-_STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -44,14 +26,14 @@ class MemoryUse:
 
 
 def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Footprint]:
-    """Every normalizer that runs in blocks of queries, causal."""
-    if not _RESET.exists():
+    """Yield the footprint of every normalizer that runs in blocks of queries, causal."""
+    if not RESET.exists():
         notes.append("memory is not measured: it needs /proc/self/clear_refs, which only Linux has")
         return
     length = 1024 if quick else 16_384
     for name in ["entmax15"] if quick else blocked_normalizers():
         try:
-            measured = in_fresh_process(name, length)
+            measured = in_new_process(name, length)
         except RuntimeError as error:
             notes.append(f"the memory of {name} was not measured: {error}")
             continue
@@ -64,14 +46,14 @@ def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Foo
         )
 
 
-def in_fresh_process(name: str, length: int) -> MemoryUse:
-    """The peak of `name` at this length, in a process that has done nothing else."""
+def in_new_process(name: str, length: int) -> MemoryUse:
+    """Measure `name` at this length in a new process."""
     code = f"from attnorm.bench.memory import report; report({name!r}, {length}, {torch.get_num_threads()})"
     return MemoryUse(**run_and_read_json(code))
 
 
 def report(name: str, length: int, threads: int) -> None:
-    """What the fresh process runs: measures, and prints JSON."""
+    """Run in the new process: measure, and print JSON."""
     torch.set_num_threads(threads)
     sys.stdout.write(json.dumps(asdict(measure(name, length))))
 
@@ -93,36 +75,3 @@ def measure(name: str, length: int) -> MemoryUse:
     forward = peak_above(lambda: run(length, False))
     both = peak_above(lambda: run(length, True))
     return MemoryUse(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)
-
-
-def peak_above(call: Callable[[], object]) -> int:
-    """Bytes by which the resident size rose above its present value at the highest point of the call. Linux only."""
-    gc.collect()
-    return_freed_memory()
-    _RESET.write_text("5")  # sets the high-water mark to the present resident size
-    before = resident("VmHWM")
-    if before - resident("VmRSS") > PROBE_BYTES // 2:
-        raise RuntimeError(f"expected that writing 5 to {_RESET} resets VmHWM, but this kernel keeps the old value")
-    call()
-    return resident("VmHWM") - before
-
-
-def return_freed_memory() -> None:
-    """Wait until the allocator has returned freed memory to the system, shown by a block that is freed here."""
-    probe = torch.ones(PROBE_BYTES // 4)
-    with_probe = resident("VmRSS")
-    del probe
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while with_probe - resident("VmRSS") < PROBE_BYTES * 3 // 4:
-        if time.monotonic() > deadline:
-            raise RuntimeError("expected freed memory back within 10 s, but the allocator keeps it; use the system's")
-        time.sleep(0.02)
-        torch.empty(PROBE_BYTES // 2, dtype=torch.uint8)  # never touched: only a large request makes mimalloc purge
-
-
-def resident(field: str) -> int:
-    """Bytes: VmRSS is what the process holds, VmHWM the most it held since the mark was set. Linux only."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), flags=re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{_STATUS} has no {field}: expected the one that Linux writes")
-    return int(found[1]) * 1024

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnorm.bench.memory import MEGABYTE, peak_above, resident
-from attnorm.bench.subprocess_measure import run_and_read_json
+from attnorm.bench.subprocess_measure import MEGABYTE, peak_above, resident, run_and_read_json
 from attnorm.bench.timing import Call
 
 Way = Literal["plain", "core", "full", "eager"]
@@ -53,8 +52,7 @@ class Cost:
 
 def random_model(shape: Shape) -> Any:
     """Return a GPT-2 in evaluation mode; its weights depend only on the shape."""
-    from attnorm.training.lm.model import build_model
-    from attnorm.training.lm.settings import LMSettings
+    from attnorm.training.lm.model import LMSettings, build_model
 
     width = shape.heads * HEAD_WIDTH
     settings = LMSettings(layers=shape.layers, heads=shape.heads, width=width, context=shape.length, vocab=VOCABULARY)
@@ -133,12 +131,12 @@ def _timed(call: Callable[[], object], seconds: list[float]) -> None:
     seconds.append(time.perf_counter() - start)
 
 
-def cost_in_fresh_process(way: Way, shape: Shape) -> Cost:
-    arguments = f"{way!r}, {shape!r}, {torch.get_num_threads()}"
+def cost_in_new_process(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
+    arguments = f"{way!r}, {shape!r}, {torch.get_num_threads()}, {least_seconds}"
     return Cost(**run_and_read_json(f"from attnorm.bench.model_passes import Shape, report; report({arguments})"))
 
 
-def report(way: Way, shape: Shape, threads: int) -> None:
+def report(way: Way, shape: Shape, threads: int, least_seconds: float) -> None:
     """Run in the new process: measure, and print JSON."""
     torch.set_num_threads(threads)
-    sys.stdout.write(json.dumps(asdict(cost(way, shape))))
+    sys.stdout.write(json.dumps(asdict(cost(way, shape, least_seconds))))

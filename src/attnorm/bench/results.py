@@ -11,23 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The machine of the measurements."""
-
-    processor: str
-    cores: int
-    threads: int
-    torch: str
-    python: str
-    system: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.processor}, {self.cores} cores, {self.threads} thread{'s' * (self.threads != 1)}, "
-            f"torch {self.torch}, Python {self.python}, {self.system}"
-        )
+from attnorm.bench.timing import Machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,20 @@
 """All benchmarks by name, run under one thread count."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from attnorm.bench.analyze import measure_analysis
-from attnorm.bench.attention import compare_attention
-from attnorm.bench.cuda import compare_cuda
-from attnorm.bench.machine import this_machine
+from attnorm.bench.attention import compare_attention, compare_cuda
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
+from attnorm.bench.timing import this_machine
 
 Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "monitor", "all"]
 
@@ -36,19 +36,19 @@ def run_benchmarks(
     """
     results: list[Result] = []
     notes: list[str] = []
+    suites: dict[Suite, Callable[[], Iterator[Result]]] = {
+        "normalizers": partial(compare_normalizers, quick=quick, notes=notes),
+        "attention": partial(compare_attention, quick=quick, notes=notes),
+        "memory": partial(measure_footprints, quick=quick, notes=notes),
+        "cuda": partial(compare_cuda, quick=quick, notes=notes),
+        "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
+        "monitor": partial(measure_monitor, quick=quick),
+    }
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
-        if suite in ("normalizers", "all"):
-            results += _reported(compare_normalizers(quick=quick, notes=notes), progress)
-        if suite in ("attention", "all"):
-            results += _reported(compare_attention(quick=quick, notes=notes), progress)
-        if suite in ("memory", "all"):
-            results += _reported(measure_footprints(quick=quick, notes=notes), progress)
-        if suite in ("cuda", "all"):
-            results += _reported(compare_cuda(quick=quick, notes=notes), progress)
-        if suite in ("analyze", "all"):
-            results += _reported(measure_analysis(quick=quick, notes=notes, model=model, text=text), progress)
-        if suite in ("monitor", "all"):
-            results += _reported(measure_monitor(quick=quick), progress)
+        for name, run in suites.items():
+            for result in run() if suite in (name, "all") else ():
+                progress(result.what)
+                results.append(result)
         machine = this_machine()
     return Benchmarks(
         machine=machine,
@@ -59,12 +59,6 @@ def run_benchmarks(
         growth=tuple(result for result in results if isinstance(result, Growth)),
         notes=tuple(notes),
     )
-
-
-def _reported(results: Iterable[Result], progress: Callable[[str], None]) -> Iterator[Result]:
-    for result in results:
-        progress(result.what)
-        yield result
 
 
 @contextmanager

@@ -1,9 +1,14 @@
-"""Time two calls in alternation, so that changes of the machine's speed affect both."""
+"""Time two calls in alternation, so that changes of the machine's speed affect both, and describe the machine."""
 
+import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+
+import torch
 
 Call = Callable[[], object]
 
@@ -49,3 +54,43 @@ def _seconds(call: Call, loops: int) -> float:
     for _ in range(loops):
         call()
     return (time.perf_counter() - start) / loops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine of the measurements."""
+
+    processor: str
+    cores: int
+    threads: int
+    torch: str
+    python: str
+    system: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processor}, {self.cores} cores, {self.threads} thread{'s' * (self.threads != 1)}, "
+            f"torch {self.torch}, Python {self.python}, {self.system}"
+        )
+
+
+def this_machine() -> Machine:
+    return Machine(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        system=platform.system(),
+    )
+
+
+def _processor() -> str:
+    """Return the name of the processor, if the system reports it."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

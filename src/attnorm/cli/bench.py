@@ -57,7 +57,7 @@ def bench(
     else:
         show(benchmark_tables(results))
     if out is not None:
-        from attnorm.bench.growth_figure import save_growth_figure
+        from attnorm.bench.figures import save_growth_figure
 
         for growth in results.growth:
             say(f"wrote {save_growth_figure(growth, out)}")

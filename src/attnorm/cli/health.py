@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention, choose_engine
 from attnorm.bench.attention import dense
-from attnorm.bench.machine import this_machine
-from attnorm.bench.results import Machine
+from attnorm.bench.timing import Machine, this_machine
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract import Normalizer

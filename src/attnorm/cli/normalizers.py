@@ -37,7 +37,7 @@ def dispersion(
     Example: attnorm dispersion --gap 8 --out figures
     """
     from attnorm.bench.dispersion import dispersion as measure
-    from attnorm.bench.dispersion_table import dispersion_table
+    from attnorm.bench.dispersion import dispersion_table
 
     with ProgressBar() as progress, usage_errors():
         measured = measure(
@@ -48,7 +48,7 @@ def dispersion(
     else:
         show(dispersion_table(measured))
     if out is not None:
-        from attnorm.bench.dispersion_figure import save_dispersion_figure
+        from attnorm.bench.figures import save_dispersion_figure
 
         for path in save_dispersion_figure(measured, out):
             say(f"wrote {path}")
@@ -65,7 +65,7 @@ def frontier(
 
     Example: attnorm frontier --out figures
     """
-    from attnorm.claims.frontier_table import frontier_table
+    from attnorm.claims.tables import frontier_table
     from attnorm.theory.normalizer_frontier import place_on_frontier
 
     with ProgressBar() as progress:
@@ -75,7 +75,7 @@ def frontier(
     else:
         show(frontier_table(placed))
     if out is not None:
-        from attnorm.claims.frontier_figure import save_frontier_figure
+        from attnorm.claims.figures import save_frontier_figure
 
         for path in save_frontier_figure(placed, out):
             say(f"wrote {path}")

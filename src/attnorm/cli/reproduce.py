@@ -126,10 +126,9 @@ def reproduce(
         raise typer.Exit(0 if finished else 3)
     unused = [option for option, value in stage_options.items() if value is not None]
     if unused:
-        raise typer.BadParameter(f"{unused[0]} needs --stage. Add --stage NAME, or remove {unused[0]}.")
-    from attnorm.experiments.catalogue import MODEL, named
-    from attnorm.experiments.index_page import INDEX
-    from attnorm.experiments.option_checks import check_options
+        raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
+    from attnorm.experiments.catalogue import MODEL, check_options, named
+    from attnorm.experiments.run import INDEX
     from attnorm.experiments.run import reproduce as run
     from attnorm.experiments.subject import ExperimentSubject
 
@@ -169,8 +168,8 @@ def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
 
 
 def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **options: Any) -> bool:
-    from attnorm.experiments.language_models.plan import FULL, QUICK, change_plan, on_this_machine
     from attnorm.experiments.language_models.stages import run_stage
+    from attnorm.experiments.language_models.workspace import FULL, QUICK, change_plan, on_this_machine
 
     started = time.monotonic()
 
@@ -183,7 +182,7 @@ def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **o
 
 def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import TRAINED
-    from attnorm.experiments.paper_setting import default_model
+    from attnorm.experiments.subject import default_model
 
     # Experiments that train their own models must not look for one.
     return asked or [default_model(quick=quick or all(name in TRAINED for name in names))]
@@ -192,10 +191,10 @@ def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
     """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
     from attnorm.analysis.default_text import TOPICS
-    from attnorm.experiments.paper_setting import MODEL, TEXT
+    from attnorm.experiments.subject import PAPER_MODEL, PAPER_TEXT
 
-    if model.rsplit("/", 1)[-1] == MODEL and not texts:
-        say(f"{model} on {TOPICS}, Python's own help texts; the paper's text is {TEXT}: give it with --text FILE")
+    if model.rsplit("/", 1)[-1] == PAPER_MODEL and not texts:
+        say(f"{model} on {TOPICS}, Python's own help texts; the paper's text is {PAPER_TEXT}: give it with --text FILE")
 
 
 @contextmanager

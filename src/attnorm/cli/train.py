@@ -70,8 +70,8 @@ def lm(
     """
     import torch
 
+    from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.run import train_lm
-    from attnorm.training.lm.settings import LMSettings
 
     with usage_errors():
         if steps is not None and tokens is not None:

@@ -108,7 +108,7 @@ def retrieval(
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
         return
-    from attnorm.training.retrieval.table import tables
+    from attnorm.training.retrieval.records import tables
 
     show(tables(task, rows))
     say(f"wrote {out}")

@@ -45,7 +45,7 @@ def verify(
             _replay(again, as_json)
             return
         chosen = _named(names or [])
-    from attnorm.claims.search_report import findings_as_dict, findings_table
+    from attnorm.claims.tables import findings_as_dict, findings_table
     from attnorm.theory.search import SearchInterrupted, table_stands
     from attnorm.theory.search import verify as search
 
@@ -68,7 +68,7 @@ def verify(
         say("Interrupted: the table shows the claims searched so far.")
         raise typer.Exit(130)
     if figure is not None:
-        from attnorm.claims.tightness_figure import save_tightness_figure
+        from attnorm.claims.figures import save_tightness_figure
 
         with usage_errors():
             for path in save_tightness_figure(findings, figure):
@@ -90,7 +90,7 @@ def _named(names: list[str]) -> "list[Claim]":
 
 
 def _replay(address: str, as_json: bool) -> None:
-    from attnorm.claims.search_report import counterexample_as_dict, counterexample_text
+    from attnorm.claims.tables import counterexample_as_dict, counterexample_text
     from attnorm.theory import replay
     from attnorm.theory.catalogue.claim import ROWS
 

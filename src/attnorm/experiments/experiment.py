@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
-__all__ = ["Experiment", "ExperimentFinding", "ExperimentSubject", "Outcome", "ProgressCallback", "Verdict"]
-
 Verdict = Literal["reproduces", "partly", "does not", "not tested"]
 Floats = NDArray[np.float64]
 

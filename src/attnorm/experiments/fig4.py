@@ -17,16 +17,10 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Floats,
-    Outcome,
-    ProgressCallback,
-)
+from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
-from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -137,7 +131,7 @@ def judge_claims(found: Sensitivity) -> tuple[ExperimentFinding, ...]:
             f"of {len(at_bound)} such temperatures",
             verdict="reproduces" if all(follows) else "partly" if any(follows) or at_bound.mean() > 0.5 else "does not",
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "
-            "the largest g hangs on few rows and their random directions, so other seeds have other slopes",
+            "the largest g depends on few rows and their random directions, so other seeds have other slopes",
         ),
         ExperimentFinding(
             claim="g is bounded by min{1/(4T), sqrt 2} (Corollary 3, dashed in Fig. 4)",
@@ -177,7 +171,7 @@ def _capped(largest: Floats) -> str:
     if free:
         phrases.append(
             f"for eps = {' and '.join(free)} it does not: g is the slope averaged over a step of eps, and at low T a "
-            "larger step may raise it, where it reaches a tie, or lower it, where it walks past one"
+            "larger step may raise it, where it reaches a tie, or lower it, where it passes one"
         )
     return "; ".join(phrases)
 
@@ -217,7 +211,7 @@ def _summary(found: Sensitivity, findings: tuple[ExperimentFinding, ...]) -> str
     return (
         f"The largest Jacobian norm over {len(found.heads)} heads reaches {largest:.0%} of 1/(2T), so the printed "
         f"bound 1/(4T) {'fails' if bound.verdict == 'does not' else 'happens to hold'} on this model. A random "
-        "direction, as taken here (the paper does not specify it), sees only a part of the norm; and with "
+        "direction, as used here (the paper does not specify it), shows only a part of the norm; and with "
         "eps = 10 the curve is flat because no step can move two rows of weights further apart than sqrt 2."
     )
 
@@ -237,12 +231,8 @@ def figure(found: Sensitivity, about: str) -> Figure:
     axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
     T = found.temperatures
     bare = {"marker": None}
-    axes.plot(
-        T, corollary3_corrected(torch.from_numpy(T)).numpy(), **{**CORRECTED, **bare}, label="correct bound 1/(2T)"
-    )
-    axes.plot(
-        T, corollary3_printed(torch.from_numpy(T)).numpy(), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}"
-    )
+    axes.plot(T, _corrected(T), **{**CORRECTED, **bare}, label="correct bound 1/(2T)")
+    axes.plot(T, _printed(T), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}")
     axes.plot(T, found.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
     for eps, curve, colour, marker in zip(EPSILONS, found.gain.max(1), SHADES, MARKERS, strict=True):
         label = f"g(T, ε), ε = {eps:g}, largest over heads"

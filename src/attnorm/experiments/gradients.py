@@ -16,16 +16,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.cooling import TEMPERATURES, draw_norms
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Floats,
-    Outcome,
-    ProgressCallback,
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.figure_style import (
+    CORRECTED,
+    INK,
+    MEASURED,
+    PALE,
+    PRINTED,
+    TEMPERATURES,
+    draw_norms,
+    letter,
+    note,
+    tidy,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,

@@ -8,10 +8,13 @@ OUT/NAME/               one finished experiment, complete or absent:
 OUT/parts/NAME-KEY/     intermediate results from which an interrupted experiment resumes; some are removed at the end
 """
 
+import base64
 import contextlib
+import hashlib
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +23,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
-from attnorm.experiments.catalogue import named
-from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback
+from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
+from attnorm.experiments.experiment import Experiment, Outcome
 from attnorm.experiments.figure_style import save, style
-from attnorm.experiments.index_page import write_index
-from attnorm.experiments.option_checks import check_text_lengths, check_unused_options
-from attnorm.experiments.paper_setting import setting
-from attnorm.files import atomic_replace, remove_abandoned
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback, paper_setting
+from attnorm.files import atomic_replace, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.analysis_json import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
+INDEX = "index.html"
+MARKS = {"reproduces": "yes", "partly": "half", "does not": "no", "not tested": "open"}  # verdict -> its CSS class
 SCHEMA = 1
 
 
@@ -147,7 +152,7 @@ def _model(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
         return {}
     models = [each.described() for each in subject.each()]
     text = subject.passages()[0]
-    same = setting(one.name, models[0], text.name, text.content, quick=subject.quick)
+    same = paper_setting(one.name, models[0], text.name, text.content, quick=subject.quick)
     return {"model": models[0], **({"others": models[1:]} if models[1:] else {}), **same}
 
 
@@ -238,3 +243,29 @@ def _short(value: Any) -> str:
         return ", ".join(_short(one[0] if isinstance(one, list) and one else one) for one in value) or "none"
     text = "none" if value is None else str(value)
     return text if len(text) <= 24 else text[:12] + "..."
+
+
+def write_index(out: Path) -> None:
+    """Write one HTML page, without scripts, of all finished experiments in the folder, in the catalogue's order."""
+    records = []
+    for name in EXPERIMENTS:
+        with contextlib.suppress(OSError, ValueError):  # missing or damaged: the page shows the others
+            records.append(json.loads((out / name / OUTCOME).read_text(encoding="utf-8")))
+    write_text(out / INDEX, render_index(records))
+
+
+def render_index(records: list[dict[str, Any]]) -> str:
+    template, style_sheet = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("index.html.j2", "index.css")
+    )
+    counts = Counter(finding["verdict"] for record in records for finding in record["findings"])
+    digest = base64.b64encode(hashlib.sha256(style_sheet.encode()).digest()).decode()
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(template)
+    return page.render(
+        records=records,
+        counts=counts,
+        total=counts.total(),
+        marks=MARKS,
+        style=Markup(style_sheet),  # unescaped: the policy allows exactly these bytes
+        policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file:; base-uri 'none'",
+    )

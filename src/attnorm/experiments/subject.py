@@ -1,4 +1,9 @@
-"""What an experiment runs on: a model and texts, loaded once for all experiments of one call."""
+"""What an experiment runs on: a model and texts, loaded once for all experiments of one call.
+
+The default is the setting of Mudarisov et al. 2025: GPT-2 (124M) on War and Peace. Their section 3 has 144 heads in 12
+layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel. It does not state which chapters, rows
+and vectors. The novel is not part of this package; give it as a file.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,6 +19,7 @@ if TYPE_CHECKING:
 
     from attnorm.models.inputs import Text
     from attnorm.models.load import LoadedModel
+from collections.abc import Mapping, Sequence
 
 BUNDLED = "bundled"
 ProgressCallback = Callable[[str, int, int], None]
@@ -158,3 +164,62 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
     return texts_from({path.name: read_text(path) for path in files})
+
+
+PAPER_MODEL = "gpt2"
+PAPER_MODEL_FULL_NAME = "openai-community/gpt2"  # the same repository
+PAPER_TEXT = "War and Peace"
+PAPER_SHAPE = {"layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024}
+# Experiments of that paper; the others test Velickovic et al., who used other models.
+PAPER_EXPERIMENTS = ("fig1", "fig2", "fig3", "fig4", "gradients", "guidelines")
+# In the first sentence of the English translations; editions put contents and prefaces before it.
+PAPER_OPENING = "Genoa and Lucca"
+
+
+def default_model(*, quick: bool) -> str:
+    """Return the model of the paper; for small sizes the bundled one."""
+    if quick:
+        return BUNDLED
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = (
+        name
+        for name in (PAPER_MODEL, PAPER_MODEL_FULL_NAME)
+        if isinstance(try_to_load_from_cache(name, "config.json"), str)
+    )
+    return next(cached, PAPER_MODEL)
+
+
+def paper_setting(
+    experiment: str, model: Mapping[str, Any], text: str, content: object, *, quick: bool
+) -> dict[str, Any]:
+    """Return the manifest's entry about the paper's setting: whether it is the same, and the differences.
+
+    model: as `attnorm.models.describe` has it. text: its name.
+    """
+    if experiment not in PAPER_EXPERIMENTS:
+        return {}
+    different = _differences_from_paper(model, text, content, quick=quick)
+    paper = f"{PAPER_MODEL} ({PAPER_SHAPE['layers']} layers of {PAPER_SHAPE['heads']} heads) on {PAPER_TEXT}"
+    sentence = (
+        f"Not the paper's setting, {paper}: {'; '.join(different)}."
+        if different
+        else f"The paper's setting: {paper}. Rows, vectors and chapters it does not state: ours are in the parameters."
+    )
+    return {"paper_setting": {"same": not different, "told": sentence}}
+
+
+def _differences_from_paper(model: Mapping[str, Any], text: str, content: object, *, quick: bool) -> Sequence[str]:
+    name = str(model["name"])
+    shape = {part: model.get(part) for part in PAPER_SHAPE}
+    different = []
+    if name.rsplit("/", 1)[-1] != PAPER_MODEL:
+        different.append(f"the model is {name}")
+    elif shape != PAPER_SHAPE:
+        sentence = ", ".join(f"{part} {value}" for part, value in shape.items() if value != PAPER_SHAPE[part])
+        different.append(f"what is called {name} here has another shape ({sentence})")
+    if PAPER_OPENING not in " ".join(str(content)[:200_000].split()):
+        different.append(f"the text is {text}")
+    if quick:
+        different.append("sizes are small (--quick)")
+    return different

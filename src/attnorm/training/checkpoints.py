@@ -1,13 +1,17 @@
-"""Checkpoints as safetensors and JSON: weights, optimizer state and the number of steps done.
+"""Checkpoints as safetensors and JSON, and interruption: a stopped program always leaves one to resume from.
 
-A checkpoint is a folder that is written atomically; the previous one is removed afterwards. So a killed program always
-leaves one to resume from. No random state is needed: the data of a step follow from the seed and the step. Unlike
-accelerate's `save_state`, this does not pickle: a pickle can run code when it is loaded.
+A checkpoint is a folder with weights, optimizer state and the number of steps done. It is written atomically; the
+previous one is removed afterwards. No random state is needed: the data of a step follow from the seed and the step.
+Unlike accelerate's `save_state`, this does not pickle: a pickle can run code when it is loaded. SIGINT (Ctrl-C) and
+SIGTERM are deferred to the next step, where the state can be saved.
 """
 
 import json
 import shutil
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,3 +97,37 @@ def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         for name, parameter in model.named_parameters()
         for moment, value in optimizer.state[parameter].items()
     }
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Training was interrupted; the last checkpoint has everything up to `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"interrupted after step {step}; the same command continues from there")
+        self.step = step
+
+
+class StopRequest:
+    """Context manager: the first signal sets `asked`, a second one has its usual effect."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # only this thread may set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)

@@ -6,6 +6,7 @@ each training gets its own accelerate state, hides the variables that accelerate
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,7 +16,6 @@ import torch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-import sys
 
 PRECISIONS = {"float32": "no", "bfloat16": "bf16"}
 PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate counts them

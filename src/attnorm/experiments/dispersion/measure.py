@@ -16,8 +16,9 @@ from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.rows import number
-from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
-from attnorm.experiments.forward_pass import run_forward_pass
+from attnorm.experiments.attention_rows import run_forward_pass
+from attnorm.experiments.experiment import Floats
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.query_key_origin import before_rotation
 from attnorm.theory.dispersion import horizon, least_squares_line
@@ -157,10 +158,10 @@ def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999)
     found = _within(layer, group, slope)
     null = []
     for _ in range(draws):
-        permute_weights = group.copy()
+        shuffled = group.copy()
         for one in set(layer):
-            permute_weights[layer == one] = generator.permutation(permute_weights[layer == one])
-        null.append(_within(layer, permute_weights, slope))
+            shuffled[layer == one] = generator.permutation(shuffled[layer == one])
+        null.append(_within(layer, shuffled, slope))
     return {
         "applies": True,
         "groups_per_layer": max(sizes),

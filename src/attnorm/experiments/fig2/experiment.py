@@ -15,25 +15,11 @@ import pyarrow as pa
 import torch
 
 from attnorm.experiments.attention_rows import LastRows, joined, last_rows
-from attnorm.experiments.experiment import Experiment, ExperimentSubject, Floats, Outcome, ProgressCallback
-from attnorm.experiments.fig2.critical_n import (
-    LEVEL,
-    accepted,
-    bootstrap_heads,
-    critical_n,
-    interval,
-    ks_statistic,
-    ks_threshold,
-    middle,
-    n_grid,
-    power_law_over_heads,
-    rejection_rates,
-    resampled_critical_n,
-    subsampled_heads,
-)
+from attnorm.experiments.experiment import Experiment, Floats, Outcome
 from attnorm.experiments.fig2.figure import paper_figure, why_figure
 from attnorm.experiments.fig2.findings import findings, summary
 from attnorm.experiments.fig2.measure import (
+    LEVEL,
     LOWER,
     NORMS,
     PRINTED,
@@ -43,10 +29,23 @@ from attnorm.experiments.fig2.measure import (
     ExpectationComparison,
     Point,
     Result,
+    accepted,
     at_point,
+    bootstrap_heads,
+    critical_n,
+    interval,
+    ks_statistic,
+    ks_threshold,
+    middle,
+    n_grid,
     over_grid,
+    power_law_over_heads,
+    rejection_rates,
+    resampled_critical_n,
+    subsampled_heads,
     whole,
 )
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.vectors import Vectors
 
 PAPER_HEADS = 144  # of GPT-2 124M

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from attnorm.experiments.experiment import Floats
 from attnorm.experiments.fig2 import measure as pairs
-from attnorm.experiments.fig2.critical_n import ks_statistic, ks_threshold
-from attnorm.experiments.fig2.measure import Distances, Point, Result
+from attnorm.experiments.fig2.measure import Distances, Point, Result, ks_statistic, ks_threshold
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 
 BOUND: dict[str, Any] = {"color": "#b3261e", "linestyle": (0, (6, 2)), "marker": "v", "markersize": 4, "linewidth": 1.2}

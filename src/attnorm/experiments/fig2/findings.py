@@ -7,8 +7,17 @@ import numpy as np
 import torch
 
 from attnorm.experiments.experiment import ExperimentFinding, Floats, Verdict
-from attnorm.experiments.fig2.critical_n import ks_statistic, ks_threshold
-from attnorm.experiments.fig2.measure import LOWER, NORMS, PRINTED, UPPER, Distances, Point, Result
+from attnorm.experiments.fig2.measure import (
+    LOWER,
+    NORMS,
+    PRINTED,
+    UPPER,
+    Distances,
+    Point,
+    Result,
+    ks_statistic,
+    ks_threshold,
+)
 from attnorm.theory.distance import PowerLaw, fit_power_law
 
 PAPER_SHARE = 0.06
@@ -71,7 +80,7 @@ def _linear_growth(result: Result) -> ExperimentFinding:
         f"corrected expectation (upper end) ~ L^{corrected.exponent:.2f} (L = {_from_to(result)})",
         verdict,
         f"The distance is (L - N) ||s|| to within {max(abs(value - 1) for value in relative):.1%} at every L, so its "
-        "growth says nothing of selection; a random set does not grow like that.",
+        "growth does not depend on selection; a random set does not grow like that.",
     )
 
 

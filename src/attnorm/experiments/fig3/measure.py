@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attnorm.engines.threads import one_thread
 from attnorm.experiments.attention_rows import LastRows
-from attnorm.experiments.experiment import Floats, ProgressCallback
+from attnorm.experiments.experiment import Floats
+from attnorm.experiments.subject import ProgressCallback
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,
@@ -115,8 +116,8 @@ def _nulls(
     lengths = torch.linalg.vector_norm(layer.vectors, dim=-1, keepdim=True)
     permuted, isotropic, fixed = [], [], []
     for _ in range(draws):
-        permute_weights = layer.permuted(generator).selected(max(top_n))
-        permuted.append(_at_each(permute_weights, top_n, separability))
+        shuffled = layer.permuted(generator).selected(max(top_n))
+        permuted.append(_at_each(shuffled, top_n, separability))
         normal = torch.randn(layer.vectors.shape, generator=generator, dtype=torch.float64)
         drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
         chosen = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]

@@ -10,15 +10,8 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from attnorm.experiments.cooling import TEMPERATURES
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Outcome,
-    ProgressCallback,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import TEMPERATURES
 from attnorm.experiments.guidelines.figure import figure
 from attnorm.experiments.guidelines.measure import (
     FEWEST,
@@ -33,12 +26,13 @@ from attnorm.experiments.guidelines.measure import (
     measure,
 )
 from attnorm.experiments.losses import weighed
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
 AS_ANSWER: dict[Verdict, str] = {verdict: answer for answer, verdict in AS_VERDICT.items()}
 LENGTHS, QUICK_LENGTH = (512, 1024), 256  # the longest that there is text for
-WINDOWS, QUICK_WINDOWS = 8, 3  # stretches of the text on which losses are measured
+WINDOWS, QUICK_WINDOWS = 8, 3  # windows of the text for the losses
 LITTLE, MUCH = 0.02, 0.2  # nats per token: a negligible and a clear change of the loss
 
 
@@ -130,7 +124,7 @@ def _temperature(found: Cooled) -> ExperimentFinding:
     return _finding(
         "Avoid T below 0.1: it increases Jacobian norms without increasing separability (guideline 3)",
         answer,
-        f"from T = 1 to 0.1 and {TEMPERATURES[0]:g} of the trained temperature the median norm goes "
+        f"from T = 1 to 0.1 and {TEMPERATURES[0]:g} of the trained temperature the median norm is "
         f"{norm[rest]:.3g}, {norm[cold]:.3g}, {norm[colder]:.3g} (largest head {found.norm[rest].max():.2g}, "
         f"{found.norm[cold].max():.2g}, {found.norm[colder].max():.2g}) and separability {apart[rest]:.2f}, "
         f"{apart[cold]:.2f}, {apart[colder]:.2f}",

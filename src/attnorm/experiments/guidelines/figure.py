@@ -8,8 +8,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from attnorm.experiments.cooling import BELOW_LEGEND, TEMPERATURES, draw_norms
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.figure_style import (
+    BELOW_LEGEND,
+    CORRECTED,
+    INK,
+    MEASURED,
+    NULL,
+    PALE,
+    PRINTED,
+    TEMPERATURES,
+    draw_norms,
+    letter,
+    note,
+    tidy,
+)
 from attnorm.experiments.guidelines.measure import (
     PAPERS_LEVEL,
     PAPERS_SHARE,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.experiments.language_models.plan import SOFTMAX
 from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model
+from attnorm.experiments.language_models.workspace import SOFTMAX
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import length_bins, spread
@@ -21,9 +21,9 @@ from attnorm.models.observe import observe
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import Tokens
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
-from attnorm.training.lm.settings import LMSettings
+from attnorm.training.lm.model import LMSettings
 from attnorm.training.needle.data import Wording
-from attnorm.training.needle.evaluate import among_many, find_keys, summary
+from attnorm.training.needle.run import among_many, find_keys, summary
 from attnorm.training.needle.train import fine_tune, split_filler
 
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
@@ -125,8 +125,8 @@ def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]
     fitting = (len(tokens) - 1) // length
     if not fitting:
         raise ValueError(f"a held-out text has {len(tokens)} tokens; a loss at {length} needs {length + 1}")
-    places = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
-    return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in places]
+    starts = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
+    return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in starts]
 
 
 def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:

@@ -7,20 +7,21 @@ from typing import Any
 import pyarrow as pa
 
 from attnorm.analysis.default_text import passage, topics
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Outcome,
-    ProgressCallback,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
-from attnorm.experiments.language_models.plan import FULL, QUICK, SOFTMAX, LanguageModelPlan, on_this_machine
 from attnorm.experiments.language_models.results import Line, LMContender, contenders
-from attnorm.experiments.language_models.tables import in_words
-from attnorm.experiments.language_models.workspace import LMWorkspace
+from attnorm.experiments.language_models.tables import summary
+from attnorm.experiments.language_models.workspace import (
+    FULL,
+    QUICK,
+    SOFTMAX,
+    LanguageModelPlan,
+    LMWorkspace,
+    on_this_machine,
+    prepare_texts,
+)
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 LEAST_TOKENS = 10_000_000
@@ -35,17 +36,13 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, folder: Path) -
     train, valid, others = texts_of(subject, folder)
     names = plan.chosen(subject.only)
     progress("encoding the texts", 0, len(names) + 1)
-    stages.prepare(workspace, train, valid, others)
+    prepare_texts(workspace, train, valid, others)
     for done, name in enumerate(names, 1):
         progress(f"training and testing {name}", done, len(names) + 1)
-        stages.everything(workspace, [name], seeds=[subject.seed], device=subject.device)
+        stages.run_works(workspace, "everything", [name], seeds=[subject.seed], device=subject.device)
     if not subject.quick and not subject.only:
-        stages.everything(
-            workspace,
-            stages.closest(workspace, SECOND_SEEDS, seed=subject.seed),
-            seeds=[subject.seed + 1],
-            device=subject.device,
-        )
+        best = stages.closest(workspace, SECOND_SEEDS, seed=subject.seed)
+        stages.run_works(workspace, "everything", best, seeds=[subject.seed + 1], device=subject.device)
     progress("drawing", len(names) + 1, len(names) + 1)
     return outcome(workspace.results(), plan)
 
@@ -61,7 +58,7 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
         problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
         raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
     return Outcome(
-        summary=in_words(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
+        summary=summary(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
         findings=_findings(found, judge_claims=plan.main_tokens >= LEAST_TOKENS),
         figures={"language-models": comparison_figure(found), "course": course_figure(lines)},
         tables={"models": _table(found)},

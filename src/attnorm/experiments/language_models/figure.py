@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
-from attnorm.experiments.language_models.plan import SOFTMAX
 from attnorm.experiments.language_models.results import LMContender, most_different_length, wilson_interval
+from attnorm.experiments.language_models.workspace import SOFTMAX
 
 # Styles of lengths or texts: colour, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (
@@ -36,17 +36,17 @@ def comparison_figure(found: Sequence[LMContender]) -> Figure:
     height = 0.25 * len(found) + 0.9
     figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + asked) + 0.8 * asked + 0.2), layout="constrained")
     axes = figure.subplots(1 + asked, columns, squeeze=False)
-    for workspace, length in enumerate(lengths):
-        _losses(axes[0, workspace], found, length, named=workspace == 0)
-        letter(axes[0, workspace], ascii_lowercase[workspace], f"Loss, windows of {length:,} tokens")
+    for column, length in enumerate(lengths):
+        _losses(axes[0, column], found, length, named=column == 0)
+        letter(axes[0, column], ascii_lowercase[column], f"Loss, windows of {length:,} tokens")
     for empty in axes[0, len(lengths) :]:
         empty.set_visible(False)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=4, handletextpad=0.1)
     if asked:
         some = any(spread.mean for one in found for spread in one.found.values())
         panels = (_keys, _depths, _entropy) if some else (_keys,)
-        for workspace, draw in enumerate(panels):
-            letter(axes[1, workspace], ascii_lowercase[len(lengths) + workspace], draw(axes[1, workspace], found))
+        for column, draw in enumerate(panels):
+            letter(axes[1, column], ascii_lowercase[len(lengths) + column], draw(axes[1, column], found))
         for empty in axes[1, len(panels) :]:
             empty.set_visible(False)
     return figure
@@ -97,7 +97,7 @@ def _keys(axes: Axes, found: Sequence[LMContender]) -> str:
             axes.plot(ends, (row, row), color=look["color"], linewidth=0.8)
             axes.plot(100 * share, row, linestyle="", **look)
         if not one.found:
-            axes.text(50, row, "not asked", ha="center", va="center", color=PALE, fontsize=7)
+            axes.text(50, row, "not measured", ha="center", va="center", color=PALE, fontsize=7)
     for length, look in zip(lengths, LOOKS, strict=False):
         axes.plot([], [], linestyle="", label=f"{length:,}", **look)
     axes.legend(
@@ -129,7 +129,7 @@ def _depths(axes: Axes, found: Sequence[LMContender]) -> str:
     _rows(axes, found, named=False)
     axes.set_ylim(len(found) + 0.4, -0.5)
     axes.grid(visible=False)
-    return f"% of keys in {length:,} tokens, by place"
+    return f"% of keys in {length:,} tokens, by position"
 
 
 def _entropy(axes: Axes, found: Sequence[LMContender]) -> str:
@@ -182,10 +182,10 @@ def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
         tidy(axes)
     if runs:
         both[0].legend(ncols=2)
-        words = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
+        about = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
         smoothing = f"; (b) means of {SMOOTHED} entries, without the first of the warmup" if len(softmax) > FEW else ""
         figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr, call-arg]
-        note(figure, words + smoothing)
+        note(figure, about + smoothing)
     return figure
 
 
@@ -197,7 +197,6 @@ def _smoothed(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """Return running means without the first entries; all entries if there are few."""
     if len(values) <= FEW:
         return list(values), list(values.values())
-    places = [n for n in values if n >= SETTLED * max(values)]
-    width = SMOOTHED
-    ends = range(width, len(places) + 1)
-    return [places[end - 1] for end in ends], [mean(values[n] for n in places[end - width : end]) for end in ends]
+    tokens = [n for n in values if n >= SETTLED * max(values)]
+    ends = range(SMOOTHED, len(tokens) + 1)
+    return [tokens[end - 1] for end in ends], [mean(values[n] for n in tokens[end - SMOOTHED : end]) for end in ends]

@@ -9,26 +9,43 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from attnorm.experiments.language_models.engine_choice import choose_engines
-from attnorm.experiments.language_models.evaluate import measure as measure_one
-from attnorm.experiments.language_models.evaluate import needle as needle_one
-from attnorm.experiments.language_models.plan import SOFTMAX, LanguageModelPlan
+from attnorm.experiments.language_models.evaluate import measure, needle
 from attnorm.experiments.language_models.train import (
     Log,
     OutOfTimeError,
     Worker,
+    choose_engines,
     export_main,
     free_memory,
     train_main,
     try_rates,
 )
-from attnorm.experiments.language_models.workspace import RESULTS, LMWorkspace, Texts, prepare_texts, read_texts
+from attnorm.experiments.language_models.workspace import (
+    RESULTS,
+    SOFTMAX,
+    LanguageModelPlan,
+    LMWorkspace,
+    prepare_texts,
+    read_texts,
+)
 from attnorm.files import read_jsonl, write_text
 from attnorm.suggest import did_you_mean
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
 MOST_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
+
+
+WORKS: dict[str, Sequence[Work]] = {
+    "rates": [try_rates],
+    "main": [train_main],
+    "measure": [measure],
+    "needle": [needle],
+    "export": [export_main],
+    # All of one normalizer before the next, so that a time limit leaves complete results.
+    "everything": [try_rates, train_main, measure, needle],
+}
+STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
 
 
 class Limits(TypedDict, total=False):
@@ -40,41 +57,6 @@ class Limits(TypedDict, total=False):
     log: Log
 
 
-def prepare(workspace: LMWorkspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
-    """Encode the texts; all other stages need them."""
-    return prepare_texts(workspace, train, valid, others)
-
-
-def rates(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Train short runs at every learning rate."""
-    return _each(workspace, [try_rates], normalizers, **limits)
-
-
-def main(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Train the long runs, at the best learning rate."""
-    return _each(workspace, [train_main], normalizers, **limits)
-
-
-def needle(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Fine-tune on pass keys and count the keys found."""
-    return _each(workspace, [needle_one], normalizers, **limits)
-
-
-def measure(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Measure losses by length and attention statistics."""
-    return _each(workspace, [measure_one], normalizers, **limits)
-
-
-def export(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Write the trained models as Hugging Face folders in bfloat16."""
-    return _each(workspace, [export_main], normalizers, **limits)
-
-
-def everything(workspace: LMWorkspace, normalizers: Names = None, **limits: Unpack[Limits]) -> bool:
-    """Run all stages of one normalizer before those of the next, so that a time limit leaves complete results."""
-    return _each(workspace, [try_rates, train_main, measure_one, needle_one], normalizers, **limits)
-
-
 def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...]:
     """Return softmax and the `count` normalizers whose main runs ended with the lowest loss."""
     ended = {
@@ -84,12 +66,6 @@ def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...
     }
     best = {SOFTMAX, *sorted(ended, key=lambda name: ended[name])[:count]}
     return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
-
-
-def second_seed(workspace: LMWorkspace, normalizers: Names = None, *, count: int = 3, **limits: Unpack[Limits]) -> bool:
-    """Run everything for seed 1: these normalizers, or softmax and the `count` whose main runs ended lowest."""
-    limits["seeds"] = [1]
-    return everything(workspace, normalizers or closest(workspace, count), **limits)
 
 
 def write_tables(folder: Path) -> None:
@@ -114,9 +90,6 @@ def write_tables(folder: Path) -> None:
         save(course_figure(lines), folder / "course")
 
 
-STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
-
-
 def run_stage(
     stage: str,
     folder: Path,
@@ -131,7 +104,7 @@ def run_stage(
     """Run one of STAGES in a folder that several processes may share; return whether all of it is finished.
 
     texts, held_out: for `prepare`; the first held-out text is the validation text.
-    count: for `second-seed`, as there.
+    count: for `second-seed`, which runs everything for seed 1: how many normalizers besides softmax, if none is named.
 
     Raises:
         ValueError: Unknown stage, texts missing, or a folder of another plan.
@@ -145,32 +118,31 @@ def run_stage(
         return True
     workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
-        prepare(workspace, texts, held_out[0], held_out[1:])
+        prepare_texts(workspace, texts, held_out[0], held_out[1:])
         return True
     if stage == "try":
         choose_engines(
             workspace, only, max_minutes=limits.get("max_minutes"), device=limits.get("device"),
-            log=limits.get("log", lambda words: None),
+            log=limits.get("log", lambda message: None),
         )  # fmt: skip
         return True
     if stage == "second-seed":
-        return second_seed(workspace, only, count=count, **limits)
-    run = {
-        "rates": rates, "main": main, "measure": measure, "needle": needle, "export": export, "everything": everything,
-    }[stage]  # fmt: skip
-    return run(workspace, only, **limits)
+        limits["seeds"] = [1]
+        return run_works(workspace, "everything", only or closest(workspace, count), **limits)
+    return run_works(workspace, stage, only, **limits)
 
 
-def _each(
+def run_works(
     workspace: LMWorkspace,
-    works: Sequence[Work],
-    normalizers: Names,
+    stage: str,
+    normalizers: Names = None,
     *,
     seeds: Sequence[int] = (0,),
     max_minutes: float | None = None,
     device: str | None = None,
-    log: Log = lambda words: None,
+    log: Log = lambda message: None,
 ) -> bool:
+    """Do the work of one of WORKS for these normalizers (default: all); return whether all of it is finished."""
     worker = Worker.at(workspace, read_texts(workspace), device=device, max_minutes=max_minutes, log=log)
     finished = True
     for seed in seeds:
@@ -179,7 +151,7 @@ def _each(
                 finished = False
                 continue
             with workspace.claimed(f"{normalizer}-seed-{seed}") as mine:
-                finished &= mine and _done(worker, works, normalizer, seed)
+                finished &= mine and _done(worker, WORKS[stage], normalizer, seed)
     return finished
 
 

@@ -31,7 +31,7 @@ def all_tables(lines: Iterable[Line]) -> str:
         ("Where the key lay", depth_table(found)), ("Cost", cost_table(found)),
         ("Attention", attention_table(found)), ("Sharper heads, better recall?", recall_table(found)),
         ("Learned by the normalizers", learned_table(every, found)), ("Learning rates", rates_table(every)),
-        ("While training", course_table(every)), ("Trials", trials_table(every)), ("In words", in_words(found)),
+        ("While training", course_table(every)), ("Trials", trials_table(every)), ("Summary", summary(found)),
     ]  # fmt: skip
     return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
 
@@ -181,18 +181,18 @@ def trials_table(lines: Sequence[Line]) -> str:
     return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows) if rows else ""
 
 
-def in_words(found: Sequence[LMContender]) -> str:
+def summary(found: Sequence[LMContender]) -> str:
     """Return the summary: the best normalizers, and whether sharper heads find more keys."""
     trained = [one for one in found if one.at_inference is None]
     if len(trained) < 2:
         return ""
     text, lengths = next(iter((text, list(by)) for text, by in found[0].losses.items()))
-    said = []
+    sentences = []
     for length in (lengths[0], lengths[-1]):
         best = min(found, key=lambda one: one.losses[text][length].mean)
         softmax = next((one for one in found if one.name == "softmax"), None)
         behind = "" if softmax is None or softmax is best else f"; softmax {softmax.losses[text][length].mean:.4f}"
-        said.append(
+        sentences.append(
             f"On windows of {length:,} tokens {best.name} has the lowest loss on {text}, "
             f"{best.losses[text][length].mean:.4f} nats{behind}."
         )
@@ -202,9 +202,9 @@ def in_words(found: Sequence[LMContender]) -> str:
             most = max(one.found[length].mean for one in asked)
             best_ones = [one.name for one in asked if one.found[length].mean == most]
             finds = f"{', '.join(best_ones)} {'finds' if len(best_ones) == 1 else 'find'} most keys, {100 * most:.1f} %"
-            said.append(f"At {length:,} tokens {finds if most else 'no model finds a key'}.")
-        said.append(_sharper(asked))
-    return " ".join(words for words in said if words)
+            sentences.append(f"At {length:,} tokens {finds if most else 'no model finds a key'}.")
+        sentences.append(_sharper(asked))
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _sharper(asked: Sequence[LMContender]) -> str:

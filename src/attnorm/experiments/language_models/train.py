@@ -1,33 +1,41 @@
-"""The training runs: short ones at several learning rates, then a long one at the best rate."""
+"""The training runs: short ones at several learning rates, then a long one at the best rate.
 
+`choose_engines` first decides how attention is computed in training: it times a few steps on random tokens with the
+engine that attnorm.attention chooses, and with dense attention over the whole matrix of weights, both in compiled
+blocks. The faster one is recorded for all later runs; a way that fails is reported.
+"""
+
+import contextlib
 import gc
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
-from attnorm.experiments.language_models.plan import SOFTMAX
-from attnorm.experiments.language_models.workspace import LMWorkspace, Texts
-from attnorm.files import atomic_replace
+from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
+from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
-from attnorm.training.checkpoints import finished_checkpoints, load_weights
+from attnorm.normalizers.spec import parse_spec
+from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
 from attnorm.training.device import accelerated, chosen_device
-from attnorm.training.interruption import StopRequest, TrainingInterrupted
 from attnorm.training.lm.attention import Attention
-from attnorm.training.lm.data import as_transformers
+from attnorm.training.lm.data import Corpus, as_transformers
 from attnorm.training.lm.export import rounded, training_versions
-from attnorm.training.lm.model import build_model
-from attnorm.training.lm.settings import LMSettings
-from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run, speed_and_memory
+from attnorm.training.lm.model import LMSettings, build_model
+from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, Run, speed_and_memory
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
 RESCALED_SOFTMAX = (SOFTMAX, "ssmax", "sink", "log_scaled")  # these run on fused kernels at any length
-ATTENTION = "attention.json"  # how each normalizer is computed while training, from engine_choice
+ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
 
 class OutOfTimeError(Exception):
@@ -42,12 +50,12 @@ class Worker:
     texts: Texts
     device: torch.device
     deadline: float = math.inf
-    log: Log = lambda words: None
+    log: Log = lambda message: None
 
     @classmethod
     def at(
         cls, workspace: LMWorkspace, texts: Texts, *, device: str | None = None, max_minutes: float | None = None,
-        log: Log = lambda words: None,
+        log: Log = lambda message: None,
     ) -> "Worker":  # fmt: skip
         deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs; logits of half precision queries stay exact
@@ -210,3 +218,95 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+STEPS = 2 * LOG_EVERY
+IN_BLOCKS = ("kneemax",)  # its engine is much slower: used only if the matrix does not fit
+MOST_SECONDS = 60  # of one trial
+
+
+def choose_engines(
+    workspace: LMWorkspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda message: None,
+) -> None:  # fmt: skip
+    """Record speed and memory of every way as results, and the fastest way of each normalizer for later runs."""
+    where = chosen_device(device)
+    torch.set_float32_matmul_precision("high")
+    deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+    for normalizer in workspace.plan.chosen(list(normalizers or ())):
+        speeds: dict[Attention, float] = {}
+        ways: tuple[Attention, ...] = ("engine",) if normalizer in RESCALED_SOFTMAX else ("dense", "engine")
+        with workspace.claimed(f"trial-{normalizer}") as mine:
+            if not mine or workspace.results(stage="trial", normalizer=normalizer):
+                continue
+            for way in ways:
+                if time.monotonic() >= deadline or (
+                    way == "engine" and speeds and parse_spec(normalizer)[0] in IN_BLOCKS
+                ):
+                    break
+                began = time.monotonic()
+                try:
+                    figures = _timed_run(workspace, normalizer, way, where)
+                    speeds[way] = figures["tokens_per_second"]
+                    problem = None
+                except Exception as error:  # a compiler or a GPU may raise anything; the other way may work
+                    figures, problem = {}, f"{type(error).__name__}: {error}"[:2000]
+                    log(traceback.format_exc()[-1500:])
+                figures["wall_seconds"] = round(time.monotonic() - began, 1)
+                workspace.add(
+                    {"stage": "trial", "normalizer": normalizer, "attention": way, "problem": problem, **figures,
+                     **machine(where)}
+                )  # fmt: skip
+                log(f"{normalizer} {way}: {problem or figures}")
+                free_memory()
+            if speeds:
+                _record_choice(workspace, normalizer, max(speeds, key=lambda way: speeds[way]))
+
+
+def _timed_run(workspace: LMWorkspace, normalizer: str, way: Attention, device: torch.device) -> dict[str, Any]:
+    plan = workspace.plan
+    settings = replace(
+        plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0), steps=STEPS, warmup=STEPS
+    )
+    with (
+        TemporaryDirectory() as folder, accelerated(device, settings.dtype) as accelerator, StopRequest() as stop
+    ):  # fmt: skip
+        run = Run(
+            Path(folder), settings, _random_corpus(plan.vocab, settings.context), accelerator,
+            compiled=plan.compiled, attention=way,
+        )  # fmt: skip
+        entries = list(run.steps(time.monotonic() + MOST_SECONDS, stop, STEPS + 1, None))
+    last = entries[-1]
+    return {
+        "tokens_per_second": last["tokens_per_second"],
+        "peak_memory_bytes": last.get("peak_memory_bytes"),
+        "loss": last["loss"],
+        "with_compiling": len(entries) == 1,
+    }
+
+
+class _Vocabulary:
+    """The part of a tokenizer that a run uses."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_vocab_size(self) -> int:
+        return self.size
+
+    def token_to_id(self, token: str) -> int:
+        return 0
+
+
+def _random_corpus(vocabulary: int, context: int) -> Corpus:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=64 * (context + 2)).astype(np.uint16)
+    return Corpus(_Vocabulary(vocabulary), tokens, tokens, {}, Path())
+
+
+def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> None:
+    path = workspace.folder / ATTENTION
+    with workspace.locked("attention", WAIT_TO_WRITE):
+        known: dict[str, str] = {}
+        with contextlib.suppress(FileNotFoundError):
+            known = json.loads(path.read_text(encoding="utf-8"))
+        write_json(path, {**known, normalizer: way})

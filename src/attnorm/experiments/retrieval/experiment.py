@@ -9,17 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Outcome,
-    ProgressCallback,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.retrieval import figure as figures
 from attnorm.experiments.retrieval.lines import RetrievalLine, Scale, lines_of, scales_of
-from attnorm.experiments.retrieval.measure import Found, collect
 from attnorm.experiments.retrieval.plan import (
     BASELINE,
     GOALS,
@@ -28,10 +20,13 @@ from attnorm.experiments.retrieval.plan import (
     PRINTED_ADAPTIVE,
     PRINTED_SIZES,
     PRINTED_SOFTMAX,
+    Found,
     Section,
+    collect,
     plan,
 )
 from attnorm.experiments.retrieval.tables import accuracy_table, fragments, scale_table
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import write_text
 from attnorm.training.retrieval.evaluate import OWN
 from attnorm.training.retrieval.recipe import RetrievalRecipe
@@ -147,7 +142,7 @@ def findings(numbers: RetrievalNumbers, *, quick: bool) -> tuple[ExperimentFindi
     made = [one for one in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if one]
     if not quick:
         return tuple(made)
-    reason = "Few steps and narrow models: a run without --quick answers this."
+    reason = "Few steps and narrow models: run without --quick for a verdict."
     return tuple(ExperimentFinding(one.claim, one.ours, "not tested", reason) for one in made)
 
 
@@ -218,7 +213,7 @@ def _adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         f"Adaptive temperature at inference helps from 64 items on, in points: {theirs} ({TABLE}).",
         f"{phrases}; paired t-tests without correction, as printed",
         verdict,
-        "It sharpens what is dispersed and cannot reorder logits; hard attention shows how far that goes.",
+        "It sharpens what is dispersed and cannot reorder logits; hard attention shows the limit of that.",
     )
 
 
@@ -257,7 +252,8 @@ def _must_fail(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         "distribution.",
         f"our recipe, the same architecture and normalizer, at most 16 items in training: {_series(ours)}",
         "partly" if reached else "reproduces",
-        f"The theorem holds for bounded logits; how steep they are, and so where it bites, training decides.{steeper}",
+        "The theorem holds for bounded logits; training decides how steep they are, and so at which size it applies."
+        + steeper,
     )
 
 

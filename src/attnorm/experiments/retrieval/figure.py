@@ -1,6 +1,8 @@
 """Draw retrieval: accuracy by size, kinds of errors, and the margin that logits deliver against the margin needed."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -20,10 +22,7 @@ TESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive_temperature": ("softmax, adaptive temperature in tests", CORRECTED),
     "hard": ("softmax, hard attention in tests", NULL),
 }
-PANELS: dict[Section, str] = {
-    "paper": "the paper's recipe",
-    "ours": "our recipe: same model, same sizes in training",
-}
+PANELS: dict[Section, str] = {"paper": "the paper's recipe", "ours": "our recipe: same model, same sizes in training"}
 AS_PRINTED: dict[str, Any] = PRINTED | {"label": "softmax, as printed"}
 GOAL: dict[str, Any] = {
     "color": INK, "marker": "*", "markersize": 9, "linestyle": "none", "markerfacecolor": "white",
@@ -98,27 +97,27 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
 def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw the errors by size, stacked: logits wrong and dispersed."""
     split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
-    columns = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
-    keep = [index for index in columns if index[0] == "paper" or index[1] == BASELINE]
-    across = min(6, max(1, len(keep)))
-    down = -(-len(keep) // across)
+    ranked = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
+    panels = [(section, label) for section, label in ranked if section == "paper" or label == BASELINE]
+    across = min(6, max(1, len(panels)))
+    down = math.ceil(len(panels) / across)
     figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), facecolor="white", layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(keep) :]:
+    for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (section, label) in zip(grid.flat, keep, strict=False):
+    for axes, (section, label) in zip(grid.flat, panels, strict=False):
         chosen = sorted(
             (line for line in split if (line.section, line.label) == (section, label)), key=lambda line: line.row.size
         )
-        places = range(len(chosen))
+        columns = range(len(chosen))
         dispersed = [100 * line.row.dispersed.value for line in chosen if line.row.dispersed]
         wrong = [100 * line.row.logits_wrong.value for line in chosen if line.row.logits_wrong]
-        axes.bar(places, wrong, color=WRONG, width=0.9, label="logits wrong: the largest is not the right item's")
-        axes.bar(places, dispersed, bottom=wrong, color=DISPERSED, width=0.9, hatch="////", edgecolor="white",
+        axes.bar(columns, wrong, color=WRONG, width=0.9, label="logits wrong: the largest is not the right item's")
+        axes.bar(columns, dispersed, bottom=wrong, color=DISPERSED, width=0.9, hatch="////", edgecolor="white",
                  linewidth=0, label="dispersed: it is, and the answer is wrong")  # fmt: skip
         axes.set_title(_name(label) if section == "paper" else f"{label}, our recipe", fontsize=8.5,
                        fontweight="bold" if label == BASELINE else "normal")  # fmt: skip
-        axes.set_xticks(list(places), [_short(line.row.size) for line in chosen], fontsize=6.5, rotation=45)
+        axes.set_xticks(list(columns), [_short(line.row.size) for line in chosen], fontsize=6.5, rotation=45)
         axes.set_ylim(0, 100)
         tidy(axes)
     for row in grid:
@@ -203,12 +202,8 @@ def _ranked(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
     """Return softmax first, then the others from best to worst by mean accuracy."""
     mine = [line for line in lines if line.section == section]
     labels = list(dict.fromkeys(line.label for line in mine))
-    mean = {label: _mean([line.accuracy for line in mine if line.label == label]) for label in labels}
+    mean = {label: fmean(line.accuracy for line in mine if line.label == label) for label in labels}
     return sorted(labels, key=lambda label: (label != BASELINE, -mean[label]))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _points(lines: Sequence[RetrievalLine]) -> tuple[list[int], list[float]]:
@@ -264,15 +259,14 @@ def _label_ends(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
         ends[line.label] = (100 * line.accuracy, line.row.size)
     ordered = sorted(ends, key=lambda label: -ends[label][0])
     heights = [ends[label][0] / 102 for label in ordered]
-    places = spread(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
-    lowest = min(places, default=0.0)
-    places = [index + max(0.0, 0.01 - lowest) for index in places]
-    for label, height, index in zip(ordered, heights, places, strict=True):
-        axes.plot([1.002, 1.02, 1.05], [height, height, index], transform=axes.transAxes, color=PALE, linewidth=0.6,
+    centres = spread(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
+    raised = max(0.0, 0.01 - min(centres, default=0.0))
+    for label, height, centre in zip(ordered, heights, (centre + raised for centre in centres), strict=True):
+        axes.plot([1.002, 1.02, 1.05], [height, height, centre], transform=axes.transAxes, color=PALE, linewidth=0.6,
                   clip_on=False)  # fmt: skip
         weight = "bold" if label in (BASELINE, "our recipe") else "normal"
         label_text = f"{ends[label][0]:4.1f}  {_name(label)}"
-        axes.text(1.06, index, label_text, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
+        axes.text(1.06, centre, label_text, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
 
 
 def _name(label: str) -> str:

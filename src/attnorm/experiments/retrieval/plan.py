@@ -1,21 +1,31 @@
-"""Which models are trained, and what each is tested on. This needs only torch, not the libraries for figures.
+"""Which models are trained, what each is tested on, and the records of these tests.
 
-Every permutation-equivariant normalizer takes part, with the same seeds, data and steps. The paper's adaptive
-temperature is used in tests only, where it replaces the trained softmax, as hard attention does for all.
+This needs only torch, not the libraries for figures. Every permutation-equivariant normalizer takes part, with the same
+seeds, data and steps. The paper's adaptive temperature is used in tests only, where it replaces the trained softmax, as
+hard attention does for all. PRINTED_* are the numbers of Velickovic et al. 2024 (https://arxiv.org/abs/2410.01104),
+Table 1; GOALS were set by us before training.
 
-PRINTED_* are the numbers of Velickovic et al. 2024 (https://arxiv.org/abs/2410.01104), Table 1; GOALS were set by us
-before training.
+records.jsonl of a GPU run has everything that tables and figures need. On a machine without a GPU its missing records
+are not trained again; they are left out and named in the summary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from attnorm.engines.threads import one_thread
+from attnorm.experiments.subject import ProgressCallback
+from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.spec import parse_spec
+from attnorm.training.device import chosen_device
 from attnorm.training.retrieval.evaluate import SIZES, Trials
+from attnorm.training.retrieval.model import run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.records import RECORDS, Record
+from attnorm.training.retrieval.run import RetrievalProgress, train_retrieval
 
 Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]
 SECTIONS: dict[Section, str] = {
@@ -31,7 +41,7 @@ PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
 FOR_TESTS = "adaptive_temperature"
 # The defaults are meant for sequences; these are the equivalents for sets of 16.
 FOR_SETS = {"log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25"}
-OTHERS = ("hard", FOR_TESTS, "entmax15")  # in place of a trained softmax
+OTHERS = ("hard", FOR_TESTS, "entmax15")  # replace a trained softmax in tests
 OTHER_TASKS = ("softmax", "ssmax", "entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "sa_softmax")
 LONG = 100_000  # steps, as in the paper
 BEYOND = 131_072  # items
@@ -48,9 +58,6 @@ BEST = STANDARDIZED | {"leak_penalty": 10.0}
 PRINTED_SIZES = (16, 64, 256, 1024, 4096, 16_384)
 PRINTED_SOFTMAX = dict(zip(PRINTED_SIZES, (98.6, 94.3, 81.3, 53.8, 22.6, 12.4), strict=True))  # % right
 PRINTED_ADAPTIVE = dict(zip(PRINTED_SIZES, (98.6, 94.5, 82.1, 57.7, 24.9, 14.0), strict=True))
-PRINTED_P = dict(
-    zip(PRINTED_SIZES, (0.4, 2e-3, 2e-4, 1e-4, 0.02, 4e-3), strict=True)
-)  # of their paired t-tests over ten seeds
 GOALS = {1024: 79.0, 4096: 50.0, 16_384: 28.0}  # half of the published error at 1024, and more beyond
 
 
@@ -173,3 +180,85 @@ def _for_sets(name: str) -> bool:
     """Return whether it maps a row of logits to weights independently of the order of the keys."""
     made = get(name)
     return isinstance(made, Normalizer) and made.properties.permutation_equivariant
+
+
+DEVICES = ("cuda", "cpu")
+WORTH_COMPILING = 2000  # steps
+
+
+@dataclass(frozen=True)
+class Found:
+    """The records of a training; some may be missing if it could not be trained here."""
+
+    training: Training
+    records: list[Record]
+    complete: bool
+
+    def tested_with(self, name: str) -> list[Record]:
+        return [record for record in self.records if record["tested_with"] == name]
+
+
+def collect(
+    plan: RetrievalPlan, folder: Path, known: Iterable[Path], device: str | None, progress: ProgressCallback
+) -> list[Found]:
+    """Return the records of all trainings, in the order of the plan; write new ones to `folder`.
+
+    Args:
+        known: Files of records, .jsonl or .jsonl.xz, which may not exist.
+        device: Where to train and whose records to use (default: that of the records, else a GPU if there is one).
+    """
+    there = [record for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
+    here = chosen_device(device).type
+    chosen = here if device is not None else _made_on(plan, there) or here
+    device_name = device if chosen == here else chosen
+    found = []
+    for number, training in enumerate(plan.trainings):
+        progress(f"{training.section}: {training.label}", number, len(plan.trainings))
+        records = _of(training, plan.seeds, there, chosen)
+        if len(records) < _wanted(training, plan.seeds) and chosen in (here, "cpu"):
+            with one_thread():
+                records = train_retrieval(
+                    [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
+                    trials=training.trials, device=device_name, compiled=_compiled(training),
+                    report=_training_progress(progress, training, number, len(plan.trainings)),
+                ).records  # fmt: skip
+            there += records
+        found.append(Found(training, records, len(records) == _wanted(training, plan.seeds)))
+    progress("", len(plan.trainings), len(plan.trainings))
+    return found
+
+
+def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
+    """Return the records of these tests without duplicates, sorted by test, size and seed."""
+    run = run_key(training.task, training.normalizer, training.recipe, device)
+    mine = {
+        (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
+        for record in records
+        if record.get("run") == run and record["seed"] in seeds and training.trials.asked(record)
+    }
+    return [mine[key] for key in sorted(mine)]
+
+
+def _wanted(training: Training, seeds: Sequence[int]) -> int:
+    return len(seeds) * len(training.trials.sizes) * len(training.trials.names)
+
+
+def _made_on(plan: RetrievalPlan, records: Sequence[Record]) -> str | None:
+    """Return the device of most of the plan's records; data differ between CPU and GPU, so all must come from one."""
+    counts = {device: sum(len(_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES}
+    most = max(counts, key=lambda device: counts[device])
+    return most if counts[most] else None
+
+
+def _compiled(training: Training) -> bool | None:
+    """Return the trainer's default, or False if compiling would take longer than the steps."""
+    return None if training.recipe.steps >= WORTH_COMPILING else False
+
+
+def _training_progress(
+    progress: ProgressCallback, training: Training, number: int, of: int
+) -> Callable[[RetrievalProgress], None]:
+    def report(now: RetrievalProgress) -> None:
+        progress(f"{training.section}: {training.label}, {now.stage} {now.done:,} of {now.total:,}", number, of)
+
+    return report

@@ -6,21 +6,21 @@ last row, the mean of its longest rows, and the last row without the first key. 
 several models are also compared at the longest context that all of them have.
 """
 
+import itertools
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from attnorm.analysis.verdicts.rows import keys
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    ExperimentSubject,
-    Outcome,
-    ProgressCallback,
-    Verdict,
-)
-from attnorm.experiments.spread.figure import figure
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.spread.measure import (
     PRINTED,
     READINGS,
@@ -30,6 +30,7 @@ from attnorm.experiments.spread.measure import (
     measure,
     spread_table,
 )
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.dispersion import horizon
 
 LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is text for
@@ -87,8 +88,7 @@ def judge_claims(found: Sequence[Spreads]) -> tuple[ExperimentFinding, ...]:
             "on [V])",
             ours=_each(found, [_horizons(one) for one in found]),
             verdict=_together(["reproduces" if float(np.median(one.last)) < NEAR else "partly" for one in found]),
-            why="sooner is not soon: beyond the horizon 1 + e^spread no key can have half of the weight, before it the "
-            "spread forbids nothing",
+            why="beyond the horizon 1 + e^spread no key can have half of the weight; below it the spread is no limit",
         ),
     )
 
@@ -184,3 +184,161 @@ def _proposition(found: Sequence[Spreads]) -> ExperimentFinding:
         verdict,
         why if verdict != "not tested" else "",
     )
+
+
+SPREAD_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+LENGTH_TICKS = (16, 64, 256, 1024, 4096, 16384)
+BANDS = 3  # models: more would hide each other
+# Several models differ in marker and lightness too; dashed blue is reserved for theory.
+LOOKS: tuple[dict[str, Any], ...] = (
+    MEASURED,
+    {"color": "#d9731a", "linestyle": (0, (1, 1)), "marker": "^", "markersize": 4.5, "linewidth": 1.8},
+    {"color": "#0b8466", "linestyle": "-.", "marker": "v", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#9a62c7", "linestyle": (0, (5, 1)), "marker": "P", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
+)
+
+
+@dataclass(frozen=True)
+class SpreadRow:
+    """One row of the table."""
+
+    label: str
+    range: tuple[float, float]
+    middle: tuple[float, float]  # the thick bar: mean ± std as printed, quartiles where they are known
+    median: float | None
+    mean: float
+    std: float
+    look: dict[str, Any]
+
+
+def figure(found: Sequence[Spreads]) -> Figure:
+    rows = len(PRINTED) + (len(READINGS) if len(found) == 1 else len(found))
+    height = max(3.7, 1.3 + 0.48 * rows)
+    drawing = Figure(figsize=(11.4, height), facecolor="white")
+    left, middle, right = drawing.subplots(
+        1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
+                           "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
+    )  # fmt: skip
+    looks = list(itertools.islice(itertools.cycle(LOOKS), len(found)))
+    _draw_table(left, found, looks)
+    _draw_growth(middle, found, looks)
+    _draw_bound(right, found, looks)
+    bars = "(a) thin: range; thick: mean ± std (printed), quartiles (ours); marker: mean; tick: median"
+    note(drawing, f"{_about(found)}; {bars}")
+    return drawing
+
+
+def _about(found: Sequence[Spreads]) -> str:
+    if len(found) == 1:
+        (one,) = found
+        return f"{one.model}, {one.text}, {one.keys:,} tokens, {len(one.head)} heads"
+    models: dict[str, list[str]] = {}
+    for one in found:
+        models.setdefault(one.text, []).append(_short(one.model).replace("\n", ""))
+    if len(models) == 1:
+        return f"Last row of every head; text: {found[0].text}"
+    texts = (f"{text} ({who[0] if len(who) == 1 else f'{len(who)} models'})" for text, who in models.items())
+    return f"Last row of every head; texts: {', '.join(texts)}"
+
+
+def _draw_table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+    """Draw mean, standard deviation and range as in the paper's table; for ours, the quartiles.
+
+    Mean - std of a skewed distribution may be negative, which a logarithmic axis cannot show.
+    """
+    rows = [
+        SpreadRow(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
+        for model, (low, high, mean, std) in PRINTED.items()
+    ]
+    for one, look in zip(found, looks, strict=True):
+        # One model has a row per reading; several models have one row each.
+        for reading, meaning in (
+            READINGS.items() if len(found) == 1 else [("last", f"{one.keys:,} keys, {len(one.head)} heads")]
+        ):
+            values = one.readings[reading]
+            label = f"{_short(one.model)}:\n{meaning}"
+            low, quarter, half, most, high = (float(one) for one in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
+            mean, std = float(values.mean()), float(values.std())
+            rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, look))
+    for index, row in enumerate(reversed(rows)):
+        colour = row.look["color"]
+        axes.plot(row.range, [index, index], color=colour, linewidth=0.9)
+        axes.plot(row.middle, [index, index], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+        if row.median is not None:
+            axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=colour, linewidth=1.6)
+        axes.plot(
+            [row.mean], [index], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white",
+        )  # fmt: skip
+        axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
+    axes.set_ylim(-0.5, len(rows) - 0.3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("logit spread over heads (nats), mean ± std")
+    letter(axes, "a", "The table: printed (pale) and ours")
+    tidy(axes)
+
+
+def _draw_growth(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+    least, most = 2.0, 0.0
+    for one, look in zip(found, looks, strict=True):
+        low, centre, high = np.nanquantile(one.against_n, (0.1, 0.5, 0.9), axis=0)
+        if len(found) <= BANDS:
+            axes.fill_between(one.n, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        label = "heads: median, 10 to 90 %" if len(found) == 1 else _short(one.model)
+        axes.plot(one.n, centre, **look, label=label)
+        least, most = min(least, float(low.min())), max(most, float(high.max()))
+    n = max((one.n for one in found), key=len)
+    axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
+    axes.axhline(PRINTED["Gemma 2B"][2], color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
+    axes.set_xscale("log", base=2)
+    ticks = [tick for tick in LENGTH_TICKS if n[0] <= tick <= n[-1]]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yscale("log")
+    axes.set_yticks(SPREAD_TICKS, [f"{value}" for value in SPREAD_TICKS])
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(least, most * 2.2 ** (1 + 0.25 * len(found)))  # room for the legend
+    axes.set_xlabel("visible keys n")
+    shown = ": median, 10 to 90 %" if len(found) <= BANDS else ": median of the heads"
+    axes.set_ylabel("logit spread (nats)" + (shown if len(found) > 1 else ""))
+    letter(axes, "b", "It grows with the context")
+    axes.legend(loc="upper left", fontsize=7)
+    tidy(axes)
+
+
+def _draw_bound(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+    letter(axes, "c", "Proposition 3.1")
+    known = [(one, look, ~np.isnan(one.bound)) for one, look in zip(found, looks, strict=True) if len(one.bound_ratio)]
+    if not known:
+        axes.text(0.5, 0.5, "not applicable", ha="center", transform=axes.transAxes)
+        axes.set_axis_off()
+        return
+    for one, look, here in known:
+        last, bound = one.last[here], one.bound[here]
+        if len(found) > 1:
+            axes.scatter(
+                last, bound, s=16, marker=look["marker"], facecolor="none", edgecolor=look["color"], linewidth=0.8,
+                alpha=0.8, label=_short(one.model) if len(found) <= BANDS else None,  # more: as in (b)
+            )  # fmt: skip
+            continue
+        dots = axes.scatter(last, bound, c=one.layer[here], cmap="viridis", s=14, edgecolor=INK, linewidth=0.4)
+        bar = axes.figure.colorbar(dots, ax=axes, pad=0.02)
+        bar.set_label("layer", fontsize=8)
+    ends = [
+        min(float(one.last[here].min()) for one, _, here in known) * 0.8,
+        max(float(one.last[here].max()) for one, _, here in known) * 4,
+    ]
+    axes.plot(ends, ends, **{**CORRECTED, "marker": None}, label="bound = spread")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured spread, last row (nats)")
+    axes.set_ylabel("bound of Proposition 3.1 (nats)")
+    axes.legend(loc="lower right", fontsize=7)
+    tidy(axes)
+
+
+def _short(name: str) -> str:
+    """Return a hub name without its owner, in lines that fit beside an axis."""
+    return "\n".join(textwrap.wrap(name.rsplit("/", 1)[-1], 26)[:2]) or name

@@ -9,8 +9,9 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
-from attnorm.experiments.forward_pass import longest_rows, run_forward_pass
+from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
+from attnorm.experiments.experiment import Floats
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows

@@ -21,8 +21,7 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
-from attnorm.training.lm.model import ARCHITECTURES
-from attnorm.training.lm.settings import LMSettings
+from attnorm.training.lm.model import ARCHITECTURES, LMSettings
 
 Attention = Literal["engine", "dense"]
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; beyond it torch continues uncompiled and only logs it

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch.nn import functional as F
 
 from attnorm.training.lm.data import Tokens, check_length, validation_windows
-from attnorm.training.lm.settings import ROTARY, LMSettings
+from attnorm.training.lm.model import ROTARY, LMSettings
 
 EVALUATION_BATCH = 16
 LONGER = (1, 2, 4)  # times the training length

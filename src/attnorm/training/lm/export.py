@@ -18,7 +18,7 @@ from attnorm.provenance import package_versions
 from attnorm.training.lm.card import model_card
 from attnorm.training.lm.data import Corpus, as_transformers, token_bytes
 from attnorm.training.lm.evaluate import baselines, losses_by_length
-from attnorm.training.lm.settings import RECORD, LMSettings
+from attnorm.training.lm.model import RECORD, LMSettings
 from attnorm.training.lm.train import METRICS, loss_rise, speed_and_memory
 
 SAMPLE = "sample.txt"

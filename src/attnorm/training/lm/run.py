@@ -14,14 +14,13 @@ from typing import Any
 
 from attnorm.files import write_json
 from attnorm.run_folder import only_process, read_record, require_only, require_same_run
+from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
-from attnorm.training.interruption import StopRequest, TrainingInterrupted
 from attnorm.training.lm.attention import Attention, check_attention
 from attnorm.training.lm.data import check_length, describe_texts, prepare
 from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths
 from attnorm.training.lm.export import export
-from attnorm.training.lm.model import check_normalizer
-from attnorm.training.lm.settings import RECORD, LMSettings
+from attnorm.training.lm.model import RECORD, LMSettings, check_normalizer
 from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run
 
 __all__ = ["LMProgress", "Report", "chosen_device", "train_lm"]

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.files import write_text
-from attnorm.training.checkpoints import finished_checkpoints, load_checkpoint, save_checkpoint
+from attnorm.training.checkpoints import StopRequest, finished_checkpoints, load_checkpoint, save_checkpoint
 from attnorm.training.device import MemoryPeak
-from attnorm.training.interruption import StopRequest
 from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
 from attnorm.training.lm.data import Corpus, training_windows, validation_windows
 from attnorm.training.lm.evaluate import predicted_loss, validation_loss, window_loss
-from attnorm.training.lm.model import build_model
-from attnorm.training.lm.settings import LMSettings
+from attnorm.training.lm.model import LMSettings, build_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -197,10 +195,7 @@ def speed_and_memory(path: Path) -> dict[str, float | int | None]:
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     speeds = [entry["tokens_per_second"] for entry in entries]
     peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
-    return {
-        "tokens_per_second": median(speeds) if speeds else None,
-        "peak_memory_bytes": max(peaks, default=None),
-    }
+    return {"tokens_per_second": median(speeds) if speeds else None, "peak_memory_bytes": max(peaks, default=None)}
 
 
 def keep_metrics(path: Path, step: int) -> None:

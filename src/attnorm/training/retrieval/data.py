@@ -48,7 +48,6 @@ class Task:
     item_width: int
     query_width: int
     draw: Callable[[torch.Generator, Tensor, int], Sets]
-    has_target: bool = True
     has_priority: bool = False  # the first feature of an item ranks it
 
 
@@ -76,41 +75,41 @@ def stacked(parts: list[Sets]) -> Sets:
     )
 
 
-def _max_retrieval(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
-    priority = _uniform(generator, *sizes.shape, places)
-    classes = _classes(generator, *sizes.shape, places)
+def _max_retrieval(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
+    priority = _uniform(generator, *sizes.shape, slots)
+    classes = _classes(generator, *sizes.shape, slots)
     query = _uniform(generator, *sizes.shape, 1)
-    visible = _visible(sizes, places)
+    visible = _visible(sizes, slots)
     target = priority.masked_fill(~visible, -1.0).argmax(-1)
     return Sets(_with_class(priority[..., None], classes), query, visible, _picked(classes, target), target)
 
 
-def _recall(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
-    normal = torch.randn(*sizes.shape, places + 1, KEY_WIDTH, generator=generator, device=generator.device)
+def _recall(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
+    normal = torch.randn(*sizes.shape, slots + 1, KEY_WIDTH, generator=generator, device=generator.device)
     unit = F.normalize(normal, dim=-1)
-    keys, noise = unit[..., :places, :], unit[..., places, :]
-    classes = _classes(generator, *sizes.shape, places)
+    keys, noise = unit[..., :slots, :], unit[..., slots, :]
+    classes = _classes(generator, *sizes.shape, slots)
     target = (_uniform(generator, *sizes.shape) * sizes).long().clamp(max=sizes - 1)
     wanted = keys.gather(-2, target[..., None, None].expand(*target.shape, 1, KEY_WIDTH)).squeeze(-2)
     query = F.normalize(wanted + QUERY_NOISE * noise, dim=-1)
-    return Sets(_with_class(keys, classes), query, _visible(sizes, places), _picked(classes, target), target)
+    return Sets(_with_class(keys, classes), query, _visible(sizes, slots), _picked(classes, target), target)
 
 
-def _majority(generator: torch.Generator, sizes: Tensor, places: int) -> Sets:
+def _majority(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
     """Draw sets in which one class has a share of 0.3 plus its part of the rest."""
-    classes = _classes(generator, *sizes.shape, places)
+    classes = _classes(generator, *sizes.shape, slots)
     common = _classes(generator, *sizes.shape, 1)
-    classes = torch.where(_uniform(generator, *sizes.shape, places) < COMMON_SHARE, common, classes)
-    visible = _visible(sizes, places)
-    items = _with_class(_uniform(generator, *sizes.shape, places, 1), classes)
+    classes = torch.where(_uniform(generator, *sizes.shape, slots) < COMMON_SHARE, common, classes)
+    visible = _visible(sizes, slots)
+    items = _with_class(_uniform(generator, *sizes.shape, slots, 1), classes)
     counts = (items[..., -CLASSES:] * visible[..., None]).sum(-2)
     # Ties are broken at random, so no rule can do better than chance on them.
     label = (counts + 0.5 * _uniform(generator, *sizes.shape, CLASSES)).argmax(-1)
     return Sets(items, _uniform(generator, *sizes.shape, 1), visible, label, None)
 
 
-def _visible(sizes: Tensor, places: int) -> Tensor:
-    return torch.arange(places, device=sizes.device) < sizes[..., None]
+def _visible(sizes: Tensor, slots: int) -> Tensor:
+    return torch.arange(slots, device=sizes.device) < sizes[..., None]
 
 
 def _uniform(generator: torch.Generator, *shape: int) -> Tensor:
@@ -147,7 +146,7 @@ TASKS: dict[str, Task] = {
             KEY_WIDTH,
             _recall,
         ),
-        Task("majority", "Which class occurs most often?", 1 + CLASSES, 1, _majority, has_target=False),
+        Task("majority", "Which class occurs most often?", 1 + CLASSES, 1, _majority),
     )
 }
 

@@ -25,18 +25,18 @@ from attnorm.run_folder import only_process, require_only
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.retrieval.data import Task, find_task
 from attnorm.training.retrieval.evaluate import Trials, records_of
-from attnorm.training.retrieval.model import normalizer_for
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.records import RECORDS, Record
-from attnorm.training.retrieval.train import CHECKPOINTS, METRICS, Journal, check_recipe, train
-from attnorm.training.retrieval.trained_seeds import (
+from attnorm.training.retrieval.model import (
     FOLDER,
     TrainedSeeds,
     find_trained_seeds,
+    normalizer_for,
     run_key,
     save_trained_seeds,
     trained_seeds_name,
 )
+from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.records import RECORDS, Record
+from attnorm.training.retrieval.train import CHECKPOINTS, METRICS, Journal, check_recipe, train
 
 MANIFEST = "manifest.json"
 SEEDS = tuple(range(10))

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.normalizers.contract import Normalizer
+from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated
-from attnorm.training.interruption import StopRequest, TrainingInterrupted
-from attnorm.training.retrieval.class_leak import leaked_share
 from attnorm.training.retrieval.data import Batch, Task, training_batches
+from attnorm.training.retrieval.evaluate import leaked_share
 from attnorm.training.retrieval.model import Retrievers, mixture
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 

@@ -1,4 +1,4 @@
-"""The results of the search for counterexamples: a terminal table, JSON, and one counterexample in full."""
+"""Terminal tables and JSON of `attnorm verify` (every claim, one counterexample in full) and `attnorm frontier`."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from rich.text import Text
 from torch import Tensor
 
 from attnorm.theory.catalogue import Claim, ClaimCase
+from attnorm.theory.normalizer_frontier import Frontier
 from attnorm.theory.search import Counterexample, Finding, table_stands
 
 COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
@@ -188,3 +189,45 @@ def _numbers(values: Tensor) -> str:
 
 def _matrix(values: Tensor) -> str:
     return "; ".join(_numbers(row) for row in values)
+
+
+MEASURED = "*"  # after a name whose Lipschitz constant is measured
+
+
+def frontier_table(placed: Frontier) -> RenderableType:
+    table = Table(
+        title="Effort K g needed to keep a weight w on one of n keys",
+        caption="g: how far its logit leads n-1 equal ones; K: the declared Lipschitz constant. A temperature changes "
+        "nothing. No shift-invariant, permutation-equivariant map with row sum 1 lies below the law (n w - 1)/(n - 1). "
+        f"{MEASURED} K measured, not declared: at least this much, up to the length where measuring takes seconds.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("normalizer", no_wrap=True)
+    table.add_column("w", justify="right")
+    for n in placed.lengths:
+        table.add_column(f"{n:,}", justify="right", no_wrap=True)
+    for weight in placed.weights:
+        table.add_section()
+        table.add_row("the law", f"{weight:g}", *map(_effort, placed.least(weight)), style="bold")
+        for name in placed.names:
+            table.add_row(label(name, placed), f"{weight:g}", *map(_effort, placed.efforts(name, weight)))
+    return Group(table, _absent(placed)) if placed.absent else table
+
+
+def label(name: str, placed: Frontier) -> str:
+    return name + MEASURED * (name in placed.measured)
+
+
+def _effort(effort: float) -> str:
+    return "" if math.isnan(effort) else f"{effort:.3f}"
+
+
+def _absent(placed: Frontier) -> Table:
+    table = Table(title="Not on the frontier, and why", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("normalizer", no_wrap=True)
+    table.add_column("why the law does not apply")
+    for name, reason in placed.absent.items():
+        table.add_row(name, reason)
+    return table

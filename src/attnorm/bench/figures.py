@@ -1,21 +1,28 @@
-"""Draw the weight kept against context length, both logarithmic, with a label at the end of every line.
+"""The figures of `attnorm dispersion` and `attnorm bench analyze`.
 
-Lines that coincide are drawn once and share a label. Groups differ in lightness and width, so that the figure can be
-read in grey.
+Dispersion: the weight kept against context length, both logarithmic, with a label at the end of every line. Lines that
+coincide are drawn once and share a label. Groups differ in lightness and width, so that the figure can be read in grey.
+
+Growth: time and memory of analyze() against length, next to the plain pass, on logarithmic axes. A dotted line in each
+half has the expected slope: time grows with the square of the length, as attention does, memory with its first power.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from attnorm.bench.dispersion_table import MEANING, Curve, Dispersion, Verdict, percent, shown
-from attnorm.figure_files import INK, PALE, save_figure_files
+from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, shown
+from attnorm.bench.results import Growth
+from attnorm.figure_files import INK, LETTERING, PALE, save_figure_files
 from attnorm.line_labels import spread, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
@@ -64,7 +71,7 @@ def dispersion_figure(dispersion: Dispersion) -> Figure:
     figure = Figure(figsize=(12.8, 7.2), facecolor="white")  # a 16:9 slide
     axes = figure.add_axes((0.07, 0.135, 0.525, 0.69))
     lengths = dispersion.curves[0].lengths
-    _draw_axes(axes, lengths)
+    _draw_dispersion_axes(axes, lengths)
     lines = merged(dispersion)
     for line in sorted(lines, key=lambda line: (line.is_softmax, line.shape.verdict == "stays")):
         _draw_line(axes, line)
@@ -92,7 +99,7 @@ def _coincide(a: Curve, b: Curve) -> bool:
     return a.verdict == b.verdict and all(1 / SAME < x / y < SAME for x, y in pairs)
 
 
-def _draw_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
+def _draw_dispersion_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(lengths[0], lengths[-1])
@@ -143,12 +150,12 @@ def _label_ends(axes: Axes, lines: list[DispersionLine]) -> None:
     ends = [_height(axes, line.shape.kept[-1]) for line, _ in entries]
     texts = [wrapped(line.names, LABEL_WIDTH) for line, _ in entries]
     rows = [HEADING_ROWS if heading else len(text) for text, (_, heading) in zip(texts, entries, strict=True)]
-    places = spread(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
-    for (line, heading), end, place, text in zip(entries, ends, places, texts, strict=True):
+    centres = spread(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
+    for (line, heading), end, centre, text in zip(entries, ends, centres, texts, strict=True):
         if heading:
-            _write_heading(axes, line.shape.verdict, place - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)
+            _write_heading(axes, line.shape.verdict, centre - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)
         else:
-            _write_label(axes, line, text, end, place + LINE_HEIGHT * (len(text) - 1) / 2)
+            _write_label(axes, line, text, end, centre + LINE_HEIGHT * (len(text) - 1) / 2)
 
 
 def _height(axes: Axes, kept: float) -> float:
@@ -157,10 +164,10 @@ def _height(axes: Axes, kept: float) -> float:
     return height
 
 
-def _write_heading(axes: Axes, verdict: Verdict, place: float) -> None:
+def _write_heading(axes: Axes, verdict: Verdict, centre: float) -> None:
     write: dict[str, Any] = {"color": COLOUR[verdict], "fontsize": SMALL}
     heading = axes.text(
-        1.055, place, verdict.upper(), transform=axes.transAxes, va="center", fontweight="bold", **write
+        1.055, centre, verdict.upper(), transform=axes.transAxes, va="center", fontweight="bold", **write
     )
     axes.annotate(
         MEANING[verdict], xy=(1, 0), xycoords=heading, xytext=(6, 0), textcoords="offset points", va="bottom", **write
@@ -204,10 +211,69 @@ def _write_around(figure: Figure, dispersion: Dispersion) -> None:
     left = 0.018
     figure.text(left, 0.935, "How much attention does a clear winner keep?", fontsize=19, fontweight="bold", color=INK)
     figure.text(left, 0.89, f"{dispersion.setting} Its share of the weight:", fontsize=11.5, color=INK)
-    left_out = f" Not asked: {', '.join(dispersion.left_out)}." if dispersion.left_out else ""
-    draws = f"Median of {dispersion.draws} draws; the winner stands in the middle of the context. "
+    left_out = f" Left out: {', '.join(dispersion.left_out)}." if dispersion.left_out else ""
+    draws = f"Median of {dispersion.draws} draws; the winner is in the middle of the context. "
     note = (
         f"{draws}Settings not named are the defaults. Rows that sum to more than 1 are divided by their sum.{left_out}"
     )
     figure.text(left, 0.022, note, fontsize=8, color=PALE)
     figure.text(0.985, 0.022, "attnorm dispersion", fontsize=8, color=PALE, ha="right")
+
+
+OURS, PLAIN = "#0a4a8c", "#8b939d"
+
+
+def save_growth_figure(growth: Growth, folder: Path) -> Path:
+    """Write growth.svg to the folder; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "growth.svg"
+    with matplotlib.rc_context(LETTERING):
+        growth_figure(growth).savefig(path, metadata={"Date": None})
+    return path
+
+
+def growth_figure(growth: Growth) -> Figure:
+    figure = Figure(figsize=(9.6, 4.4), facecolor="white")
+    lengths = [point.length for point in growth.points]
+    halves = (
+        ("Time, s", 2, [p.seconds for p in growth.points], [p.plain_seconds for p in growth.points]),
+        ("Memory of the pass, MB", 1, [p.extra_mb for p in growth.points], [p.plain_extra_mb for p in growth.points]),
+    )
+    for left, (title, power, ours, plain) in zip((0.07, 0.565), halves, strict=True):
+        axes = figure.add_axes((left, 0.16, 0.36, 0.6))
+        _draw_growth_axes(axes, f"{title}   (dotted: as L{'²' * (power == 2)})", lengths)
+        _draw_slope(axes, lengths, ours, power)
+        for values, colour, name in ((plain, PLAIN, "plain pass"), (ours, OURS, "analyze")):
+            axes.plot(lengths, values, "o-", color=colour, linewidth=2, markersize=5)
+            axes.annotate(
+                name, (lengths[-1], values[-1]), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9,
+                color=colour,
+            )  # fmt: skip
+    figure.text(0.018, 0.94, "What measuring every head costs", fontsize=15, fontweight="bold", color=INK, va="top")
+    about = f"{growth.what[:1].upper()}{growth.what[1:]}; {growth.setting}"
+    figure.text(0.018, 0.025, about, fontsize=8, color=PALE)
+    figure.text(0.985, 0.025, "attnorm bench analyze --out", fontsize=8, color=PALE, ha="right")
+    return figure
+
+
+def _draw_growth_axes(axes: Axes, title: str, lengths: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else f"{length}" for length in lengths])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.grid(color="#e9ebee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    axes.set_xlabel("tokens", fontsize=9.5, color=INK)
+
+
+def _draw_slope(axes: Axes, lengths: Sequence[int], values: Sequence[float], power: int) -> None:
+    """Draw the expected slope through the last point."""
+    line = [values[-1] * (length / lengths[-1]) ** power for length in lengths]
+    axes.plot(lengths, line, ":", color=INK, linewidth=1)
