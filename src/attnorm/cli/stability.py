@@ -102,7 +102,7 @@ def _table(found: "Stability", measured: str) -> "RenderableType":
     from rich.table import Table
 
     size = f"{found.windows} window{'s' * (found.windows > 1)} of {found.length:,} tokens"
-    table = Table(title=f"{found.heads} heads, {measured}, {size} each", title_justify="left", box=None)
+    table = Table(title=f"{found.heads} heads, {measured}, {size}", title_justify="left", box=None)
     table.add_column("")
     table.add_column("heads", justify="right")
     table.add_column("share", justify="right")
