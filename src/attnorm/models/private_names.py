@@ -1,7 +1,8 @@
 """Every private name of torch, transformers and accelerate that this room relies on, each behind one function.
 
 PRIVATE lists the names with their purpose. tests/models/test_private_names.py checks each one, so that a new version of
-a library that lacks a name fails there, with that name, and not somewhere in a measurement.
+a library that lacks a name fails there, with that name, and not somewhere in a measurement. Large modules are imported
+where they are used: this file is imported by most others.
 """
 
 import copy
@@ -14,10 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
-from torch.nn.attention.flex_attention import flex_attention
-from transformers import AttentionInterface
-from transformers.utils.hub import cached_file
 
 INTERFACE, GET_INTERFACE = "ALL_ATTENTION_FUNCTIONS", "get_interface"
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -48,7 +45,12 @@ PRIVATE: dict[str, str] = {
 
 fast_multi_head_attention = torch._native_multi_head_attention
 fast_encoder_layer = torch._transformer_encoder_layer_fwd
-flex_operator = flex_attention_operator
+
+
+def flex_operator() -> Any:
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    return flex_attention
 
 
 def in_backward_pass() -> bool:
@@ -74,11 +76,13 @@ def without_innermost_mode() -> AbstractContextManager[Any]:
 
 def is_identity_score_mod(score_mod: Any) -> bool:
     own = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
-    return own == (flex_attention.__module__, "_identity")
+    return own == ("torch.nn.attention.flex_attention", "_identity")
 
 
 def replace_get_interface(function: Any) -> Any:
     """Replace AttentionInterface.get_interface by `function`; return the previous one."""
+    from transformers import AttentionInterface
+
     original = AttentionInterface.get_interface
     AttentionInterface.get_interface = function  # type: ignore[method-assign]
     return original
@@ -120,6 +124,8 @@ def offload_devices(module: nn.Module) -> list[torch.device]:
 
 def find_file(directory: Any, name: str, **where: Any) -> Path | None:
     """A file of a folder or of a hub repository; None if it is absent, or not cached and the hub cannot be reached."""
+    from transformers.utils.hub import cached_file
+
     found = cached_file(
         directory,
         name,

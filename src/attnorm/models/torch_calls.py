@@ -149,7 +149,7 @@ WATCHED: dict[Any, Watched] = {
     F.multi_head_attention_forward: Watched("MultiheadAttention", read_multi_head_attention),
     fast_multi_head_attention: Watched("MultiheadAttention", read_native_multi_head_attention),
     fast_encoder_layer: Watched("MultiheadAttention", read_transformer_encoder_layer, "self_attn"),
-    flex_operator: Watched("flex_attention", read_flex_attention),
+    flex_operator(): Watched("flex_attention", read_flex_attention),
 }
 
 OnCall = Callable[[AttentionCall, CallSite], None]
