@@ -8,10 +8,10 @@ from typing import Any
 
 from attnorm.analysis import store
 from attnorm.analysis.default_text import default_text
-from attnorm.analysis.manifest import finished_manifest, new_manifest, unigram_entropies
+from attnorm.analysis.manifest import finished_manifest, new_manifest
 from attnorm.analysis.merge import merge_parts
 from attnorm.analysis.parts import AnalysisProgress, Job, measure_parts
-from attnorm.analysis.plan import check_windows, plan
+from attnorm.analysis.plan import check_windows, plan, unigram_entropies
 from attnorm.analysis.result import Analysis, refuse_another_run
 from attnorm.analysis.settings import (
     BUDGET,

@@ -19,8 +19,7 @@ A manifest is plain JSON:
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.provenance import now, versions
 
 if TYPE_CHECKING:
-    from attnorm.analysis.plan import AnalysisPlan, PartPlan
+    from attnorm.analysis.plan import AnalysisPlan
     from attnorm.models.inputs import Text
     from attnorm.models.load import LoadedModel
 
@@ -108,7 +107,7 @@ def manifest_of(
 def finished_manifest(
     manifest: Mapping[str, Any], parts: Sequence[Part], unigrams: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the manifest of a finished run. unigrams: entropy of the tokens of each text (unigram_entropies)."""
+    """Return the manifest of a finished run. unigrams: entropy of the tokens of each text (plan.py)."""
     facts = [{"key": part.key, **{name: part.about.get(name) for name in _PART_FACTS}} for part in parts]
     notes = list(manifest["notes"])
     broken = [rows > 0 for part in parts for rows in part.tables["heads"]["broken_rows"].to_pylist()]
@@ -145,19 +144,6 @@ def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[s
     return [f"distances, separability, sensitivity and coverage {note}; all other numbers from every measured row"]
 
 
-def unigram_entropies(parts: "Iterable[PartPlan]") -> dict[str, float]:
-    """Return the entropy in nats of the token counts of each text, over all its windows; texts without ids are skipped.
-
-    It is the loss of a table of token frequencies. A model whose loss is hardly lower does not read the text.
-    """
-    counts: dict[str, Counter[int]] = {}
-    for part in parts:
-        ids = part.model_inputs.get("input_ids")
-        if ids is not None:
-            counts.setdefault(part.text.name, Counter()).update(ids.flatten().tolist())
-    return {text: _entropy(found) for text, found in counts.items()}
-
-
 def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Return for each text the loss over all its windows, the first token, and whether the model can read it."""
     found: dict[str, dict[str, Any]] = {}
@@ -184,11 +170,6 @@ def unreadable_notes(reading: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for text, one in reading.items()
         if one["readable"] is False
     ]
-
-
-def _entropy(counts: Counter[int]) -> float:
-    total = counts.total()
-    return -sum(count / total * math.log(count / total) for count in counts.values()) if total else 0.0
 
 
 def text_facts(text: "Text") -> dict[str, Any]:

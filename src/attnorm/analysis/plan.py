@@ -3,7 +3,9 @@
 Wrong input raises an error here, before anything is measured.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
@@ -113,6 +115,19 @@ def check_windows(windows: Windows, budget: int) -> None:
         raise ValueError(f"budget: expected at least {SHORTEST} tokens, got {budget!r}")
 
 
+def unigram_entropies(parts: Iterable[PartPlan]) -> dict[str, float]:
+    """Return the entropy in nats of the token counts of each text, over all its windows; texts without ids are skipped.
+
+    It is the loss of a table of token frequencies. A model whose loss is hardly lower does not read the text.
+    """
+    counts: dict[str, Counter[int]] = {}
+    for part in parts:
+        ids = part.model_inputs.get("input_ids")
+        if ids is not None:
+            counts.setdefault(part.text.name, Counter()).update(ids.flatten().tolist())
+    return {text: _entropy(found) for text, found in counts.items()}
+
+
 def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | None:
     if lengths is None:
         return None
@@ -181,3 +196,8 @@ def _left_out(text: Text, coverage: TextCoverage, length: int, exact: bool) -> l
             f"({'<1' if share < 0.01 else f'{min(share, 0.999) * 100:.3g}'} %) are left out"
         )
     ]
+
+
+def _entropy(counts: Counter[int]) -> float:
+    total = counts.total()
+    return -sum(count / total * math.log(count / total) for count in counts.values()) if total else 0.0

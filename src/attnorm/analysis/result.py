@@ -220,8 +220,8 @@ class Analysis:
         written = [name for name in TABLES if not (old and name in ADDED_IN_3)]
         tables, manifest = store.read_run(folder, manifest, written)
         if old:
-            upgraded_manifest = manifests.upgraded_manifest(manifest)
-            return cls.of(upgraded(tables), upgraded_manifest, thresholds_of(manifest["thresholds"]))
+            manifest = manifests.upgraded_manifest(manifest)
+            return cls.of(upgraded(tables), manifest, thresholds_of(manifest["thresholds"]))
         tables = with_optional(tables)
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
