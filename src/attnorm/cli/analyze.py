@@ -84,9 +84,11 @@ def analyze(
 ) -> None:
     """Measure every attention head of a model on a text and judge it. Without arguments: a bundled model, offline.
 
-    Prints a summary to stdout and progress to stderr; writes the report to DIR/report.html, or to attnorm-MODEL.html
-    in the current folder. Exit codes: 0 measured; 1 logits or weights are not finite, or no disk space or memory;
-    2 wrong usage or input; 130 interrupted (run the same command again to resume from --out).
+    Prints a summary to stdout and progress to stderr; writes the report to DIR/report.html, or to attnorm-MODEL.html in
+    the current folder.
+
+    Exit codes: 0 measured; 1 logits or weights are not finite, or no disk space or memory; 2 wrong usage or input; 130
+    interrupted (run the same command again to resume from --out).
 
     Example: attnorm analyze bundled --normalizers model,ssmax,entmax15 --out run
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def compare(
     sides: Annotated[
         list[str],
-        typer.Argument(metavar="DIR|MODEL...", help="Folders that analyze --out wrote, or models to measure."),
+        typer.Argument(metavar="DIR|MODEL", help="Folders that analyze --out wrote, or models to measure."),
     ],
     text: options.Texts = None,
     lengths: options.Lengths = None,
@@ -38,8 +38,9 @@ def compare(
 
     A single DIR is compared with itself: each normalizer that it was measured with is a side. Options apply to models
     that are measured now; options that are not given come from the first DIR. --threshold applies to all sides; without
-    it, folders keep their own thresholds. Exit codes: 0 compared; 1 no disk space or memory; 2 wrong usage or input;
-    130 interrupted.
+    it, folders keep their own thresholds.
+
+    Exit codes: 0 compared; 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
     Example: attnorm compare run bundled
     """

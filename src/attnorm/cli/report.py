@@ -22,8 +22,9 @@ def report(
 ) -> None:
     """Write the HTML report of a saved analysis again; nothing is measured.
 
-    --threshold judges the saved numbers again for this report; the tables in DIR do not change. Exit codes: 0 written;
-    1 no disk space; 2 DIR holds no finished analysis.
+    --threshold judges the saved numbers again for this report; the tables in DIR do not change.
+
+    Exit codes: 0 written; 1 no disk space; 2 DIR holds no finished analysis.
 
     Example: attnorm report run --figures figures
     """

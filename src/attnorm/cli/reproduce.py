@@ -38,7 +38,7 @@ Stage = Annotated[
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...", help="Experiments, or all (default: list the experiments)."),
+        typer.Argument(metavar="NAME", help="Experiments, or all (default: list the experiments)."),
     ] = None,
     model: Annotated[
         list[str] | None,
@@ -102,9 +102,10 @@ def reproduce(
     """Reproduce figures, tables and guidelines of the papers on a model, next to the corrected theory.
 
     Prints the verdicts; writes figures and tables to DIR/NAME and one page with everything to DIR/index.html. Finished
-    experiments are not run again. An option that one of the experiments does not use is an error. Exit codes: 0 done,
-    whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 a stage has unfinished work; 130
-    interrupted.
+    experiments are not run again. An option that one of the experiments does not use is an error.
+
+    Exit codes: 0 done, whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 a stage has
+    unfinished work; 130 interrupted.
 
     Example: attnorm reproduce fig2 fig3 --model bundled --quick
     """

@@ -63,8 +63,10 @@ def lm(
 ) -> None:
     """Train a small language model and write a standard Hugging Face folder with a model card.
 
-    Prints the validation loss next to those of unigram and bigram counts on the same tokens. Run the same command
-    again to resume an interrupted run. Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
+    Prints the validation loss next to those of unigram and bigram counts on the same tokens. Run the same command again
+    to resume an interrupted run.
+
+    Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
     Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --out my-lm
     """

@@ -76,9 +76,10 @@ def retrieval(
 ) -> None:
     """Train models that pick from sets of items, and test them on sets far larger than in training.
 
-    Each seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into
-    wrong logits and dispersed weights. Run the same command again to resume. Exit codes: 1 no disk space or memory;
-    2 wrong usage or input; 130 interrupted.
+    Each seed is one model; all seeds train together, on the same data for every normalizer. Errors are split into wrong
+    logits and dispersed weights. Run the same command again to resume.
+
+    Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """

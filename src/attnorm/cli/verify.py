@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Claims to search (default: all).")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="CLAIM", help="Claims to search (default: all).")] = None,
     budget: Annotated[
         float,
         typer.Option(
