@@ -44,7 +44,7 @@ def test_of_a_long_text_equal_pieces_from_start_to_end_are_tokenized(monkeypatch
     monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
     content = " ".join(f"{number:03d}" for number in range(250))  # 999 characters
     loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
-    pieces = token_windows._pieces(content)
+    pieces = token_windows._pieces(content, token_windows.PIECES)
     assert [piece[:3] for piece in pieces] == ["000", "036", "071", "107", "142", "177", "213", "248"]
     assert pieces[0] == content[:10]
     assert pieces[-1] == content[-7:]
