@@ -241,7 +241,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for models, runs and table; the same command resumes there")
     parser.add_argument("--text", type=Path, help="what language models read (default: the text of attnorm analyze)")
-    parser.add_argument("--budget", type=int, default=8192, help="tokens of each text, over at most 16 windows (default: 8192)")
+    parser.add_argument(
+        "--budget", type=int, default=8192, help="tokens of each text, in up to 16 windows (default: 8192)"
+    )
     parser.add_argument("--only", action="append", help="part of a model's name; may be given several times")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
+from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS, with_quantiles
 from attnorm.analysis.verdicts import VERDICTS, Thresholds
 from tests.analysis.tiny_models import gpt2, ids
 
@@ -212,6 +213,22 @@ def test_a_notebook_shows_a_small_table_in_which_hostile_names_do_nothing() -> N
     assert "sink-dominated" in html
     assert len(html) < 20_000
     assert "GPT2" in repr(analysis) or HOSTILE in repr(analysis)
+
+
+def test_a_run_written_before_a_metric_was_added_has_nan_for_it(analysis: Analysis, tmp_path: Path) -> None:
+    tables = dict(analysis.tables)
+    for name, metric in (("heads", "max_weight"), ("by_length", "max_weight"), ("heads", "mean_cosine")):
+        columns = [column for column in with_quantiles(metric) if column in tables[name].column_names]
+        tables[name] = tables[name].drop_columns(columns)
+    store.write_run(tmp_path, tables, analysis.manifest)
+    again = Analysis.load(tmp_path)
+    for metric in ("max_weight", "max_weight_mean", "mean_cosine"):
+        assert np.isnan(again.heads[metric].to_numpy()).all()
+    assert again.heads["max_weight_without_sink"].equals(analysis.heads["max_weight_without_sink"])
+    assert again.verdict == analysis.verdict
+    store.write_run(tmp_path, {**tables, "heads": tables["heads"].drop_columns(["rows"])}, analysis.manifest)
+    with pytest.raises(ValueError, match="rows"):
+        Analysis.load(tmp_path)
 
 
 def test_a_folder_without_an_analysis_and_one_of_another_version_are_refused(

@@ -213,9 +213,9 @@ def test_a_folder_that_cannot_be_measured_becomes_a_note(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["bench", "cuda", "--model", "."], "belong to analyze"),
-        (["bench", "analyze", "--model", "nowhere"], "there is no folder nowhere"),
-        (["bench", "analyze", "--text", "nowhere.txt"], "there is no file nowhere.txt"),
+        (["bench", "cuda", "--model", "."], "suite analyze, got cuda"),
+        (["bench", "analyze", "--model", "nowhere"], "--model: expected a folder, got nowhere"),
+        (["bench", "analyze", "--text", "nowhere.txt"], "--text: expected a file, got nowhere.txt"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(arguments: list[str], complaint: str) -> None:

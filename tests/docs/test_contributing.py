@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAP = re.search(r"^## Where is \.\.\.\?\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)[1]
+MAP = re.search(r"^## Find your way\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)[1]
 
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w./-]+(?:/|\.py|\.yml|\.md))`", MAP)}))

@@ -23,6 +23,7 @@ from attnorm.analysis.tables import (
     TABLES,
     VERDICT_COLUMNS,
     upgraded,
+    with_new_metrics,
     with_optional,
 )
 from attnorm.analysis.verdicts import ModelVerdict, Thresholds, model_verdict
@@ -222,7 +223,7 @@ class Analysis:
         if old:
             manifest = manifests.upgraded_manifest(manifest)
             return cls.of(upgraded(tables), manifest, thresholds_of(manifest["thresholds"]))
-        tables = with_optional(tables)
+        tables = with_new_metrics(with_optional(tables))
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)

@@ -228,6 +228,21 @@ def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
     return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}
 
 
+def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return the tables with NaN for metrics that attnorm did not know when it wrote them."""
+    return {name: _with_new_metrics(name, table) for name, table in tables.items()}
+
+
+def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
+    known = set(ALL_SCHEMAS[name].names)
+    for metric in (*PER_ROW, *PER_HEAD):
+        columns = [column for column in with_quantiles(metric) if column in known]
+        if not any(column in table.column_names for column in columns):
+            for column in columns:
+                table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))
+    return table
+
+
 # Version 2 stored the mean of a metric under its own name and the median as _q50, measured one window of a text, and
 # had neither blocks nor windows. Its verdicts are judged again, without confidence: there is nothing to resample.
 ADDED_IN_3 = ("blocks", "windows")

@@ -18,8 +18,8 @@ from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.softmax_rows import LARGEST_EXPONENT, RowSums
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 
-# The Jacobian norm starts with a relative error of 4e-3 at most; a pass squares it, times less than 10. The inputs
-# themselves are rounded by 4e-3 in bfloat16 and by 5e-4 in float16.
+# Passes that refine the Jacobian norm. The first estimate has a relative error of at most 4e-3; a pass turns an error r
+# into less than 10 r^2. Enough are made to come below the rounding of the inputs: 4e-3 in bfloat16, 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MASS_ROWS = 512  # rows whose heaviest keys are summed; the default number of sampled rows
 _LOG2E = 1.4426950408889634

@@ -137,7 +137,7 @@ def read_mask(
 def mask_as_given(
     kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
 ) -> Visible:
-    """What a mask means; its values are not looked at in compiled code.
+    """What a mask means, not simplified; in compiled code without a look at its values.
 
     kernel: the one that the mask was built for. window: size of the sliding window, which flash kernels apply.
     """
@@ -173,7 +173,8 @@ def _simplified(mask: Tensor, bias: Tensor | None) -> Visible:
     if mask.shape[-2] == 1:
         return Visible(causal=False, mask=None if bool(mask.all()) else mask, bias=bias)
     queries, keys = mask.shape[-2:]
-    padding = mask[..., -1:, :].clone()  # what the last query may not see, if nothing but causality is at work besides
+    # The last query sees every key that is not padding, so its row is the padding mask if the rest is causality.
+    padding = mask[..., -1:, :].clone()
     if torch.equal(mask, padding.expand_as(mask)):
         return Visible(causal=False, mask=None if bool(padding.all()) else padding, bias=bias)
     rows = max(1, 2**22 // keys)

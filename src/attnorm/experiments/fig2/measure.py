@@ -1,9 +1,9 @@
 """Measure Figure 2: the distance of every head at every N, the expectation for random selection, and the critical N.
 
-The formulas are those of attnorm.theory, applied to the last row of every head. The critical N is the smallest N at
-which a test no longer distinguishes two numbers per head: the two-sample Kolmogorov-Smirnov test over the heads of a
-model, as in Mudarisov et al. 2025, section 3.1, https://arxiv.org/abs/2508.17821. Arrays are (heads, len(grid)): a
-column for each N of a grid.
+The formulas are those of attnorm.theory, applied to the last row of every head. Each head gives two numbers: the
+measured distance and its expectation. The critical N is the smallest N at which a two-sample Kolmogorov-Smirnov test
+over the heads of a model cannot tell the two samples apart, as in Mudarisov et al. 2025, section 3.1,
+https://arxiv.org/abs/2508.17821. Arrays are (heads, len(grid)): a column for each N of a grid.
 """
 
 import math
