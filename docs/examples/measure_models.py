@@ -30,6 +30,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 import attnorm
 from attnorm.models import smollm2
 
+LENGTH = 512  # tokens of a window; antibodies are measured whole
 SMILES = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."  # a token of a molecule: an atom, a bond, a bracket, a ring number
 LETTERS = "."  # a token of a protein: an amino acid
 # The two sequences of the README of AntiBERTy: a heavy and a light chain.
@@ -211,7 +212,8 @@ def measured(candidate: Candidate, chosen: argparse.Namespace) -> dict[str, Any]
     run = chosen.out / "runs" / folder.name
     run.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    analysis = attnorm.analyze(model, inputs, budget=chosen.budget, metrics="core", out=run)
+    lengths = None if candidate.reads == "antibodies" else LENGTH
+    analysis = attnorm.analyze(model, inputs, lengths=lengths, budget=chosen.budget, metrics="core", out=run)
     seconds = run / "seconds.json"  # a finished run that is read again keeps the time it took
     if not seconds.is_file():
         seconds.write_text(json.dumps(time.monotonic() - started), encoding="utf-8")
