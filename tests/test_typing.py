@@ -64,14 +64,14 @@ def test_the_documents_code_passes_mypy_strict(tmp_path: Path) -> None:
         )
     }
     assert all(any(name.startswith(Path(document).stem) for name in sources) for document in DOCUMENTS)
-    told = mypy(tmp_path, right=RIGHT, **sources)
-    assert "Success: no issues found" in told, told
+    output = mypy(tmp_path, right=RIGHT, **sources)
+    assert "Success: no issues found" in output, output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 def test_what_needs_q_k_v_is_refused_where_a_row_of_logits_is_given(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    told = mypy(tmp_path, wrong=WRONG)
+    output = mypy(tmp_path, wrong=WRONG)
     lines = [number for number, line in enumerate(WRONG.splitlines(), start=1) if line.startswith("attnorm.")]
-    assert sorted({int(line) for line in re.findall(r"wrong\.py:(\d+): error", told)}) == lines, told
+    assert sorted({int(line) for line in re.findall(r"wrong\.py:(\d+): error", output)}) == lines, output

@@ -173,8 +173,8 @@ function follow(drawing, readout, spec, series, x, format) {
   const cross = s("line", { class: "cross", y1: BOX.top, y2: BOX.height - BOX.bottom, visibility: "hidden" });
   drawing.append(cross);
   const show = (at) => {
-    const told = series.filter((one) => !one.mute).map((one) => [one, one.ys[one.xs.indexOf(at)]]);
-    const values = told.filter(([, value]) => Number.isFinite(value));
+    const followed = series.filter((one) => !one.mute).map((one) => [one, one.ys[one.xs.indexOf(at)]]);
+    const values = followed.filter(([, value]) => Number.isFinite(value));
     readout.replaceChildren(
       h("b", null, `${spec.x.name} = ${short(number(at))}`),
       ...values.flatMap(([one, value]) => [" ", h("span", null, h("i", null, one.name), ` ${format(value)}`)]),
