@@ -55,6 +55,20 @@ def test_another_normalizer_and_other_lengths(call: list[str], tmp_path: Path) -
     assert "`entmax` with alpha=1.3, learned=True" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_recipe_file_gives_layers_and_learning_rate(call: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('learning_rate = 0.002\n[layers]\n"1" = "ssmax"\n')
+    more = ["--recipe", str(recipe), "--steps", "2", "--layers", "2", "--json"]
+    result = runner.invoke(app, [*call, *more])
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout)["run"]
+    assert run["recipe"] == {"0": "softmax", "1": "ssmax"}
+    assert run["learning_rate"] == 0.002
+    result = runner.invoke(app, [*call, *more, "--normalizer", "ssmax"])
+    assert result.exit_code == 2
+    assert "ssmax" in result.output
+
+
 def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(call: list[str], tmp_path: Path) -> None:
     result = runner.invoke(app, [*call, "--normalizer", "sparsemax", "--steps", "2"])
     assert result.exit_code == 0, result.output

@@ -87,7 +87,7 @@ def _t5(**options: Any) -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": _gpt2,
-    "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**_GROUPED, **options)),
+    "llama": lambda **options: LlamaForCausalLM(LlamaConfig(**{**_GROUPED, **options})),
     "gemma2": _gemma2,
     "gemma3": lambda **options: Gemma3ForCausalLM(Gemma3TextConfig(**_ALTERNATING, **options)),
     "gpt_oss": _gpt_oss,

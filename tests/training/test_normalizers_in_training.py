@@ -170,3 +170,24 @@ def test_a_rotary_head_of_odd_width() -> None:
 def test_another_normalizer_is_another_run(train: Train, runs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"normalizer.*sigmoid.*ssmax"):
         train(runs["ssmax"][0], architecture="llama", normalizer="sigmoid")
+
+
+def test_a_recipe_is_trained_saved_and_described(train: Train, tmp_path: Path) -> None:
+    record = train(tmp_path / "run", architecture="llama", recipe={"1": "ssmax"}, steps=6)
+    assert record["run"]["recipe"] == {"0": "softmax", "1": "ssmax"}
+    assert "normalizer" not in record["run"]
+    loaded = from_pretrained(tmp_path / "run")
+    assert [path.split(".")[2] for path in patched_modules(loaded)] == ["1"]
+    assert "`ssmax` in layers 1" in (tmp_path / "run" / "README.md").read_text()
+    assert train(tmp_path / "run", architecture="llama", recipe={"0": "softmax", "1": "ssmax"}, steps=6) == record
+    with pytest.raises(ValueError, match="recipe is"):
+        train(tmp_path / "run", architecture="llama", recipe={"1": "entmax15"}, steps=6)
+
+
+def test_a_recipe_with_one_normalizer_is_that_normalizer() -> None:
+    assert tiny(recipe={"0-1": "entmax:alpha=1.3"}) == tiny(normalizer="entmax", normalizer_options={"alpha": 1.3})
+    assert tiny(recipe={"0": "softmax"}).as_dict() == tiny().as_dict()
+    with pytest.raises(ValueError, match="both"):
+        tiny(recipe={"0": "ssmax"}, normalizer="ssmax")
+    with pytest.raises(ValueError, match="got 2"):
+        tiny(recipe={"2": "ssmax"})

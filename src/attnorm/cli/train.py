@@ -26,6 +26,9 @@ def lm(
     architecture: Annotated[str, typer.Option(help="gpt2, or llama (rotary positions).")] = "gpt2",
     normalizer: Annotated[str, typer.Option(metavar="NAME", help="Normalizer; see `attnorm normalizers`.")] = "softmax",
     normalizer_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3.")] = "",
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Recipe file with a normalizer per layer, instead.")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
@@ -34,7 +37,9 @@ def lm(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="1000")] = None,
     tokens: Annotated[int | None, typer.Option(help="Total number of tokens, instead of --steps.")] = None,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 16,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate.", show_default="that of --recipe, else 0.001")
+    ] = None,
     warmup: Annotated[int, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.")] = 100,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed for weights, windows and the tokenizer's sample.")] = 0,
@@ -72,10 +77,12 @@ def lm(
     """
     import torch
 
+    from attnorm.models.layer_recipe import RecipeFile, read_recipe_file
     from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.run import train_lm
 
     with usage_errors():
+        by_layer = RecipeFile({}) if recipe is None else read_recipe_file(recipe)
         if steps is not None and tokens is not None:
             raise ValueError("expected --steps or --tokens, got both")
         if tokens is not None:
@@ -83,9 +90,11 @@ def lm(
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         settings = LMSettings(
             architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
-            steps=1000 if steps is None else steps, batch=batch, learning_rate=lr, warmup=warmup,
+            steps=1000 if steps is None else steps, batch=batch, warmup=warmup,
+            learning_rate=lr if lr is not None else by_layer.learning_rate or 1e-3,
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             normalizer=normalizer, normalizer_options=_options(normalizer_options),
+            recipe=by_layer.layers,
         )  # fmt: skip
         lengths = numbers_of("--eval-lengths", eval_lengths)
     with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:

@@ -6,6 +6,7 @@ parameters are the model's from then on. Layers and heads that are left out keep
 
 import copy
 import inspect
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import nn
 
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.layer_recipe import SOFTMAX, is_recipe, layer_groups
 from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.patch_state import (
     attach,
@@ -31,7 +33,10 @@ from attnorm.models.warm_start import build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import as_normalizer
+from attnorm.normalizers.spec import parse_spec
 
+Replacement = str | Normalizer | Mechanism
+LayerRecipe = Mapping[str, Replacement] | Mapping[int, Replacement] | os.PathLike[str]
 Layers = int | Iterable[int] | Mapping[int, int | Sequence[int] | None]
 
 CROSS_ATTENTION = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
@@ -78,12 +83,14 @@ class Patch:
         normalizers = self.normalizers
         names = " and ".join(sorted({normalizer.name for normalizer in normalizers.values()}))
         modules = "attention module" if len(normalizers) == 1 else "attention modules"
-        return f"Patch({names} in {len(normalizers)} {modules})" if normalizers else "Patch(removed)"
+        if normalizers:
+            return f"Patch({names} in {len(normalizers)} {modules})"
+        return "Patch(removed)" if self._modules else "Patch(softmax in every layer)"
 
 
 def patch(
     model: nn.Module,
-    normalizer: str | Normalizer | Mechanism,
+    normalizer: Replacement | LayerRecipe,
     *,
     layers: Layers | None = None,
     warm_start: bool = True,
@@ -92,34 +99,58 @@ def patch(
 ) -> Patch:
     """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
-    normalizer: a name, with its options as for attnorm.get; or an object, of which every layer gets a copy.
+    normalizer: a name, with its options as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
+        {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
     layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
     warm_start: start where the trained function changes least (attnorm.models.warm_start); given options win.
     train_length: of the texts that the model was trained on, if not what its config says.
 
     >>> handle = patch(model, "ssmax")
     >>> patch(model, "entmax15", layers={10: [0, 3], 11: None})
+    >>> patch(model, {"0-3": "softmax", "4-7": "entmax:alpha=1.3"})
     """
     check_observable(model)
     train_length = _checked_length(train_length)
-    chosen = _chosen(model, layers)
-    _refuse_patched(chosen)
-    parts = {}
-    for module, (site, heads) in chosen.items():
-        part, recipe = _made(normalizer, options, module, _place(site, module), heads, warm_start, train_length)
-        if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
-            continue  # its keys have no place relative to the queries
-        parts[module] = (part, recipe)
-    if not parts:
-        raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
+    parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
+    paths: dict[str, nn.Module] = {}
+    for replacement, given, chosen in _replacements(model, normalizer, layers, options):
+        _refuse_patched(chosen)
+        for module, (site, heads) in chosen.items():
+            part, recipe = _made(replacement, given, module, _place(site, module), heads, warm_start, train_length)
+            if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
+                continue  # its keys have no place relative to the queries
+            parts[module], paths[site.path] = (part, recipe), module
+        if not parts:
+            raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
     attach(model, parts)
-    return Patch({chosen[module][0].path: module for module in parts})
+    return Patch(paths)
+
+
+Chosen = dict[nn.Module, tuple[Site, tuple[int, ...] | None]]
+
+
+def _replacements(
+    model: nn.Module, normalizer: Any, layers: Layers | None, options: dict[str, Any]
+) -> Iterator[tuple[Replacement, dict[str, Any], Chosen]]:
+    """Yield every normalizer with its options and the attention modules that get it."""
+    if not is_recipe(normalizer):
+        yield normalizer, options, _chosen(model, layers)
+        return
+    if layers is not None or options:
+        extra = "layers" if layers is not None else next(iter(options))
+        raise TypeError(f"expected a recipe alone, which names layers and options itself, got {extra}= too. Remove it.")
+    groups = layer_groups(normalizer)
+    _chosen(model, [layer for group in groups for layer in group])  # also those that keep softmax must exist
+    for group, replacement in groups.items():
+        name, given = parse_spec(replacement) if isinstance(replacement, str) else (replacement, {})
+        if (name, given) != (SOFTMAX, {}):
+            yield name, given, _chosen(model, group)
 
 
 @contextmanager
 def swap(
     model: nn.Module,
-    normalizer: str | Normalizer | Mechanism,
+    normalizer: Replacement | LayerRecipe,
     *,
     layers: Layers | None = None,
     warm_start: bool = True,
@@ -153,7 +184,7 @@ def _checked_length(train_length: Any) -> int | None:
     return length
 
 
-def _chosen(model: nn.Module, layers: Layers | None) -> dict[nn.Module, tuple[Site, tuple[int, ...] | None]]:
+def _chosen(model: nn.Module, layers: Layers | None) -> Chosen:
     """The attention modules to patch, each with the heads to change."""
     numbered: dict[nn.Module, tuple[Site, int]] = {}
     counts: dict[str, int] = {}
@@ -205,7 +236,7 @@ def _refuse_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
 
 @torch.inference_mode(mode=False)  # or what it learns would never get a gradient
 def _made(
-    normalizer: str | Normalizer | Mechanism,
+    normalizer: Replacement,
     options: dict[str, Any],
     module: nn.Module,
     place: str,

@@ -33,11 +33,12 @@ def check_attention(attention: Attention, settings: LMSettings) -> None:
     Raises:
         ValueError: The normalizer is a mechanism, which has no matrix of weights.
     """
-    if attention == "dense" and isinstance(get(settings.normalizer, **settings.normalizer_options), Mechanism):
-        raise ValueError(
-            f"dense attention multiplies values by a matrix of weights, and {settings.normalizer!r} is a mechanism "
-            "without one; remove --dense (attention='dense')"
-        )
+    for name, options in settings.normalizers if attention == "dense" else ():
+        if isinstance(get(name, **options), Mechanism):
+            raise ValueError(
+                f"dense attention multiplies values by a matrix of weights, and {name!r} is a mechanism without one; "
+                "remove --dense (attention='dense')"
+            )
 
 
 def compile_blocks(model: Any, settings: LMSettings) -> None:

@@ -39,7 +39,7 @@ def _front_matter() -> str:
 
 
 def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
-    loading = _LOADING_PATCHED if "normalizer" in run else _LOADING
+    loading = _LOADING_PATCHED if "normalizer" in run or "recipe" in run else _LOADING
     return f"""
 # A language model of {result["parameters"] / 1e6:.2f} million parameters
 
@@ -51,7 +51,10 @@ width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of
 
 
 def _attention(run: dict[str, Any]) -> str:
-    """Return a sentence about the normalizer; empty for softmax."""
+    """Return a sentence about the normalizers; empty for softmax."""
+    if "recipe" in run:
+        groups = ", ".join(f"`{spec}` in layers {layers}" for layers, spec in run["recipe"].items())
+        return f"Attention differs by layer: {groups}. "
     if "normalizer" not in run:
         return ""
     name, options = run["normalizer"], run["normalizer_options"]

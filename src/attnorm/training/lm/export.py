@@ -73,7 +73,7 @@ def export(
     sample = ""
     if sample_tokens:
         # Selective attention depends on the choices of all earlier queries, which no cache keeps.
-        cached = settings.normalizer != "selective"
+        cached = all(name != "selective" for name, _ in settings.normalizers)
         sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed, cached=cached)
         write_text(out / SAMPLE, sample)
     record = {**record, "result": result}

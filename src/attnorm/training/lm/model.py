@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
+from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
@@ -42,6 +44,9 @@ class LMSettings:
     dtype: str = "float32"
     normalizer: str = "softmax"
     normalizer_options: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, str] = field(default_factory=dict)
+    """Layers -> normalizer, instead of `normalizer`. Equal recipes become equal: ranges are as long as possible, and a
+    recipe with one normalizer for all layers becomes `normalizer`."""
 
     def __post_init__(self) -> None:
         if self.architecture not in ROTARY:
@@ -70,6 +75,26 @@ class LMSettings:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        if self.recipe:
+            self._simplify_recipe()
+
+    def _simplify_recipe(self) -> None:
+        if self.normalizer != SOFTMAX or self.normalizer_options:
+            raise ValueError(f"expected a recipe or a normalizer, got both, {self.normalizer!r} too. Remove one.")
+        recipe = compact(specs_by_layer(self.recipe, self.layers))
+        if len(recipe) == 1:
+            name, options = parse_spec(next(iter(recipe.values())))
+            object.__setattr__(self, "normalizer", name)
+            object.__setattr__(self, "normalizer_options", options)
+            recipe = {}
+        object.__setattr__(self, "recipe", recipe)
+
+    @property
+    def normalizers(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and options of every normalizer of the model, each once."""
+        if not self.recipe:
+            return [(self.normalizer, self.normalizer_options)]
+        return [parse_spec(spec) for spec in dict.fromkeys(self.recipe.values())]
 
     @property
     def tokens_per_step(self) -> int:
@@ -78,12 +103,16 @@ class LMSettings:
     @property
     def patched(self) -> bool:
         """Whether another normalizer replaces the model's softmax."""
-        return self.normalizer != "softmax" or bool(self.normalizer_options)
+        return any(named != (SOFTMAX, {}) for named in self.normalizers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings, without the normalizer if it is softmax: records of earlier versions stay valid."""
-        plain = asdict(self)
-        return plain if self.patched else {key: plain[key] for key in plain if not key.startswith("normalizer")}
+        """Return the settings without unused ones about normalizers: records of earlier versions stay valid."""
+        used = {
+            "normalizer": self.patched and not self.recipe,
+            "normalizer_options": self.patched and not self.recipe,
+            "recipe": bool(self.recipe),
+        }
+        return {key: value for key, value in asdict(self).items() if used.get(key, True)}
 
 
 FEED_FORWARD_STEP = 64  # widths that suit matrix units
@@ -169,24 +198,34 @@ def build_model(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any:
 
 
 def check_normalizer(settings: LMSettings) -> None:
-    """Try the normalizer on a model of one small layer, before anything is written.
+    """Try every normalizer on a model of one small layer, before anything is written.
 
     Raises:
         ValueError: As `build_model`.
     """
-    if settings.patched:
-        build_model(replace(settings, layers=1, width=2 * settings.heads), vocabulary=2, end_of_text=0)
+    for name, options in settings.normalizers:
+        alone = replace(
+            settings, layers=1, width=2 * settings.heads, recipe={}, normalizer=name, normalizer_options=options
+        )
+        if alone.patched:
+            build_model(alone, vocabulary=2, end_of_text=0)
 
 
 def _replace_softmax(model: Any, settings: LMSettings) -> None:
     from attnorm.models.patch import patch
     from attnorm.normalizers.registry import get
 
-    options = settings.normalizer_options
-    if "train_length" in options:
-        raise ValueError(f"the training length is the context, {settings.context}; remove train_length")
     try:
-        get(settings.normalizer, **options)  # rejects options that only patch() has
-        patch(model, settings.normalizer, warm_start=False, train_length=settings.context, **options)
+        for name, options in settings.normalizers:
+            if "train_length" in options:
+                raise ValueError(f"the training length is the context, {settings.context}; remove train_length")
+            get(name, **options)  # rejects options that only patch() has
+        if settings.recipe:
+            patch(model, settings.recipe, warm_start=False, train_length=settings.context)
+        else:
+            patch(
+                model, settings.normalizer, warm_start=False, train_length=settings.context,
+                **settings.normalizer_options,
+            )  # fmt: skip
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -155,6 +155,7 @@ def train_needle(
     return {
         "model": folder.name,
         "normalizer": settings.normalizer,
+        **({"recipe": settings.recipe} if settings.recipe else {}),
         "context": settings.context,
         "text": text.name,
         "task": asdict(task),
