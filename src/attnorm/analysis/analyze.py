@@ -30,7 +30,7 @@ from attnorm.analysis.settings import (
 )
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.models.inputs import texts_from
-from attnorm.models.load import BUNDLED, load
+from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.media import with_model_inputs
 from attnorm.models.observe import check_observable
 
@@ -123,6 +123,8 @@ def analyze(
     loaded = load(
         source, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
+    if isinstance(model, LoadedModel):
+        source = model.asked or model.model
     check_observable(loaded.model)
     named = started_at_length(named, loaded.model, normalizers)
     given = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)

@@ -90,6 +90,14 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     )
 
 
+def sides_of(analysis: Analysis) -> list[Side]:
+    """Summarize an analysis, one side per normalizer."""
+    return [
+        _side(name, run, normalizer, representative(head_rows(run.heads), normalizer)[0])
+        for name, (run, normalizer) in _chosen({"": analysis}).items()
+    ]
+
+
 def _chosen(analyses: Mapping[str, Analysis]) -> dict[str, tuple[Analysis, str | None]]:
     if len(analyses) > 1:
         return {label: (run, None) for label, run in analyses.items()}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli import analyze, bench, compare, doctor, normalizers, report, reproduce, stability, train, verify
+from attnorm.cli import analyze, bench, compare, doctor, normalizers, report, reproduce, stability, sweep, train, verify
 from attnorm.cli.output import SafeGroup, add_command, show_version
 
 app = typer.Typer(
@@ -21,7 +21,8 @@ app = typer.Typer(
 )
 for command in (
     analyze.analyze, compare.compare, report.report, normalizers.normalizers, normalizers.dispersion,
-    normalizers.frontier, verify.verify, reproduce.reproduce, bench.bench, doctor.doctor, stability.stability,
+    normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, bench.bench,
+    doctor.doctor, stability.stability,
 ):  # fmt: skip
     add_command(app, command)
 app.add_typer(train.train)

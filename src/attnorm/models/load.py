@@ -58,10 +58,11 @@ class LoadedModel:
     tokenizer_given: str | None = None  # where it was read from, if not from beside the model
     source: str | Path | None = None  # hub name or folder, where it was loaded here
     trusted: bool = False  # code that comes with it may run
+    asked: str | None = None  # the name that it was loaded by
 
 
 def load(
-    model: str | Path | nn.Module,
+    model: "str | Path | nn.Module | LoadedModel",
     *,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     dtype: str | torch.dtype | None = None,
@@ -74,6 +75,8 @@ def load(
     dtype None: float32 on a CPU, else the checkpoint's own; "auto": the checkpoint's own. device None: the GPU if there
     is one; "auto" spreads a model over all of them. A model in memory is taken as it is.
     """
+    if isinstance(model, LoadedModel):
+        return model
     if isinstance(model, nn.Module):
         return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
     if not isinstance(model, str | Path):
@@ -95,7 +98,7 @@ def load(
         read, problem = _tokenizer(tokenizer, place, options)
     found.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
-    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer), place, trust_remote_code)
+    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer), place, trust_remote_code, str(model))
 
 
 def _in_memory(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:

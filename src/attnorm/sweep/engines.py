@@ -1,0 +1,337 @@
+"""Where items run: processes of this machine, Ray, or Slurm through submitit. Each is an existing engine.
+
+An engine starts chunks of items and returns futures. `WorkerDied` means that a worker ended without an answer: killed,
+out of memory, or its machine is gone. The caller decides whether to start the items again.
+"""
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Protocol
+
+from attnorm.sweep.plan import Item, Resources
+from attnorm.sweep.work import Hook, Outcome, run_chunk
+
+NAMES = ("local", "ray", "slurm")
+REACH_SECONDS = 5.0
+POLL_SECONDS = 0.5
+
+
+class WorkerDied(Exception):  # noqa: N818 - what happened, in words
+    """Raised by a future whose worker ended without an answer."""
+
+
+class ClusterLost(ValueError):  # noqa: N818
+    """Raised if the cluster cannot be reached, or no longer."""
+
+
+class Engine(Protocol):
+    slots: int
+    """Items that can run at the same time."""
+
+    def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Divide items into groups that one worker runs one after another."""
+
+    def submit(self, items: list[Item]) -> "Future[list[Outcome]]": ...
+
+    def close(self, *, kill: bool = False) -> None:
+        """Release workers. kill: do not wait for running items."""
+
+
+def open_engine(
+    name: str,
+    out: Path,
+    resources: Resources,
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    slurm: dict[str, Any] | None = None,
+    hook: Hook | None = None,
+) -> Engine:
+    """Start an engine.
+
+    workers: processes on this machine, CPUs of a local Ray, or jobs on Slurm (default: as many as fit; 16 jobs).
+
+    Raises:
+        ValueError: Unknown engine, a cluster out of reach, or an item that fits on no machine.
+        ImportError: The library of the engine is not installed.
+    """
+    if name == "ray":
+        return RayEngine(out, resources, address, workers, hook)
+    if name == "slurm":
+        return SlurmEngine(out, resources, slurm or {}, workers, hook)
+    if name != "local":
+        raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
+    return LocalEngine(out, resources, workers, hook)
+
+
+class LocalEngine:
+    """One process per slot, each behind its own pool, so that a killed process takes one item with it and no other."""
+
+    def __init__(self, out: Path, resources: Resources, workers: int | None, hook: Hook | None) -> None:
+        self.slots = workers or processes_that_fit(resources)
+        self._call = (str(out), resources.threads, hook)
+        self._gpus = resources.gpus
+        self._threads = ThreadPoolExecutor(self.slots)
+        self._own = threading.local()
+        self._pools: list[ProcessPoolExecutor] = []
+        self._closed = False
+
+    def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
+        return [[item] for item in items]
+
+    def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
+        return self._threads.submit(self._run, items)
+
+    def _run(self, items: list[Item]) -> list[Outcome]:
+        out, threads, hook = self._call
+        try:
+            future = self._pool().submit(run_chunk, out, [item.as_dict() for item in items], threads, hook)
+            return future.result()
+        except BrokenProcessPool:
+            self._own.pool = None
+            if self._closed:
+                return []
+            raise WorkerDied("the worker process was killed; perhaps the machine ran out of memory") from None
+
+    def _pool(self) -> ProcessPoolExecutor:
+        if getattr(self._own, "pool", None) is None:
+            if not hasattr(self._own, "number"):
+                self._own.number = len(self._pools)
+            context = multiprocessing.get_context("spawn")  # torch does not survive a fork
+            self._own.pool = ProcessPoolExecutor(
+                1, context, initializer=_start_worker, initargs=(self._own.number, self._gpus)
+            )
+            self._pools.append(self._own.pool)
+        pool: ProcessPoolExecutor = self._own.pool
+        return pool
+
+    def close(self, *, kill: bool = False) -> None:
+        self._closed = True
+        if kill:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for pool in self._pools:
+                for process in (getattr(pool, "_processes", None) or {}).values():
+                    process.kill()
+        for pool in self._pools:
+            pool.shutdown(wait=not kill, cancel_futures=True)
+        self._threads.shutdown(wait=not kill)
+
+
+def _start_worker(number: int, gpus: float) -> None:
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver ends the workers
+    if gpus > 0:
+        per_gpu = max(1, int(1 / gpus))
+        first = number // per_gpu if gpus < 1 else number * int(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + max(1, int(gpus)))))
+
+
+def processes_that_fit(resources: Resources) -> int:
+    """Return how many items fit on this machine at the same time.
+
+    Raises:
+        ValueError: None.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limits = {"cpus": cores // resources.cpus}
+    if resources.memory_gb is not None and (memory := _memory_gb()) is not None:
+        limits["memory_gb"] = memory // resources.memory_gb
+    if resources.gpus:
+        import torch
+
+        limits["gpus"] = torch.cuda.device_count() // resources.gpus
+    name, fitting = min(limits.items(), key=lambda limit: limit[1])
+    if fitting < 1:
+        raise ValueError(
+            f"expected items that fit on this machine, got resources.{name} = {getattr(resources, name):g}, more than "
+            "there is. Lower it, or use a larger machine."
+        )
+    return int(fitting)
+
+
+def _memory_gb() -> float | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+class RayEngine:
+    """One Ray task per item. Ray schedules by CPUs, GPUs and memory, and reuses worker processes between tasks."""
+
+    def __init__(
+        self, out: Path, resources: Resources, address: str | None, workers: int | None, hook: Hook | None
+    ) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves workers on a busy machine
+        try:
+            import ray
+        except ImportError:
+            raise ImportError("--on ray needs Ray, which is not installed. Run: pip install 'attnorm[ray]'") from None
+        self._ray: Any = ray
+        self._call = (str(out.resolve()), resources.threads, hook)
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            _join_cluster(ray, address, workers)
+        needs: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
+        if resources.memory_gb is not None:
+            needs["memory"] = int(resources.memory_gb * 2**30)
+        self.slots = self._slots(resources)
+        # max_retries: the caller starts items again. max_calls: keep workers with a GPU, and the model they hold.
+        self._task = ray.remote(max_retries=0, max_calls=0, **needs)(run_chunk)
+
+    def _slots(self, resources: Resources) -> int:
+        """Return how many items fit into the cluster at the same time; raise ValueError if no machine can hold one."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        asked = {"CPU": resources.cpus, "GPU": resources.gpus, "memory": (resources.memory_gb or 0) * 2**30}
+        asked = {name: amount for name, amount in asked.items() if amount}
+        per_node = [min(int(node.get(name, 0) // amount) for name, amount in asked.items()) for node in nodes]
+        if not any(per_node):
+            self.close()
+            raise ValueError(
+                f"expected a machine of the Ray cluster that can hold one item ({_needs(resources)}), got {len(nodes)} "
+                "too small. Lower [resources] in the plan, or add a larger machine."
+            )
+        return sum(per_node)
+
+    def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
+        return [[item] for item in items]
+
+    def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
+        out, threads, hook = self._call
+        task = self._task.options(name=items[0].label[:80])
+        answer: Future[list[Outcome]] = Future()
+        found = task.remote(out, [item.as_dict() for item in items], threads, hook).future()
+        found.add_done_callback(lambda done: self._answer(done, answer))
+        return answer
+
+    def _answer(self, done: "Future[Any]", answer: "Future[list[Outcome]]") -> None:
+        errors = self._ray.exceptions
+        error = done.exception()
+        if error is None:
+            answer.set_result(done.result())
+        elif isinstance(error, errors.OutOfMemoryError):
+            answer.set_exception(WorkerDied("Ray ended the worker because its machine ran out of memory"))
+        elif isinstance(error, errors.RayTaskError):
+            answer.set_exception(WorkerDied(f"the worker could not start the item: {str(error).splitlines()[-1]}"))
+        elif isinstance(error, errors.LocalRayletDiedError):
+            answer.set_exception(
+                ClusterLost("lost the Ray cluster. Finished items are kept; run the same command to resume.")
+            )
+        elif isinstance(error, errors.RayError):
+            answer.set_exception(WorkerDied(f"the worker or its machine is gone ({type(error).__name__})"))
+        else:
+            answer.set_exception(error)
+
+    def close(self, *, kill: bool = False) -> None:
+        if self._ours:
+            self._ray.shutdown()
+
+
+def _needs(resources: Resources) -> str:
+    memory = "" if resources.memory_gb is None else f", {resources.memory_gb:g} GB of memory"
+    return f"{resources.cpus:g} CPUs, {resources.gpus:g} GPUs{memory}"
+
+
+def _join_cluster(ray: Any, address: str | None, workers: int | None) -> None:
+    """Connect to a running cluster, or start Ray on this machine if none is named."""
+    named = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if named and named not in ("auto", "local"):
+        _check_reachable(named)
+    try:
+        if named == "local" or workers is not None:
+            ray.init("local", num_cpus=workers, include_dashboard=False, **options)
+            return
+        ray.init(named or "auto", **options)
+    except ConnectionError as error:
+        if named and named != "local":
+            reason = str(error).splitlines()[0]
+            raise ClusterLost(
+                f"cannot reach the Ray cluster {named!r} ({reason}). Start it: ray start --head"
+            ) from None
+        ray.init("local", num_cpus=workers, include_dashboard=False, **options)
+
+
+def _check_reachable(address: str) -> None:
+    """Try the port: Ray itself would wait for a minute and end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ClusterLost(
+            f"expected a Ray cluster at {address!r}, got no answer ({error}). Start it with `ray start --head`, or "
+            "correct --address or RAY_ADDRESS."
+        ) from None
+
+
+class SlurmEngine:
+    """Jobs of Slurm through submitit; each job runs its share of the items in one process."""
+
+    OPTIONS = ("cluster", "jobs", "minutes")
+
+    def __init__(
+        self, out: Path, resources: Resources, table: dict[str, Any], workers: int | None, hook: Hook | None
+    ) -> None:
+        try:
+            import submitit
+        except ImportError:
+            raise ImportError(
+                "--on slurm needs submitit, which is not installed. Run: pip install 'attnorm[slurm]'"
+            ) from None
+        from attnorm.sweep.plan import require_known
+
+        require_known("[slurm]", {name: 0 for name in table if not name.startswith("slurm_")}, self.OPTIONS)
+        self._call = (str(out.resolve()), resources.threads, hook)
+        self.slots = int(workers or table.get("jobs", 16))
+        try:
+            self._executor: Any = submitit.AutoExecutor(out / "slurm", cluster=table.get("cluster"))
+            if self._executor.cluster == "local" and table.get("cluster") != "local":
+                raise ValueError("no sbatch on this machine")
+            self._executor.update_parameters(
+                name="attnorm-sweep", timeout_min=int(table.get("minutes", 60)), cpus_per_task=resources.threads,
+                gpus_per_node=int(resources.gpus),
+                **({} if resources.memory_gb is None else {"mem_gb": resources.memory_gb}),
+                **{name: value for name, value in table.items() if name.startswith("slurm_")},
+            )  # fmt: skip
+        except (RuntimeError, ValueError, TypeError, NameError) as error:
+            raise ClusterLost(
+                f'cannot use Slurm here ({error}). Run it on a login node with sbatch, or set cluster = "local" in '
+                "[slurm] to try the plan on this machine."
+            ) from None
+        self._jobs: list[Any] = []
+
+    def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Neighbours stay together: they have the same model."""
+        size = -(-len(items) // self.slots) if items else 1
+        return [list(items[start : start + size]) for start in range(0, len(items), size)]
+
+    def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
+        out, threads, hook = self._call
+        job = self._executor.submit(run_chunk, out, [item.as_dict() for item in items], threads, hook)
+        self._jobs.append(job)
+        answer: Future[list[Outcome]] = Future()
+        threading.Thread(target=self._follow, args=(job, answer), daemon=True).start()
+        return answer
+
+    def _follow(self, job: Any, answer: "Future[list[Outcome]]") -> None:
+        while not job.done():
+            time.sleep(POLL_SECONDS)
+        try:
+            answer.set_result(job.result())
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            answer.set_exception(WorkerDied(f"job {job.job_id} ended in the state {job.state}: {reason}"))
+
+    def close(self, *, kill: bool = False) -> None:
+        for job in self._jobs if kill else ():
+            if not job.done():
+                job.cancel(check=False)

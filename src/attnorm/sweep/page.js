@@ -1,0 +1,105 @@
+(() => {
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const SVG = "http://www.w3.org/2000/svg", WIDTH = 900, HEIGHT = 400, COLOURS = 8;
+const INSIDE = { left: 70, right: 210, top: 14, bottom: 44 };
+const select = name => document.getElementById(name);
+const shown = value => typeof value === "number" ? +value.toPrecision(4) : value;
+
+function element(name, attributes, text) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function distinct(values) {
+  const found = [...new Set(values)];
+  return found.every(value => typeof value === "number") ? found.sort((a, b) => a - b) : found;
+}
+
+/* Values in equal steps: a grid has few of them, and their ratios are often powers. */
+function draw() {
+  const number = select("number").value, axis = select("axis").value, line = select("line").value;
+  const rows = data.rows.filter(row => typeof row[number] === "number");
+  const places = distinct(rows.map(row => row[axis] ?? ""));
+  const lines = distinct(rows.map(row => row[line] ?? ""));
+  const values = rows.map(row => row[number]);
+  let low = Math.min(...values), high = Math.max(...values);
+  if (low === high) { low -= 0.5; high += 0.5; }
+  const pad = (high - low) * 0.06;
+  low -= pad; high += pad;
+  const x = value => INSIDE.left + (places.indexOf(value) + 0.5) / places.length * (WIDTH - INSIDE.left - INSIDE.right);
+  const y = value => INSIDE.top + (high - value) / (high - low) * (HEIGHT - INSIDE.top - INSIDE.bottom);
+  const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${number} against ${axis}` });
+  for (let step = 0; step <= 4; step++) {
+    const value = low + (high - low) * step / 4;
+    svg.append(element("line", { class: "grid", x1: INSIDE.left, x2: WIDTH - INSIDE.right, y1: y(value), y2: y(value) }));
+    svg.append(element("text", { x: INSIDE.left - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
+  }
+  const every = Math.ceil(places.length / 12);
+  places.forEach((place, index) => {
+    if (index % every) return;
+    const label = String(shown(place));
+    svg.append(element("text", { x: x(place), y: HEIGHT - 22, "text-anchor": "middle" },
+      label.length > 18 ? label.slice(0, 17) + "…" : label));
+  });
+  svg.append(element("text", { x: (INSIDE.left + WIDTH - INSIDE.right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis));
+  lines.forEach((each, index) => {
+    const group = element("g", { class: `k${index % COLOURS}` });
+    const own = rows.filter(row => (row[line] ?? "") === each);
+    const means = places.map(place => {
+      const here = own.filter(row => (row[axis] ?? "") === place).map(row => row[number]);
+      return here.length ? [x(place), y(here.reduce((a, b) => a + b) / here.length)] : null;
+    }).filter(Boolean);
+    if (axis !== line) group.append(element("path", { d: means.map((at, i) => (i ? "L" : "M") + at.join(" ")).join("") }));
+    for (const row of own) {
+      const dot = element("circle", { cx: x(row[axis] ?? ""), cy: y(row[number]), r: 4 });
+      dot.append(element("title", {}, data.dimensions.map(name => `${name} ${row[name] ?? ""}`).join("\n") + `\n${number} ${row[number]}`));
+      group.append(dot);
+    }
+    if (index < 20) {
+      const top = INSIDE.top + 12 + index * 18, label = String(each);
+      group.append(element("circle", { cx: WIDTH - INSIDE.right + 16, cy: top - 4, r: 5 }));
+      group.append(element("text", { class: "name", x: WIDTH - INSIDE.right + 28, y: top }, label.length > 24 ? label.slice(0, 23) + "…" : label));
+    }
+    svg.append(group);
+  });
+  document.querySelector(".plot").replaceChildren(svg);
+}
+
+function fill(name, options, chosen) {
+  for (const option of options) select(name).append(new Option(option, option, false, option === chosen));
+  select(name).addEventListener("change", draw);
+}
+
+if (data.rows.length && data.numbers.length && data.dimensions.length) {
+  const varying = data.dimensions.filter(name => distinct(data.rows.map(row => row[name] ?? "")).length > 1);
+  const axis = varying[0] ?? data.dimensions[0];
+  fill("number", data.numbers, data.numbers[0]);
+  fill("axis", data.dimensions, axis);
+  fill("line", data.dimensions, varying.find(name => name !== axis && name !== "seed") ?? axis);
+  document.getElementById("chart").hidden = false;
+  draw();
+}
+
+const table = document.getElementById("rows");
+if (table) table.querySelectorAll("th").forEach((head, column) => {
+  const button = document.createElement("button");
+  button.textContent = head.textContent;
+  head.replaceChildren(button);
+  button.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    table.querySelectorAll("th").forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down === 1 ? "ascending" : "descending");
+    const value = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+    const body = table.tBodies[0];
+    body.append(...[...body.rows].sort((a, b) => {
+      const left = value(a), right = value(b);
+      if (left === "" || right === "") return (left === "") - (right === "");
+      const numbers = Number(left) - Number(right);
+      return down * (Number.isNaN(numbers) ? left.localeCompare(right) : numbers);
+    }));
+  });
+});
+})();

@@ -1,0 +1,31 @@
+"""Work that costs little, for tests of engines: workers import it by name."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attnorm.sweep.plan import Item
+
+
+def counted(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:
+    """Sleep for a while, note the start and the end, and return a number that depends only on the values."""
+    seed = int(values["seed"])
+    _note(shared / "started", f"{seed}\n")
+    time.sleep(float(os.environ.get("ATTNORM_TEST_SECONDS", "0.2")))
+    if seed in (values.get("sizes") or ()):
+        raise ValueError(f"seed {seed} is bad")
+    _note(shared / "ended", f"{seed} {os.getpid()}\n")
+    return [{"score": seed * seed / 7}]
+
+
+def _note(path: Path, line: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
+
+
+def items(count: int, bad: tuple[int, ...] = ()) -> tuple[Item, ...]:
+    values = [{"seed": seed, "sizes": list(bad)} for seed in range(count)]
+    return tuple(Item(f"{each['seed']:016x}", "train retrieval", each, {"seed": each["seed"]}) for each in values)

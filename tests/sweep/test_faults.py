@@ -1,0 +1,79 @@
+"""Kill -9 of workers, of a node and of the driver of a real sweep on Ray: every item once, with the same bytes."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnorm.sweep.plan import read_plan
+from tests.sweep.test_ray import busy_workers
+
+KILLS = int(os.environ.get("ATTNORM_TEST_KILLS", "50"))
+PLAN = """
+command = "analyze"
+[grid]
+model = ["bundled"]
+length = [32, 40, 48, 56, 64, 72, 80, 88, 96, 104]
+seed = [0, 1, 2, 3]
+[options]
+windows = 1
+rows = 8
+normalizers = ["model", "entmax15"]
+"""
+
+
+def start(plan: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    call = [sys.executable, "-m", "attnorm", "sweep", str(plan), "--out", str(out), *options]
+    return subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=(out.parent / f"{out.name}.log").open("ab"))
+
+
+def digests(out: Path) -> dict[str, str]:
+    """Hash of every table of every item."""
+    files = sorted((out / "items").glob("*/*.parquet"))
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_fifty_kills_a_lost_node_and_two_lost_drivers_lose_nothing(cluster: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN)
+    expected = {item.id for item in read_plan(plan).items}
+    assert len(expected) == 40
+    assert start(plan, tmp_path / "calm").wait() == 0
+
+    out = tmp_path / "killed"
+    options = ("--on", "ray", "--address", cluster.address, "--retries", "60")
+    driver = start(plan, out, *options)
+    kills, drivers, node_lost = 0, 0, False
+    while driver.poll() is None:
+        time.sleep(1.0)
+        if kills < KILLS and (workers := busy_workers(cluster)):
+            os.kill(workers[kills % len(workers)].pid, signal.SIGKILL)
+            kills += 1
+        if kills >= KILLS * (drivers + 1) / 3 and drivers < 2:
+            driver.kill()
+            driver.wait()
+            drivers += 1
+            driver = start(plan, out, *options)
+        if kills >= KILLS // 2 and not node_lost:
+            cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+            cluster.add_node(num_cpus=1)
+            node_lost = True
+    assert driver.returncode == 0, (tmp_path / "killed.log").read_text()
+    assert (kills, drivers, node_lost) == (KILLS, 2, True)
+    assert {path.stem for path in (out / "results").iterdir()} == expected
+    states = subprocess.run(
+        [sys.executable, "-m", "attnorm", "sweep", "--status", "--out", str(out), "--json"],
+        capture_output=True,
+        check=True,
+    )
+    assert {each["state"] for each in json.loads(states.stdout)} == {"finished"}
+    assert digests(out) == digests(tmp_path / "calm")

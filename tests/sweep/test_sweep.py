@@ -1,0 +1,326 @@
+"""A sweep on this machine: every item once, also after kills, and errors stay with their item."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from attnorm.cli import app
+from attnorm.run_folder import lock
+from attnorm.sweep import engines, work
+from attnorm.sweep.engines import ClusterLost, LocalEngine, WorkerDied, processes_that_fit
+from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, states
+from attnorm.sweep.plan import Item, Resources, read_plan
+from attnorm.sweep.run import merge, run_items, sweep
+from attnorm.sweep.work import Outcome, run_item
+from tests.sweep.conftest import plan_of
+from tests.sweep.hooks import counted, items
+
+RETRIEVAL = """
+command = "train retrieval"
+[grid]
+normalizer = ["softmax", "ssmax"]
+seed = [0, 1]
+[options]
+steps = 4
+batch = 4
+width = 8
+sizes = [16]
+sets = 4
+"""
+
+
+class Inline:
+    """An engine that runs items in this process; `dies` says how often the worker of a seed is lost."""
+
+    slots = 1
+
+    def __init__(self, out: Path, dies: dict[int, int] | None = None) -> None:
+        self.out, self.dies, self.started = out, dies or {}, []
+
+    def chunks(self, wanted: Any) -> list[list[Item]]:
+        return [[item] for item in wanted]
+
+    def submit(self, chunk: list[Item]) -> "Future[list[Outcome]]":
+        future: Future[list[Outcome]] = Future()
+        seed = chunk[0].values["seed"]
+        self.started.append(seed)
+        if self.dies.get(seed, 0):
+            self.dies[seed] -= 1
+            future.set_exception(WorkerDied("killed"))
+        else:
+            future.set_result([run_item(self.out, item, counted) for item in chunk])
+        return future
+
+    def close(self, *, kill: bool = False) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNORM_TEST_SECONDS", "0")
+
+
+def outcomes(engine: Any, out: Path, count: int, bad: tuple[int, ...] = (), retries: int = 1) -> dict[str, Outcome]:
+    plan = plan_of(count, bad)
+    open_sweep(out, plan)
+    return by_id(run_items(engine, out, plan.items, retries))
+
+
+def by_id(found: Iterable[Outcome]) -> dict[str, Outcome]:
+    return {each.id: each for each in sorted(found, key=lambda each: each.id)}
+
+
+def test_a_plan_runs_on_this_machine_and_is_merged(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(RETRIEVAL)
+    call = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, result.output
+    assert "4 finished" in result.stdout
+    table = pq.read_table(tmp_path / "out" / "table.parquet").to_pylist()
+    assert [(row["normalizer"], row["seed"]) for row in table] == [
+        ("softmax", 0), ("softmax", 1), ("ssmax", 0), ("ssmax", 1),
+    ]  # fmt: skip
+    assert all(0 <= row["accuracy"] <= 1 for row in table)
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert all(row["item"] in page for row in table)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "results").iterdir()}
+    started = time.monotonic()
+    again = CliRunner().invoke(app, [*call, "--json"])
+    assert [each["state"] for each in json.loads(again.stdout)] == ["finished"] * 4
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert time.monotonic() - started < 10  # no worker was started
+    status = CliRunner().invoke(app, ["sweep", "--status", "--out", str(tmp_path / "out"), "--json"])
+    assert json.loads(status.stdout)[0]["values"] == {"normalizer": "softmax", "seed": 0}
+
+
+def test_an_item_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> None:
+    found = outcomes(Inline(tmp_path), tmp_path, 4, bad=(2,))
+    assert [bool(each.error) for each in found.values()] == [False, False, True, False]
+    result = merge(tmp_path)
+    assert result.counts == {"finished": 3, "failed": 1}
+    assert "seed 2 is bad" in next(each.error for each in result.states if each.state == "failed")
+    assert "seed 2 is bad" in (tmp_path / "index.html").read_text()
+
+
+def test_a_failed_item_runs_again_with_the_next_command(tmp_path: Path) -> None:
+    outcomes(Inline(tmp_path, dies={1: 9}), tmp_path, 2, retries=0)
+    assert merge(tmp_path).counts == {"finished": 1, "failed": 1}
+    engine = Inline(tmp_path)
+    found = outcomes(engine, tmp_path, 2)
+    assert found[items(2)[0].id].found
+    assert not found[items(2)[1].id].error
+    assert merge(tmp_path).counts == {"finished": 2}
+
+
+def test_an_item_starts_again_after_its_worker_died_but_not_forever(tmp_path: Path) -> None:
+    engine = Inline(tmp_path, dies={0: 2, 1: 99})
+    found = outcomes(engine, tmp_path, 2, retries=2)
+    assert (engine.started.count(0), engine.started.count(1)) == (3, 3)
+    assert not found[items(2)[0].id].error
+    assert "memory_gb" in found[items(2)[1].id].error
+    assert merge(tmp_path).counts == {"finished": 1, "failed": 1}
+
+
+def test_a_finished_item_of_a_lost_chunk_is_kept(tmp_path: Path) -> None:
+    class Chunk(Inline):
+        def chunks(self, wanted: Any) -> list[list[Item]]:
+            return [list(wanted)]
+
+        def submit(self, chunk: list[Item]) -> "Future[list[Outcome]]":
+            if len(chunk) > 1:  # two of three are done when the job ends
+                for item in chunk[:2]:
+                    run_item(self.out, item, counted)
+                future: Future[list[Outcome]] = Future()
+                future.set_exception(WorkerDied("time limit"))
+                return future
+            return super().submit(chunk)
+
+    assert not any(each.error for each in outcomes(Chunk(tmp_path), tmp_path, 3).values())
+    assert (tmp_path / "ended").read_text().count("\n") == 3
+
+
+def test_a_killed_process_takes_its_item_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNORM_TEST_SECONDS", "0.5")
+    plan = plan_of(6)
+    open_sweep(tmp_path, plan)
+    engine = LocalEngine(tmp_path, plan.resources, 2, counted)
+    killer = threading.Thread(target=_kill_workers, args=(tmp_path, 2))
+    killer.start()
+    found = list(run_items(engine, tmp_path, plan.items, retries=3))
+    killer.join()
+    assert not [each.error for each in found if each.error]
+    ended = [line.split()[0] for line in (tmp_path / "ended").read_text().splitlines()]
+    assert sorted(ended) == sorted(map(str, range(6)))
+    assert len((tmp_path / "started").read_text().splitlines()) == 8
+
+
+def _kill_workers(out: Path, times: int) -> None:
+    """Kill one process that runs an item after each start of a worker."""
+    for number in range(times):
+        while not (out / "started").exists() or len((out / "started").read_text().splitlines()) < 2 + 2 * number:
+            time.sleep(0.02)
+        workers = [child for child in psutil.Process().children() if _runs_items(child)]
+        os.kill(workers[0].pid, signal.SIGKILL)
+
+
+def _runs_items(process: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(process.cmdline())
+    except psutil.Error:  # ended meanwhile
+        return False
+
+
+def test_two_processes_never_run_one_item_twice(tmp_path: Path) -> None:
+    open_sweep(tmp_path, plan_of(1))
+    (item,) = items(1)
+    threads = [threading.Thread(target=run_item, args=(tmp_path, item, counted)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "started").read_text() == "0\n"
+    with lock(lock_of(tmp_path, "f" * 16)):
+        waiting = Item("f" * 16, "train retrieval", {"seed": 5}, {})
+        assert states(tmp_path, [waiting])[0].state == "running"
+
+
+def test_another_plan_in_the_folder_is_refused_unless_it_extends(tmp_path: Path) -> None:
+    outcomes(Inline(tmp_path), tmp_path, 2)
+    with pytest.raises(ValueError, match=r"grid\.seed") as error:
+        open_sweep(tmp_path, plan_of(3))
+    assert "--extend" in str(error.value)
+    open_sweep(tmp_path, plan_of(3), extend=True)
+    engine = Inline(tmp_path)
+    found = by_id(run_items(engine, tmp_path, plan_of(3).items, 0))
+    assert [each.found for each in found.values()] == [True, True, False]
+
+
+def test_a_changed_text_in_the_plan_is_another_plan(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    path = tmp_path / "plan.toml"
+    path.write_text("command='analyze'\n[grid]\nmodel=['bundled']\ntext=['a.txt']")
+    open_sweep(tmp_path / "out", read_plan(path))
+    (tmp_path / "a.txt").write_text("two\n")
+    with pytest.raises(ValueError, match="another sweep"):
+        open_sweep(tmp_path / "out", read_plan(path))
+
+
+def test_a_full_disk_and_a_lack_of_memory_are_errors_of_the_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(2)
+    open_sweep(tmp_path, plan)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "results")
+
+    def huge(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(work, "write_failure", full)  # not even the error can be written
+    monkeypatch.setattr(work, "write_result", full)
+    assert "no space left" in run_item(tmp_path, plan.items[0], counted).error
+    assert "out of memory" in run_item(tmp_path, plan.items[1], huge).error
+    monkeypatch.undo()
+    assert not run_item(tmp_path, plan.items[0], counted).error
+
+
+def test_a_worker_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    assert "share" in run_item(tmp_path / "elsewhere", items(1)[0], counted).error
+
+
+def test_a_damaged_result_counts_as_missing(tmp_path: Path) -> None:
+    outcomes(Inline(tmp_path), tmp_path, 1)
+    key = items(1)[0].id
+    (tmp_path / "results" / f"{key}.json").write_text("{")
+    assert result_of(tmp_path, key) is None
+    assert not outcomes(Inline(tmp_path), tmp_path, 1)[key].found
+
+
+def test_items_that_fit_nowhere_are_refused() -> None:
+    assert processes_that_fit(Resources()) >= 1
+    with pytest.raises(ValueError, match="memory_gb"):
+        processes_that_fit(Resources(memory_gb=1e6))
+    with pytest.raises(ValueError, match="cpus"):
+        processes_that_fit(Resources(cpus=1e6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "plan"),
+        (["gone.toml"], r"gone\.toml"),
+        (["plan.toml", "--on", "cloud"], "'cloud'"),
+        (["--status", "--out", "nothing"], r"sweep\.json"),
+        (["plan.toml", "--on", "ray", "--address", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["plan.toml", "--out", "."], "no sweep"),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.toml").write_text(RETRIEVAL)
+    result = CliRunner().invoke(app, ["sweep", *arguments])
+    assert result.exit_code == 2
+    output = result.output.replace("│", " ")
+    assert re.search(named, " ".join(output.split())), output
+    assert not (tmp_path / "sweep" / "failures").exists()
+
+
+@pytest.mark.parametrize(("engine", "library"), [("ray", "ray"), ("slurm", "submitit")])
+def test_a_missing_library_is_named(engine: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=rf"attnorm\[{engine}\]"):
+        engines.open_engine(engine, tmp_path, Resources())
+
+
+def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    plan = plan_of(3)
+    open_sweep(tmp_path, plan)
+    engine = engines.open_engine("slurm", tmp_path, plan.resources, workers=1, slurm={"cluster": "local"}, hook=counted)
+    assert [len(chunk) for chunk in engine.chunks(plan.items)] == [3]
+    assert not [each.error for each in run_items(engine, tmp_path, plan.items, 0) if each.error]
+    processes = {line.split()[1] for line in (tmp_path / "ended").read_text().splitlines()}
+    assert len(processes) == 1  # one job, one process: a model is loaded once
+    with pytest.raises(ValueError, match="'minutes'"):
+        engines.open_engine("slurm", tmp_path, plan.resources, slurm={"minute": 5, "cluster": "local"})
+    with pytest.raises(ClusterLost, match="sbatch"):
+        engines.open_engine("slurm", tmp_path, plan.resources)
+
+
+def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(
+        "command='analyze'\n[grid]\nmodel=['bundled']\nlength=[16, 24]\n[options]\nwindows=1\nrows=4\nread_keys=0"
+    )
+    plan = read_plan(path)
+    open_sweep(tmp_path / "out", plan)
+    found = [run_item(tmp_path / "out", item) for item in plan.items]
+    assert not [each.error for each in found if each.error]
+    results = [json.loads(each.read_text()) for each in sorted((tmp_path / "out" / "results").iterdir())]
+    assert sum(result["models_loaded"] for result in results) <= 1
+    assert {row["keys"] for each in found for row in each.rows} == {16, 24}
+    run = item_folder(tmp_path / "out", plan.items[0].id)
+    assert (run / "report.html").is_file()
+    assert json.loads((run / "manifest.json").read_text())["model"]["name"] == "bundled"
+
+
+def test_nothing_runs_if_all_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(Inline(tmp_path), tmp_path, 2)
+    refuse: Callable[..., Any] = lambda *_, **__: pytest.fail("an engine was started")  # noqa: E731
+    monkeypatch.setattr("attnorm.sweep.run.open_engine", refuse)
+    assert sweep(plan_of(2), tmp_path).counts == {"finished": 2}
