@@ -21,7 +21,7 @@ from attnorm.analysis.analyze import analyze
 from attnorm.analysis.default_text import passage
 from attnorm.models.load import load
 
-LENGTH = 192
+LENGTH = 128
 TOP_N = (1, 5, 20)
 
 
@@ -100,21 +100,30 @@ def analysed(model: Any, ids: Tensor) -> list[dict[str, float]]:
     return found
 
 
-def compare(dense_rows: Dense, found: list[dict[str, float]], absolute: float, relative: float, apart: float) -> None:
+Numbers = dict[tuple[int, int], dict[str, float]]  # of each layer and head
+
+
+def numbers_of(rows: Dense) -> Numbers:
+    return {
+        (layer, head): plain_numbers(w, x)
+        for layer, (weights, values) in enumerate(zip(rows.weights, rows.values, strict=True))
+        for head, (w, x) in enumerate(zip(weights.double(), values.double(), strict=True))
+    }
+
+
+def compare(exact: Numbers, found: list[dict[str, float]], absolute: float, relative: float, apart: float) -> None:
     """absolute: of entropy, spread and masses; relative: of the rest; apart: share of heads whose Ns/N may differ."""
     different = 0
-    for layer, (weights, values) in enumerate(zip(dense_rows.weights, dense_rows.values, strict=True)):
-        for head, (w, x) in enumerate(zip(weights.double(), values.double(), strict=True)):
-            row = found[layer * len(weights) + head]
-            assert (row["layer"], row["head"]) == (layer, head)
-            for name, expected in plain_numbers(w, x).items():
-                where = f"layer {layer} head {head} {name}"
-                if name.startswith("separability"):
-                    different += not np.isclose(row[name], expected, atol=1e-3)
-                elif name.startswith(("entropy", "logit_spread", "sink_mass", "max_weight", "mass")):
-                    assert row[name] == pytest.approx(expected, abs=absolute, rel=absolute), where
-                else:
-                    assert row[name] == pytest.approx(expected, rel=relative, abs=absolute / 10), where
+    for row, ((layer, head), numbers) in zip(found, exact.items(), strict=True):
+        assert (row["layer"], row["head"]) == (layer, head)
+        for name, expected in numbers.items():
+            where = f"layer {layer} head {head} {name}"
+            if name.startswith("separability"):
+                different += not np.isclose(row[name], expected, atol=1e-3)
+            elif name.startswith(("entropy", "logit_spread", "sink_mass", "max_weight", "mass")):
+                assert row[name] == pytest.approx(expected, abs=absolute, rel=absolute), where
+            else:
+                assert row[name] == pytest.approx(expected, rel=relative, abs=absolute / 10), where
     assert different <= apart * len(found) * len(TOP_N)
 
 
@@ -128,28 +137,42 @@ def gpt2_values(heads: int) -> Callable[[Tensor], Tensor]:
     return lambda output: output[0].chunk(3, -1)[2].unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
-@pytest.mark.parametrize(
+EACH_DTYPE = pytest.mark.parametrize(
     ("dtype", "absolute", "relative", "apart"), [(torch.float64, 1e-5, 1e-5, 0), (torch.float32, 1e-4, 1e-3, 0.05)]
 )
-def test_the_bundled_model(dtype: torch.dtype, absolute: float, relative: float, apart: float) -> None:
+
+
+@pytest.fixture(scope="module")
+def of_bundled() -> Numbers:
     model, ids = bundled(torch.float64)
     model.set_attn_implementation("eager")
-    expected = dense(model, ids, "c_attn", gpt2_values(6))
+    return numbers_of(dense(model, ids, "c_attn", gpt2_values(6)))
+
+
+@EACH_DTYPE
+def test_the_bundled_model(
+    of_bundled: Numbers, dtype: torch.dtype, absolute: float, relative: float, apart: float
+) -> None:
     model, ids = bundled(dtype)
-    compare(expected, analysed(model, ids), absolute, relative, apart)
+    compare(of_bundled, analysed(model, ids), absolute, relative, apart)
+
+
+def smollm2_tokens(folder: Path) -> Tensor:
+    return AutoTokenizer.from_pretrained(folder)(passage(), return_tensors="pt").input_ids[:, :LENGTH]
+
+
+@pytest.fixture(scope="module")
+def of_smollm2(smollm2: Path) -> Numbers:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64, attn_implementation="eager")
+    split = lambda output: output[0].unflatten(-1, (-1, 64)).transpose(0, 1)  # noqa: E731
+    return numbers_of(dense(model, smollm2_tokens(smollm2), "v_proj", split))
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
-@pytest.mark.parametrize(
-    ("dtype", "absolute", "relative", "apart"), [(torch.float64, 1e-5, 1e-5, 0), (torch.float32, 1e-4, 1e-3, 0.05)]
-)
-def test_smollm2(smollm2: Path, dtype: torch.dtype, absolute: float, relative: float, apart: float) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    ids = tokenizer(passage(), return_tensors="pt").input_ids[:, :LENGTH]
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64, attn_implementation="eager")
-    split = lambda output: output[0].unflatten(-1, (-1, 64)).transpose(0, 1)  # noqa: E731
-    expected = dense(model, ids, "v_proj", split)
-    del model
+@EACH_DTYPE
+def test_smollm2(
+    of_smollm2: Numbers, smollm2: Path, dtype: torch.dtype, absolute: float, relative: float, apart: float
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
-    compare(expected, analysed(model, ids), absolute, relative, apart)
+    compare(of_smollm2, analysed(model, smollm2_tokens(smollm2)), absolute, relative, apart)

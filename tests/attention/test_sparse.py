@@ -34,8 +34,15 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "mask", "causal"), CASES)
-@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+# Each call with one of the maps, in turn; with the other at night.
+IN_TURN = [
+    pytest.param(name, *call, marks=pytest.mark.nightly if (number + other) % 2 else ())
+    for number, call in enumerate(CASES)
+    for other, name in enumerate(["entmax15", "sparsemax"])
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "mask", "causal"), IN_TURN)
 def test_values_and_gradients(name: str, shape: tuple[int, ...], mask: str, causal: bool) -> None:
     tensors, normalizer = draw(shape), attnorm.get(name)
     options = {"mask": mask_of(mask, shape), "causal": causal}

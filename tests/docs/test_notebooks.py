@@ -10,13 +10,28 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 
+def code_cells(name: str) -> list[str]:
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 def test_there_are_three() -> None:
     assert NAMES == ["measure", "own-normalizer", "swap-and-finetune"]
 
 
-@pytest.mark.slow
+@pytest.mark.as_installed
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
+def test_the_cells_of_a_notebook_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported the libraries; at night in a kernel."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, source in enumerate(code_cells(name)):
+        exec(compile(source, f"{name}.ipynb, code cell {number}", "exec"), names)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_in_a_kernel(name: str, tmp_path: Path) -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     from tools.notebooks import executed

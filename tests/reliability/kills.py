@@ -86,8 +86,8 @@ COMMANDS = {
     for one in (
         Command(
             "analyze",
-            lambda out, _: ["analyze", "--lengths", "16,32,48", "--rows", "8", "--metrics", "core",
-                            "--device", "cpu", "--out", str(out)],
+            lambda out, _: ["analyze", "--lengths", "16,32,48", "--windows", "2", "--rows", "8", "--metrics",
+                            "core", "--device", "cpu", "--out", str(out)],
             _analysis,
             "parts/[!.]*",
         ),

@@ -1,6 +1,7 @@
 """Separability by its definition in arithmetic of thousands of bits, and what rounding of the inputs leaves open."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import mpmath
@@ -20,10 +21,18 @@ class Count(NamedTuple):
 
 def in_the_ball(weights: Tensor, vectors: Tensor, top_n: int, *, eps: float, logarithms: bool = False) -> Count:
     """One row of n > N keys: weights (n,) or their logarithms, vectors (n, E)."""
+    rows = tuple(tuple(vector) for vector in vectors.double().tolist())
+    return _in_the_ball(tuple(weights.double().tolist()), rows, top_n, eps, logarithms)
+
+
+@cache
+def _in_the_ball(
+    weights: tuple[float, ...], vectors: tuple[tuple[float, ...], ...], top_n: int, eps: float, logarithms: bool
+) -> Count:
     with mpmath.workprec(BITS):
-        given = [mpmath.mpf(value) for value in weights.double().tolist()]
+        given = [mpmath.mpf(value) for value in weights]
         a = [mpmath.exp(value) if value > -mpmath.inf else mpmath.mpf(0) for value in given] if logarithms else given
-        x = [[mpmath.mpf(value) for value in vector] for vector in vectors.double().tolist()]
+        x = [[mpmath.mpf(value) for value in vector] for vector in vectors]
         order = sorted(range(len(a)), key=lambda i: -given[i])  # stable: ties to the earlier key
         inside, outside = order[:top_n], order[top_n:]
         width = range(len(x[0]))
