@@ -28,7 +28,7 @@ def gradients(model: PreTrainedModel, run: Any, **inputs: Any) -> dict[str, Tens
     return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["entmax", "asentmax"])
+@pytest.mark.parametrize("name", [pytest.param("entmax", marks=pytest.mark.nightly), "asentmax"])
 def test_learned_parameters_learn_the_same_beside_padding(name: str) -> None:
     model = one_layer()
     patch(model, name, **LEARNED[name])

@@ -69,7 +69,7 @@ def test_equals_the_reference_on_ties(variant: Variant) -> None:
 def test_errs_at_most_twice_as_much_as_the_reference_in_the_same_dtype(
     variant: Variant, dtype: torch.dtype, spread: float
 ) -> None:
-    logits = (spread * torch.randn(2, HEADS, QUERIES, KEYS)).to(dtype)
+    logits = (spread * torch.randn(1, HEADS, 3, KEYS)).to(dtype)
     normalizer = get(variant.name, **variant.options)
     exact = normalizer.double()(logits.double())
     plain = expected_weights(variant, logits)
