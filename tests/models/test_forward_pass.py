@@ -38,6 +38,10 @@ def test_the_loss_is_the_mean_over_real_tokens(family: str, at_once: int, monkey
 def test_models_that_do_not_predict_the_next_token_have_no_loss() -> None:
     assert read(tiny("bert"), tokens()) == forward_pass.Reading(None, None, 0)
     assert not forward_pass.predicts_next_token(LoadedModel(tiny("t5"), None, "tiny"))
+    without_head = tiny("gpt2")
+    assert forward_pass.predicts_next_token(LoadedModel(without_head, None, "tiny"))
+    without_head.get_output_embeddings = lambda: None
+    assert not forward_pass.predicts_next_token(LoadedModel(without_head, None, "tiny"))
 
 
 def test_a_loss_that_is_not_finite_is_none() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import attnorm
 from attnorm.models.normalizer_files import RECIPE_FILE, read_recipe_file
-from attnorm.models.recipe import RecipeError, read_recipe
+from attnorm.models.recipe import RecipeError, parse_json, read_recipe, validate_recipe
 from tests.models.families import tiny
 from tests.models.format_1 import save_format_1
 
@@ -203,3 +203,39 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="etc/hostname"):
         attnorm.from_pretrained(tmp_path)
+
+
+# The largest value that is accepted, and the smallest that is not.
+LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "number": ({"options": {"alpha": 2**40}}, {"options": {"alpha": 2**40 + 1}}),
+    "negative number": ({"options": {"alpha": -(2**40)}}, {"options": {"alpha": -(2**40) - 1}}),
+    "text": ({"options": {"alpha": "x" * 1024}}, {"options": {"alpha": "x" * 1025}}),
+    "name": ({"normalizer": "x" * 1024}, {"normalizer": "x" * 1025}),
+    "short name": ({"normalizer": "x"}, {"normalizer": ""}),
+    "key": ({"options": {"x" * 1024: 1}}, {"options": {"x" * 1025: 1}}),
+    "items": ({"options": {"alpha": [1] * 256}}, {"options": {"alpha": [1] * 257}}),
+    "entries": ({"options": {"a": {str(i): 1 for i in range(64)}}}, {"options": {"a": {str(i): 1 for i in range(65)}}}),
+    "options": ({"options": {str(i): 1 for i in range(64)}}, {"options": {str(i): 1 for i in range(65)}}),
+    "depth": ({"options": {"alpha": nested(4)}}, {"options": {"alpha": nested(5)}}),
+    "count of heads": ({"options": {"heads": 4096}}, {"options": {"heads": 4097}}),
+    "fewest heads": ({"options": {"heads": 1}}, {"options": {"heads": 0}}),
+    "head index": ({"heads": [0, 4095]}, {"heads": [4096]}),
+    "head indices": ({"heads": [0] * 4096}, {"heads": [0] * 4097}),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_recipe_may_be_as_large_as_its_limits_and_no_larger(limit: str) -> None:
+    accepted, rejected = ({"normalizer": "entmax15", "options": {}, "heads": None, **one} for one in LIMITS[limit])
+    found = validate_recipe(MODULE, accepted)
+    assert (found.name, found.options) == (accepted["normalizer"], accepted["options"])
+    assert found.heads == (accepted["heads"] and tuple(accepted["heads"]))
+    with pytest.raises(RecipeError):
+        validate_recipe(MODULE, rejected)
+
+
+def test_json_of_16_megabytes_is_read_and_no_longer() -> None:
+    content = b'{"a": 1}'.ljust(16 * 2**20)
+    assert parse_json(content, "recipe") == {"a": 1}
+    with pytest.raises(RecipeError, match="16,777,216"):
+        parse_json(content + b" ", "recipe")

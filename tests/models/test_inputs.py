@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.forward_pass import run
-from attnorm.models.inputs import Text, prepared, texts_from
+from attnorm.models.inputs import Text, _device_of, prepared, texts_from
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
@@ -155,7 +155,7 @@ def test_text_without_a_tokenizer() -> None:
 @pytest.mark.parametrize("wrong", [-1, 99])
 def test_ids_of_another_vocabulary(loaded: LoadedModel, wrong: int) -> None:
     with pytest.raises(ValueError, match=rf"token id {wrong}, but LlamaForCausalLM knows 0 to 98"):
-        prepared(Text("t", torch.tensor([1, wrong])), loaded, None)
+        prepared(Text("t", torch.tensor([0, wrong])), loaded, None)
 
 
 def test_a_dict_is_cut_with_all_that_belongs_to_its_tokens(loaded: LoadedModel) -> None:
@@ -233,3 +233,15 @@ def test_the_head_works_again_afterwards() -> None:
 
 def test_no_cache_is_built(loaded: LoadedModel) -> None:
     assert run(loaded, prepared(Text("t", ids()), loaded, None)).past_key_values is None
+
+
+@pytest.mark.parametrize(("of_embeddings", "used"), [("cpu", "cpu"), ("meta", "cuda:1")])
+def test_inputs_are_put_where_the_embeddings_are_unless_these_are_offloaded(of_embeddings: str, used: str) -> None:
+    class Spread(nn.Module):
+        device = torch.device("cuda:1")
+
+        def get_input_embeddings(self) -> nn.Module:
+            return nn.Embedding(2, 2, device=of_embeddings)
+
+    model: Any = Spread()
+    assert _device_of(model) == torch.device(used)

@@ -1,6 +1,7 @@
 """What a patched model is survives saving and loading; what cannot survive is said aloud."""
 
 import copy
+import hashlib
 import json
 import re
 import socket
@@ -21,6 +22,7 @@ from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, 
 
 import attnorm
 from attnorm.models.load import CannotLoad, load
+from attnorm.models.normalizer_files import _file_digest
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patch_state import patched_modules
 from attnorm.models.saving import NotSavableError, from_pretrained, model_card, save_pretrained
@@ -618,6 +620,16 @@ def test_what_earlier_versions_saved_comes_back(name: str, tmp_path: Path) -> No
     save_format_1(model, tmp_path)
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
     assert torch.equal(quiet_logits(load(tmp_path, device="cpu").model, ids), expected)
+
+
+def test_a_digest_of_format_1_has_the_middle_4096_bytes_of_each_weight(tmp_path: Path) -> None:
+    """Folders that exist have such digests."""
+    weights = {"long": (torch.arange(9001) % 251).to(torch.uint8), "short": torch.arange(7, dtype=torch.uint8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    expected = hashlib.sha256(b"long U8 [9001]")
+    expected.update(weights["long"][2452 : 2452 + 4096].numpy().tobytes())
+    expected.update(b"short U8 [7]" + bytes(range(7)))
+    assert _file_digest(tmp_path / "model.safetensors") == expected.hexdigest()
 
 
 def test_a_flipped_bit_of_format_1_is_noticed(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Windows of a text: where they start, in whole texts and in pieces of long ones, and the inputs they become."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from attnorm.models import token_windows
 from attnorm.models.inputs import Text
 from attnorm.models.load import LoadedModel
-from attnorm.models.token_windows import Tokens, tokens_of, window_inputs
+from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 from tests.models.families import tiny, tiny_tokenizer
 
 
@@ -60,3 +63,38 @@ def test_inputs_that_the_tokenizer_makes_are_filled_for_each_window() -> None:
     assert found["input_ids"].tolist() == [[1, 3, 4, 5, 6, 2]]
     assert found["token_type_ids"].tolist() == [[0] * 6]
     assert found["attention_mask"].tolist() == [[1] * 6]
+
+
+def with_bos_token(**changed: Any) -> LoadedModel:
+    """A causal model whose BOS, token 1, is not its EOS."""
+    about = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": None, "is_encoder_decoder": False, **changed}
+    config = SimpleNamespace(**{name: about[name] for name in ("bos_token_id", "eos_token_id", "is_encoder_decoder")})
+    model: Any = SimpleNamespace(config=config, can_generate=lambda: about.get("generates", True))
+    tokenizer: Any = SimpleNamespace(**about, convert_ids_to_tokens=lambda token: f"<{token}>")
+    return LoadedModel(model, tokenizer, "a model")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bos_token_id": None},
+        {"eos_token_id": 1},
+        {"cls_token_id": 3},
+        {"is_encoder_decoder": True},
+        {"generates": False},
+    ],
+)
+def test_only_a_causal_model_with_a_bos_of_its_own_needs_it(changed: dict[str, Any]) -> None:
+    without = Tokens(torch.tensor([[5, 6]]))
+    found = bos_problem(without, with_bos_token())
+    assert found is not None
+    assert "'<1>'" in found
+    assert bos_problem(without, with_bos_token(**changed)) is None
+
+
+def test_a_bos_before_or_in_front_of_the_tokens_is_no_problem() -> None:
+    loaded = with_bos_token()
+    assert bos_problem(Tokens(torch.tensor([[1, 5]])), loaded) is None
+    assert bos_problem(Tokens(torch.tensor([[5, 6]]), before=(1,)), loaded) is None
+    assert bos_problem(Tokens(torch.tensor([[1, 6]]), before=(4,)), loaded) is not None
+    assert bos_problem(Tokens(torch.zeros(1, 0, dtype=torch.long)), loaded) is not None

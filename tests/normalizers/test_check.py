@@ -11,6 +11,7 @@ from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, c
 from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
 from attnorm.normalizers.checks import CHECKS
 from attnorm.normalizers.checks.masking import _by_position
+from attnorm.normalizers.checks.promises import _two_level_rows
 from attnorm.normalizers.checks.subject import CheckedNormalizer
 from attnorm.normalizers.declaration import declare
 from attnorm.normalizers.entmax import Entmax
@@ -287,3 +288,11 @@ def test_only_selections_by_position_hide_keys_whatever_their_logits() -> None:
         mask = torch.ones(4, 4, dtype=torch.bool).tril()
         left = _by_position(subject, logits, mask)
         assert bool((left != mask).any()) is hidden
+
+
+@pytest.mark.parametrize(("n", "tops"), [(2, {1, 2}), (5, {1, 2, 4, 5}), (8, {1, 2, 4, 7, 8})])
+def test_rows_of_two_levels_have_one_key_two_half_and_all_but_one_at_the_top(n: int, tops: set[int]) -> None:
+    rows = _two_level_rows(n)
+    assert len(rows) == 13 * len(tops)
+    assert set((rows[rows.amin(-1) == -12] == 0).sum(-1).tolist()) == tops - {n}
+    assert (rows.amin(-1) == rows.amax(-1)).sum() == 13 + len(tops) - 1  # all n at the top, and the gap of 0

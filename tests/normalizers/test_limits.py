@@ -143,6 +143,12 @@ def test_topk_counts_by_a_rule_of_the_visible_keys() -> None:
         assert (get("topk", k=rule)(z, mask) > 0).sum() == count
 
 
+def test_topk_by_a_rule_takes_no_more_keys_than_there_are() -> None:
+    many = get("topk", k=lambda n: 5 + 0 * n)
+    assert many(torch.tensor([[3.0]])).tolist() == [[1.0]]
+    assert many(torch.tensor([[3.0, 3.0]]), torch.tensor([[False, False]])).tolist() == [[0.0, 0.0]]
+
+
 def test_a_window_as_wide_as_the_row_is_softmax(z: Tensor) -> None:
     close(get("local", window=KEYS)(z), get("softmax")(z))
     weights = get("local", window=3)(z)

@@ -11,6 +11,7 @@ import attnorm
 from attnorm.claims.page import built_in_claims, claims_markdown, updated
 from attnorm.theory import Claim, claims
 from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
+from attnorm.theory.catalogue.geometry import _same_moments
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -153,6 +154,20 @@ def test_a_row_with_one_weight_refutes_corollary_2_by_the_factor_that_the_table_
     assert claim.ratio is not None
     found = claim.ratio(dataclasses.replace(case, logits=leads))
     torch.testing.assert_close(found[:, 1], torch.full_like(case.dial, 2 * (1 - 1 / case.keys) / 1.25))
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_moments_off_by_a_millionth_are_noticed_in_any_unit(unit: float) -> None:
+    """And those that differ by rounding are not; the variance grows as the fourth power of the unit."""
+    case = draw_case(3, CaseSizes(least_keys=4, most_keys=4, least_top_n=3, most_top_n=3), structured=False)
+    rows = case.selected
+    dealt = unit * rows.vectors[:, torch.tensor([[0, 1, 2], [2, 0, 1], [3, 1, 0]])].transpose(0, 1)
+    y = rows.chosen_weights[:, 0, :, None] * dealt
+    squares = (y.sum(-2, keepdim=True) - y).square().sum(-1)
+    mean, variance = squares.mean(0)[:, None], squares.var(0, correction=0)[:, None]
+    assert (_same_moments(rows, dealt, (mean * (1 + 1e-12), variance * (1 + 1e-12))) < 1).all()
+    assert (_same_moments(rows, dealt, (mean * (1 + 1e-6), variance)) > 1).all()
+    assert (_same_moments(rows, dealt, (mean, variance * (1 + 1e-4))) > 1).all()
 
 
 def test_ratios_exceed_one_exactly_where_the_bound_fails() -> None:

@@ -58,8 +58,9 @@ def test_distances_keep_their_digits_where_points_nearly_coincide() -> None:
     offsets = torch.logspace(-12, 0, 40, dtype=torch.float64)
     vectors = torch.stack([torch.ones_like(offsets), 1 + offsets], -1)
     point = torch.ones(1, 2, dtype=torch.float64)
-    found = scaled_distances(torch.ones(1, 40, dtype=torch.float64), vectors, point)
-    assert torch.allclose(found[0], vectors[:, 1] - 1, rtol=1e-7, atol=0)
+    for unit in (1e-3, 1.0, 1e3):
+        found = scaled_distances(torch.ones(1, 40, dtype=torch.float64), unit * vectors, unit * point)
+        assert torch.allclose(found[0] / unit, vectors[:, 1] - 1, rtol=1e-4 if unit != 1 else 1e-7, atol=0)
     assert scaled_distances(torch.ones(1, 1, dtype=torch.float64), point, point) == 0
 
 

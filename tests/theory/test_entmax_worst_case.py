@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor
 
+from attnorm.theory import entmax_worst_case
 from attnorm.theory.entmax_worst_case import (
     entmax_worst_norm,
     entmax_worst_weights,
@@ -123,6 +124,11 @@ def test_the_tempting_constant_is_false_for_long_rows() -> None:
         last = longest_constant_length(alpha)
         assert last is not None
         assert entmax_worst_norm(last, alpha) == 2 ** (alpha - 2) < entmax_worst_norm(last + 1, alpha)
+
+
+def test_a_length_at_which_both_norms_are_equal_is_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entmax_worst_case, "one_against_equals_norm", lambda n, alpha: max(1.0, n / 10))
+    assert longest_constant_length(1.5) == 10
 
 
 @pytest.mark.parametrize(("n", "value"), [(2, 0.7071), (65, 0.7267), (1024, 0.8685), (131072, 0.9712)])

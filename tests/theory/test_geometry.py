@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import integrate
 from torch import Tensor
 
 from attnorm.theory import anisotropy, geometry, isotropic_law
@@ -249,6 +250,24 @@ def test_the_law_agrees_with_sampling(d: int, N: int) -> None:
     noise = np.sqrt(law.probability * (1 - law.probability) / draws)
     assert law.reached
     assert (np.abs(sampled - law.probability) <= 5 * noise + law.error).all()
+
+
+@pytest.mark.parametrize("d", [2, 3, 6])
+def test_the_rest_of_the_integral_is_bounded_by_that_of_its_bessel_functions_envelopes(d: int) -> None:
+    """|J_m(x)| <= envelope / sqrt(x) where x >= 2 m, and <= 1 below: integrated from T on by quadrature."""
+    v, T, b = d / 2 - 1, 20.0, np.array([1.0, 0.9, 0.7, 0.5])
+    r = np.array([0.05, 0.4, 2.0])
+
+    def envelope(order: float) -> float:
+        return math.sqrt(2 / math.pi) * (1 if order <= 0.5 else (4 / 3) ** 0.25)
+
+    def integrand(t: float, radius: float) -> float:
+        product = np.prod(math.gamma(v + 1) * 2**v * envelope(v) * (b * t) ** (-v - 0.5))
+        outer = envelope(v + 1) / math.sqrt(radius * t) if radius * T >= 2 * (v + 1) else 1.0
+        return float(radius * (radius * t / 2) ** v / math.gamma(v + 1) * outer * product)
+
+    expected = [integrate.quad(integrand, T, np.inf, args=(radius,), epsabs=0)[0] for radius in r]
+    assert isotropic_law._hankel_tail(T, r, b, v) == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("d", [6, 10, 16, 40])

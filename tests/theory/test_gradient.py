@@ -142,6 +142,20 @@ def test_the_exact_norm_is_differentiable() -> None:
     gradient.entmax_jacobian_norm(tied).sum().backward()
     assert tied.grad is not None
     assert tied.grad.isfinite().all()
+    two = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    value = secular.rank_one_eigenvalue(two)
+    assert value.item() == pytest.approx(0.5)
+    assert torch.autograd.grad(value, two)[0].tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_the_root_of_moments_is_exact_where_the_other_keys_have_two_values() -> None:
+    """Gauss's quadrature with two nodes then is the sum itself; one value counts as one node."""
+    for others in ([0.04] * 3 + [0.01] * 5, [0.02] * 6, [3e-6] * 2 + [1e-6] * 9):
+        u = torch.tensor([0.4, 0.2, 0.1, *others, 0.0], dtype=torch.float64)
+        first, second, third = u[:3, None]
+        moments = [u[3:].pow(power).sum()[None] for power in (1, 2, 3, 4)]
+        found = secular.rank_one_root_of_moments(first, second, third, moments)
+        assert found.item() == pytest.approx(secular.rank_one_eigenvalue(u).item(), rel=1e-9)
 
 
 KERNELS = {
@@ -176,6 +190,11 @@ def test_lemma2_corrected_holds_for_every_kernel(drawn: tuple[int, int, float], 
     norm = gradient.kernel_jacobian_norm(F(z), dF(z))
     assert ((norm - dense_kernel_norm(F(z), dF(z))).abs() <= 1e-9 * dense_kernel_norm(F(z), dF(z)) + 1e-13).all()
     assert (norm <= gradient.lemma2_corrected(F(z), dF(z)) * (1 + 1e-12)).all()
+
+
+def test_one_key_has_no_jacobian_and_the_corrected_lemma_says_so() -> None:
+    F, slopes = torch.tensor([[2.0], [0.5]]), torch.tensor([[3.0], [-1.0]])
+    assert gradient.lemma2_corrected(F, slopes).tolist() == [0.0, 0.0]
 
 
 def test_tiny_kernel_norms_keep_their_relative_accuracy() -> None:
