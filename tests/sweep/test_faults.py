@@ -15,16 +15,17 @@ import pytest
 from attnorm.sweep.plan import read_plan
 from tests.sweep.test_ray import busy_workers
 
+PAUSE = 2.0  # seconds
 KILLS = int(os.environ.get("ATTNORM_TEST_KILLS", "50"))
 PLAN = """
 command = "analyze"
 [grid]
 model = ["bundled"]
-length = [32, 40, 48, 56, 64, 72, 80, 88, 96, 104]
+length = [160, 176, 192, 208, 224, 240, 256, 272, 288, 304]
 seed = [0, 1, 2, 3]
 [options]
-windows = 1
-rows = 8
+windows = 2
+rows = 64
 normalizers = ["model", "entmax15"]
 """
 
@@ -54,9 +55,12 @@ def test_fifty_kills_a_lost_node_and_two_lost_drivers_lose_nothing(cluster: Any,
     driver = start(plan, out, *options)
     kills, drivers, node_lost = 0, 0, False
     while driver.poll() is None:
-        time.sleep(1.0)
-        if kills < KILLS and (workers := busy_workers(cluster)):
-            os.kill(workers[kills % len(workers)].pid, signal.SIGKILL)
+        time.sleep(PAUSE)
+        # The worker of one node for a while, then that of the other: a worker needs longer than a pause to start.
+        nodes = cluster.list_all_nodes()[1:]
+        node = nodes[2 * kills // KILLS % len(nodes)]
+        if kills < KILLS and (workers := busy_workers(node)):
+            os.kill(workers[0].pid, signal.SIGKILL)
             kills += 1
         if kills >= KILLS * (drivers + 1) / 3 and drivers < 2:
             driver.kill()

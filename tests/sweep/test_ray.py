@@ -22,10 +22,10 @@ ray = pytest.importorskip("ray")
 ITEMS = ("ray::seed", "ray::model")  # how processes that run an item are called
 
 
-def busy_workers(cluster: Any) -> list[psutil.Process]:
-    """Processes of the cluster that run an item."""
+def busy_workers(*nodes: Any) -> list[psutil.Process]:
+    """Processes of these nodes that run an item."""
     found = []
-    for node in cluster.list_all_nodes():
+    for node in nodes:
         for started in node.all_processes.get("raylet", ()):
             if started.process.poll() is None:
                 children = psutil.Process(started.process.pid).children()
@@ -43,7 +43,7 @@ def _title(process: psutil.Process) -> str:
 def kill_some(cluster: Any, kills: int, pause: float, done: threading.Event) -> None:
     while kills and not done.is_set():
         time.sleep(pause)
-        if workers := busy_workers(cluster):
+        if workers := busy_workers(*cluster.list_all_nodes()):
             os.kill(workers[kills % len(workers)].pid, signal.SIGKILL)
             kills -= 1
 

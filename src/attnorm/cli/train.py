@@ -69,7 +69,7 @@ def lm(
     """Train a small language model and write a standard Hugging Face folder with a model card.
 
     Prints the validation loss next to those of unigram and bigram counts on the same tokens. Run the same command again
-    to resume an interrupted run.
+    to resume an interrupted run. Started with torchrun or accelerate launch, several processes share every batch.
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
@@ -80,7 +80,9 @@ def lm(
     from attnorm.models.layer_recipe import RecipeFile, read_recipe_file
     from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.run import train_lm
+    from attnorm.training.processes import Processes
 
+    first = Processes.launched().first  # of several processes one prints
     with usage_errors():
         by_layer = RecipeFile({}) if recipe is None else read_recipe_file(recipe)
         if steps is not None and tokens is not None:
@@ -102,8 +104,10 @@ def lm(
             texts, valid, out, settings, data=data, device=device, compiled=compiled,
             attention="dense" if dense else "engine", resume=resume, evaluate_every=eval_every,
             checkpoint_every=checkpoint_every, max_minutes=max_minutes, lengths=lengths, sample_tokens=sample,
-            note=note, command=recorded_command(), report=lambda state: _report(progress, state),
+            note=note, command=recorded_command(), report=lambda state: _report(progress, state) if first else None,
         )  # fmt: skip
+    if not first:
+        return
     if as_json:
         show_json(record)
         return

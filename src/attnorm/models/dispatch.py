@@ -21,7 +21,13 @@ import transformers
 from torch import nn
 
 from attnorm.metrics.call import Kind
-from attnorm.models.private_names import GET_INTERFACE, INTERFACE, kernel_name
+from attnorm.models.private_names import (
+    GET_INTERFACE,
+    INTERFACE,
+    is_context_parallel,
+    is_tensor_parallel,
+    kernel_name,
+)
 
 # Attributes of a patched attention module: its normalizer, and the config of its model; its own config is a copy that
 # names our kernel.
@@ -66,14 +72,31 @@ def check_model(model: object) -> nn.Module:
 
 
 def check_observable(model: object) -> None:
-    """Raises UnsupportedModel, with the families that work, where no attention module can be watched."""
+    """Raises UnsupportedModel, with the families that work, where no attention module can be watched.
+
+    Also where a process sees only a part of the heads or of the keys: its numbers would be those of other heads.
+    """
     if any(map(_watchable, check_model(model).modules())):
+        _refuse_parts(model)
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
         f"transformers' attention interface, so attnorm cannot see it. {what_works()}"
     )
+
+
+def _refuse_parts(model: Any) -> None:
+    if is_tensor_parallel(model):
+        raise UnsupportedModel(
+            "expected a model whose processes hold all heads, got one with tensor parallelism: each process sees a "
+            "part of the heads under other numbers. Load it with device_map='auto' (--device auto) instead of tp_plan."
+        )
+    if is_context_parallel():
+        raise UnsupportedModel(
+            "expected whole sequences, got context parallelism: each process sees a part of the keys. Measure outside "
+            "of context_parallel(), with device_map='auto' (--device auto) if the model needs several GPUs."
+        )
 
 
 def mask_kernel(module: nn.Module, kernel: str) -> str:

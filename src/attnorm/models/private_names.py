@@ -40,6 +40,7 @@ PRIVATE: dict[str, str] = {
     "transformers.PreTrainedConfig._name_or_path": "where a model was loaded from",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_missing_entries)": "a file that may be absent",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_connection_errors)": "the same, without a network",
+    "transformers.PreTrainedModel._tp_size": "a model of which each process holds a part of the heads",
     "accelerate.hooks.add_hook_to_module -> _hf_hook": "the device of weights that accelerate offloads",
 }
 
@@ -77,6 +78,26 @@ def without_innermost_mode() -> AbstractContextManager[Any]:
 def is_identity_score_mod(score_mod: Any) -> bool:
     own = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
     return own == ("torch.nn.attention.flex_attention", "_identity")
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether each process holds a part of the heads, by transformers' tp_plan or torch's parallelize_module."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    parts = list(model.modules())
+    if any((getattr(part, "_tp_size", None) or 1) > 1 for part in parts):
+        return True
+    gathered = any(isinstance(part, FSDPModule) for part in parts)  # FSDP collects its weights for every forward
+    return not gathered and any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def is_context_parallel() -> bool:
+    """Whether torch's context_parallel() is active: it replaces scaled_dot_product_attention."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return (getattr(attention, "__module__", "") or "").startswith("torch.distributed.")
 
 
 def replace_get_interface(function: Any) -> Any:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import distributed, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from attnorm.models.dispatch import check_observable
@@ -84,7 +84,8 @@ class AttentionMonitor(TrainerCallback):
     def step(self, model: nn.Module) -> AbstractContextManager[dict[str, float]]:
         """One step of your own training loop: wrap the forward, or forward and backward. Other steps cost nothing.
 
-        Yields an empty dict, which is filled on exit if the step is a logging step (every `every`-th).
+        Yields an empty dict, which is filled on exit if the step is a logging step (every `every`-th). Of several
+        processes of torch.distributed, the first one measures.
         """
         if self._called:
             raise RuntimeError(
@@ -99,7 +100,7 @@ class AttentionMonitor(TrainerCallback):
         self._called = False
         self.steps += 1
         found: dict[str, float] = {}
-        if self.steps % self.every:
+        if self.steps % self.every or not _is_first_process():
             yield found
             return
         with self.measuring(model, self.steps) as found:
@@ -268,6 +269,10 @@ class AttentionMonitor(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()
+
+
+def _is_first_process() -> bool:
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
 
 def _warn(words: str, category: type[UserWarning]) -> None:

@@ -19,41 +19,48 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"float32": "no", "bfloat16": "bf16"}
 PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # as accelerate counts them
+LAUNCHED = (*PROCESSES, "LOCAL_RANK")
 
 
-def check_accelerate() -> None:
-    """Check that training is possible, before anything is read or written; `accelerated` checks too.
+def check_accelerate(*, several: bool = False) -> None:
+    """Check that training is possible, before anything is read or written.
+
+    several: whether torchrun or `accelerate launch` may have started several processes.
 
     Raises:
         ImportError: accelerate is not installed.
-        ValueError: This is one of several processes.
+        ValueError: This is one of several processes that cannot share the work.
     """
     if find_spec("accelerate") is None:
         raise ImportError("training needs accelerate, which is not installed. Run: pip install accelerate")
+    launched = several and "RANK" in os.environ
     for name in PROCESSES:
-        if os.environ.get(name, "1") not in ("0", "1"):
+        if os.environ.get(name, "1") not in ("0", "1") and not (launched and name == "WORLD_SIZE"):
+            instead = "with torchrun or `accelerate launch`" if several else "without a launcher"
             raise ValueError(
-                f"attnorm trains in one process, on one GPU or CPU, and this is one of several: {name} is "
-                f"{os.environ[name]}; start it without a launcher, or with --num_processes 1. To use several GPUs, "
-                "start one run on each, with --device cuda:0, --device cuda:1, ... and one folder per run"
+                f"expected {'a launcher of torch' if several else 'one process'}, got one of several: {name} is "
+                f"{os.environ[name]}. Start it {instead}, or with --num_processes 1. To use several GPUs for several "
+                "runs, use `attnorm sweep`."
             )
 
 
 @contextmanager
-def accelerated(device: torch.device, dtype: str) -> "Iterator[Accelerator]":
+def accelerated(device: torch.device, dtype: str, *, several: bool = False) -> "Iterator[Accelerator]":
     """Yield an Accelerator for this device and precision, with accelerate's global state saved and restored.
+
+    It knows of this process alone; several processes are connected by training.processes.
 
     Raises:
         ImportError, ValueError: As `check_accelerate`.
     """
-    check_accelerate()
+    check_accelerate(several=several)
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     # accelerate has no public way to reset its state, not even for the Trainer of transformers.
     states = [kind._shared_state for kind in (AcceleratorState, GradientState, PartialState)]
     before = [dict(state) for state in states]
-    names = [name for name in os.environ if name.startswith("ACCELERATE_") or name == "LOCAL_RANK"]
+    names = [name for name in os.environ if name.startswith("ACCELERATE_") or name in LAUNCHED]
     hidden = {name: os.environ.pop(name) for name in names}
     try:
         for state in states:
@@ -68,14 +75,18 @@ def accelerated(device: torch.device, dtype: str) -> "Iterator[Accelerator]":
         os.environ.update(hidden)
 
 
-def chosen_device(name: str | None) -> torch.device:
+def chosen_device(name: str | None, local_rank: int = 0) -> torch.device:
     """Return the device with this name (default: a GPU if there is one).
+
+    local_rank: which GPU "cuda" is, if a launcher started one process for each.
 
     Raises:
         ValueError: Not a device, or not one of this machine.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank:
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
     except RuntimeError:  # torch's message lists every device type

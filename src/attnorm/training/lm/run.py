@@ -2,12 +2,14 @@
 
 Text -> byte-level BPE -> tokens on disk -> random windows -> AdamW with a cosine schedule -> a Hugging Face folder.
 An interrupted run continues exactly where it stopped; on a CPU its weights are identical to those of one long run.
+Started by torchrun or `accelerate launch`, several processes share every batch (training.processes).
 """
 
 import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from attnorm.run_folder import only_process, read_record, require_only, require_
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import Attention, check_attention
-from attnorm.training.lm.data import check_length, describe_texts, prepare
+from attnorm.training.lm.data import Corpus, check_length, describe_texts, prepare
 from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths
 from attnorm.training.lm.export import export
 from attnorm.training.lm.model import RECORD, LMSettings, check_normalizer
 from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run
+from attnorm.training.processes import Processes
 
 __all__ = ["LMProgress", "Report", "chosen_device", "train_lm"]
 
@@ -81,6 +84,7 @@ def train_lm(
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
     """
     started = time.monotonic()
+    processes = Processes.launched()
     for name, value in (("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -89,35 +93,45 @@ def train_lm(
     check_lengths(lengths or (), settings)
     check_normalizer(settings)
     check_attention(attention, settings)
-    check_accelerate()
-    torch_device = chosen_device(device)
+    check_accelerate(several=True)
+    if settings.batch % processes.count:
+        raise ValueError(
+            f"expected a batch that {processes.count} processes can share equally, got {settings.batch} windows. Use "
+            f"--batch {-(-settings.batch // processes.count) * processes.count}."
+        )
+    torch_device = chosen_device(device, processes.local_rank)
     source = describe_texts(texts, valid)
-    require_own(out)
-    with only_process(out):
-        record = open_run(out, {**settings.as_dict(), **source}, resume=resume)
+    with processes.connected(torch_device), only_process(out) if processes.first else nullcontext():
+        record = processes.by_first(lambda: open_run(out, {**settings.as_dict(), **source}, resume=resume))
         if _is_finished(record, settings, lengths):
             return record
 
-        corpus = prepare(
-            texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
-            progress=lambda what, tokens: report(LMProgress(what, tokens)),
-        )  # fmt: skip
+        def encode() -> Corpus:
+            return prepare(
+                texts, valid, data or out / "data", vocab=settings.vocab, seed=settings.seed,
+                progress=lambda what, tokens: report(LMProgress(what, tokens)),
+            )  # fmt: skip
+
+        processes.by_first(lambda: encode().folder)
+        corpus = encode()  # reads what process 0 has written
         check_length(corpus.train, settings.context, "training")
         check_length(corpus.valid, settings.context, "validation")
         measured = evaluation_lengths(lengths, settings, corpus.valid)
 
         deadline = math.inf if max_minutes is None else started + 60 * max_minutes
-        with accelerated(torch_device, settings.dtype) as accelerator, StopRequest() as stop:
-            run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention)
+        with accelerated(torch_device, settings.dtype, several=True) as accelerator, StopRequest() as stop:
+            run = Run(out, settings, corpus, accelerator, compiled=compiled, attention=attention, processes=processes)
             report(LMProgress("training", run.step, settings.steps))  # the first steps may have to be compiled
             for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
                 report(LMProgress("training", run.step, settings.steps, entry))
-        if stop.asked:
+        if processes.any(stop.asked):
             raise TrainingInterrupted(run.step)
         report(LMProgress("evaluating", run.step, settings.steps))
-        return export(
-            out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=torch_device,
-            lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
+        return processes.by_first(
+            lambda: export(
+                out, run.model, corpus, settings, record, steps=run.step, seconds=run.seconds, device=torch_device,
+                lengths=measured, sample_tokens=sample_tokens, note=note, command=command,
+            )
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ exactly where it stopped.
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from attnorm.training.lm.attention import Attention, compile_blocks, in_training
 from attnorm.training.lm.data import Corpus, training_windows, validation_windows
 from attnorm.training.lm.evaluate import predicted_loss, validation_loss, window_loss
 from attnorm.training.lm.model import LMSettings, build_model
+from attnorm.training.processes import Processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,6 +34,17 @@ QUICK_VALIDATION = 64  # windows of the validation loss while training; the fina
 BETAS = (0.9, 0.95)
 LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
 CLEAR_RISE = 0.05  # nats per token
+
+
+class WindowLoss(torch.nn.Module):
+    """The model and its loss as one module, so that torch can average gradients over processes."""
+
+    def __init__(self, model: Any, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, windows: torch.Tensor) -> Any:
+        return window_loss(self.model, windows, self.loss)
 
 
 class Run:
@@ -46,21 +59,23 @@ class Run:
         *,
         compiled: bool = False,
         attention: Attention = "engine",
+        processes: Processes | None = None,
     ) -> None:
         self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
-        self.compiled, self.attention = compiled, attention
+        self.compiled, self.attention, self.processes = compiled, attention, processes or Processes()
         # Not prepared by accelerate: that would wrap `forward` for good, and the loss calls the base model.
         self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
         self.optimizer = accelerator.prepare(make_optimizer(self.model, settings))
         self.step, self.seconds = 0, 0.0
-        if done := finished_checkpoints(out / CHECKPOINTS):
+        if done := self.processes.by_first(lambda: finished_checkpoints(out / CHECKPOINTS)):
             state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
             self.step, self.seconds = state["step"], state["seconds"]
-        keep_metrics(out / METRICS, self.step)
-        self.loss: Callable[..., Any] = predicted_loss
+        self.processes.by_first(lambda: keep_metrics(out / METRICS, self.step))
+        loss: Callable[..., Any] = predicted_loss
         if compiled:
-            self.loss = torch.compile(predicted_loss, dynamic=False)
+            loss = torch.compile(predicted_loss, dynamic=False)
             compile_blocks(self.model, settings)
+        self.loss = self.processes.parallel(WindowLoss(self.model, loss))
         self.quick = validation_windows(corpus.valid, settings.context, QUICK_VALIDATION)
 
     def steps(
@@ -80,7 +95,8 @@ class Run:
         self.model.train()
         losses: list[torch.Tensor] = []
         memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
-        with (self.out / METRICS).open("a", encoding="utf-8") as log:
+        path = self.out / METRICS if self.processes.first else Path(os.devnull)
+        with path.open("a", encoding="utf-8") as log:
             ending = self.step == self.settings.steps
             while not ending:
                 rate = learning_rate(self.step, self.settings)
@@ -88,7 +104,7 @@ class Run:
                 losses.append(loss)
                 self.step += 1
                 complete = self.step == self.settings.steps
-                ending = complete or stop.asked or time.monotonic() >= deadline
+                ending = complete or self.processes.any(stop.asked or time.monotonic() >= deadline)
                 evaluate = complete or self.step % evaluate_every == 0
                 save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
                 if evaluate or ending or save or self.step % LOG_EVERY == 0:
@@ -99,12 +115,12 @@ class Run:
                     if (peak := memory.bytes()) is not None:
                         entry["peak_memory_bytes"] = peak
                     if evaluate:
-                        entry["valid_loss"] = self._quick_loss()
+                        entry["valid_loss"] = self.processes.by_first(self._quick_loss)
                     log.write(json.dumps(entry) + "\n")
                     log.flush()
                     yield entry
                     if save:
-                        self._save()
+                        self.processes.by_first(self._save)
                     memory.restart()
                     losses, clock = [], time.monotonic()
 
@@ -113,12 +129,13 @@ class Run:
         windows = training_windows(
             self.corpus.train, seed=settings.seed, step=self.step, batch=settings.batch, context=settings.context
         )
+        windows = self.processes.share(windows)
         if accelerator.device.type == "cuda":
             windows = windows.pin_memory()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with accelerator.autocast():
-            loss = window_loss(self.model, windows.to(accelerator.device, non_blocking=True), self.loss)
+            loss = self.loss(windows.to(accelerator.device, non_blocking=True))
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
         self.optimizer.step()
@@ -126,7 +143,7 @@ class Run:
         return loss.detach(), norm
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, float]:
-        loss, length = float(torch.stack(losses).mean()), float(norm)
+        loss, length = float(self.processes.mean(torch.stack(losses).mean())), float(norm)
         if not math.isfinite(loss + length):
             raise ValueError(
                 f"at step {self.step} the loss is {loss} and the norm of the gradient {length}; start over in a new "
