@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 
 from attnorm.experiments.dispersion.experiment import EXPERIMENT, judge_claims
 from attnorm.experiments.dispersion.measure import (
@@ -21,10 +20,6 @@ from attnorm.experiments.dispersion.measure import (
 )
 from attnorm.experiments.experiment import Outcome
 from attnorm.experiments.subject import ExperimentSubject
-from attnorm.metrics.call import AttentionCall
-from attnorm.models.observe import observe
-from attnorm.models.query_key_origin import before_rotation
-from tests.models.tiny import tiny
 
 QUICK = ExperimentSubject(quick=True)
 
@@ -140,55 +135,6 @@ def test_slopes_of_one_are_no_confirmation_of_the_theory(outcome: Outcome) -> No
         for table in (flat, steep)
     ]
     assert verdicts == ["reproduces", "does not"]
-
-
-def test_before_rotation_the_queries_are_the_plain_projections_and_nothing_else_changes() -> None:
-    model = tiny("llama")
-    ids = torch.arange(3, 23)[None]
-    plain = model(ids).logits
-    seen: list[tuple[AttentionCall, AttentionCall | None]] = []
-    states: list[torch.Tensor] = []
-    module = model.model.layers[0].self_attn
-    handle = module.register_forward_pre_hook(
-        lambda _, args, kwargs: states.append(kwargs["hidden_states"]), with_kwargs=True
-    )
-    with (
-        torch.no_grad(),
-        before_rotation(model) as before,
-        observe(model, lambda call: seen.append((call, before.of(call)))),
-    ):
-        watched = model(ids).logits
-    handle.remove()
-    assert torch.equal(plain, watched)
-    call, unrotated = seen[0]
-    assert unrotated is not None
-    expected = module.q_proj(states[0]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-    torch.testing.assert_close(unrotated.query_BHQD, expected)
-    assert not torch.allclose(unrotated.query_BHQD[:, :, 1:], call.query_BHQD[:, :, 1:])
-    torch.testing.assert_close(
-        unrotated.query_BHQD[:, :, 0], call.query_BHQD[:, :, 0]
-    )  # the first stands at position 0
-    assert unrotated.value_BGKE is call.value_BGKE
-
-
-def test_after_an_error_the_rotation_is_the_models_own_again() -> None:
-    import transformers.models.llama.modeling_llama as file
-
-    model, original = tiny("llama"), file.apply_rotary_pos_emb
-    with before_rotation(model):
-        assert file.apply_rotary_pos_emb is not original
-    assert file.apply_rotary_pos_emb is original
-    with pytest.raises(RuntimeError, match="stop"), before_rotation(model):
-        raise RuntimeError("stop")
-    assert file.apply_rotary_pos_emb is original
-
-
-def test_a_model_that_does_not_rotate_gives_none() -> None:
-    model = tiny("gpt2")
-    found: list[AttentionCall | None] = []
-    with torch.no_grad(), before_rotation(model) as before, observe(model, lambda call: found.append(before.of(call))):
-        model(torch.arange(3, 23)[None])
-    assert found == [None, None]
 
 
 def far(main: int, limit: int | None, *, hard: bool = False, tokens: int = 10**6, longest: int | None = None) -> Reach:

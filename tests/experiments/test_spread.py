@@ -13,8 +13,6 @@ from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.query_key_origin import projections
-from tests.models.tiny import tiny
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -112,28 +110,3 @@ def test_lengths_of_all_models_are_half_an_octave_apart() -> None:
     assert set(lengths_up_to(1024)) < set(lengths_up_to(2048))
     assert lengths_up_to(100).tolist() == [16, 23, 32, 45, 64, 91, 100]
     assert lengths_up_to(16).tolist() == [16]
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_projections_make_the_queries_and_keys(family: str) -> None:
-    model = tiny(family)
-    calls: list[AttentionCall] = []
-    with torch.no_grad(), observe(model, calls.append, inputs=True):
-        model(torch.arange(3, 23)[None])
-    layer = model.model.layers[0].self_attn if family == "llama" else model.transformer.h[0].attn
-    made = projections(layer, calls[0])
-    assert made is not None
-    x = calls[0].inputs_BKC[0, 0]  # the first token is not rotated
-    q = torch.einsum("hed,d->he", made.query_weight, x)
-    k = torch.einsum("hed,d->he", made.key_weight, x)
-    q, k = (q, k) if made.query_bias is None else (q + made.query_bias, k + made.key_bias)
-    torch.testing.assert_close(q, calls[0].query_BHQD[0, :, 0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(k, calls[0].key_BGKD[0, :, 0], rtol=1e-4, atol=1e-5)
-
-
-def test_normalised_queries_are_not_taken_for_plain_ones() -> None:
-    model = tiny("gemma3")  # normalises q and k after the projection
-    calls: list[AttentionCall] = []
-    with torch.no_grad(), observe(model, calls.append, inputs=True):
-        model(torch.arange(3, 23)[None])
-    assert projections(model.model.layers[0].self_attn, calls[0]) is None

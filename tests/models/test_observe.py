@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
@@ -174,3 +175,20 @@ def test_a_patched_layer_shows_its_normalizer() -> None:
     with torch.no_grad(), observe(model, calls.append):
         model(**tiny_inputs("llama"))
     assert [call.normalizer for call in calls] == [None, normalizer]
+
+
+def test_transformers_lookup_of_kernels_is_replaced_until_the_last_model_is_left() -> None:
+    plain = AttentionInterface.get_interface
+    first, second = tiny("llama"), tiny("llama")
+    seen: list[AttentionCall] = []
+    for _ in range(2):
+        with observe(first, seen.append):
+            replaced = AttentionInterface.get_interface
+            assert replaced is not plain
+            with observe(second, lambda call: None):
+                assert AttentionInterface.get_interface is replaced
+            assert AttentionInterface.get_interface is replaced
+            with torch.no_grad():
+                first(**tiny_inputs("llama"))
+        assert AttentionInterface.get_interface is plain
+    assert len(seen) == 2 * len(first.model.layers)

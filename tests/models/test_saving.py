@@ -123,6 +123,11 @@ def test_the_config_names_the_normalizers(save: Callable[[Any, Path], None], tmp
     assert [one["normalizer"] for one in model.config.attnorm["recipes"]] == ["topk"]
     unpatch(model)
     assert not hasattr(model.config, "attnorm")
+    patch(model, "sink", layers=[0])
+    handle = patch(model, "sink", layers=[1])
+    assert [one["modules"] for one in model.config.attnorm["recipes"]] == [2]
+    handle.remove()
+    assert [one["modules"] for one in model.config.attnorm["recipes"]] == [1]
 
 
 def test_a_config_without_its_weights_is_noticed(tmp_path: Path) -> None:
@@ -624,11 +629,15 @@ def test_what_earlier_versions_saved_comes_back(name: str, tmp_path: Path) -> No
 
 def test_a_digest_of_format_1_has_the_middle_4096_bytes_of_each_weight(tmp_path: Path) -> None:
     """Folders that exist have such digests."""
-    weights = {"long": (torch.arange(9001) % 251).to(torch.uint8), "short": torch.arange(7, dtype=torch.uint8)}
+    weights = {
+        "long": (torch.arange(9001) % 251).to(torch.uint8),
+        "short": torch.arange(7, dtype=torch.uint8),
+        "tail": torch.zeros(9).byte(),
+    }
     save_file(weights, tmp_path / "model.safetensors")
     expected = hashlib.sha256(b"long U8 [9001]")
     expected.update(weights["long"][2452 : 2452 + 4096].numpy().tobytes())
-    expected.update(b"short U8 [7]" + bytes(range(7)))
+    expected.update(b"short U8 [7]" + bytes(range(7)) + b"tail U8 [9]" + bytes(9))
     assert _file_digest(tmp_path / "model.safetensors") == expected.hexdigest()
 
 

@@ -8,7 +8,7 @@ from attnorm.normalizers.registry import BUILT_IN
 from tests.normalizers.variants import OTHERS, ROW_NAMES, TYPICAL, VARIANTS, Variant
 
 # Compiled in every run of the tests: a fixed number of Newton steps, a rule with a parameter, a scan.
-COMPILED = [Variant("entmax15", {}), Variant("ssmax", {}), Variant("stick_breaking", {})]
+COMPILED = [Variant("kneemax", {}), Variant("ssmax", {}), Variant("stick_breaking", {})]
 
 
 each_variant = pytest.mark.parametrize(
