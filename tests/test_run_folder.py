@@ -1,7 +1,5 @@
 """A folder belongs to one run, and one process at a time works on one thing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from attnorm.run_folder import (
     try_lock,
 )
 from attnorm.suggest import did_you_mean
+from tests.forked import forked
 
 
 def test_a_folder_may_be_new_empty_or_of_the_same_kind(tmp_path: Path) -> None:
@@ -60,13 +59,13 @@ def test_a_damaged_record_is_an_error_and_a_missing_one_is_none(tmp_path: Path, 
 
 def test_a_lock_excludes_other_processes_and_ends_with_its_block(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "work.lock"
-    code = (
-        "from pathlib import Path\nfrom attnorm.run_folder import try_lock\n"
-        f"with try_lock(Path({str(path)!r})) as mine: print(mine)"
-    )
+    code = f"with try_lock(Path({str(path)!r})) as mine: print(mine)"
 
     def other_process_gets_it() -> bool:
-        return "True" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        with forked(f"from pathlib import Path\nfrom attnorm.run_folder import try_lock\n{code}") as other:
+            answer = other.stdout.read().strip()
+            assert other.wait() == 0
+        return {"True": True, "False": False}[answer]
 
     with lock(path):
         assert not other_process_gets_it()

@@ -1,9 +1,6 @@
 """A killed part keeps its finished layers: they are not measured again, and never mixed with those of another run."""
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from attnorm.analysis import collect, layers, store
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.tables import TABLES
 from tests.analysis.tiny_models import diffllama, gpt2, ids
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"lengths": (32,), "windows": 1, "metrics": "all", "top_n": (1, 5)}
@@ -79,15 +77,10 @@ analyze(
 
 def test_kill_9_loses_only_the_layer_in_flight(tmp_path: Path, measured: list[int]) -> None:
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(killed)],
-        stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
-    assert child.stdout is not None
-    assert child.stdout.readline() == "third layer\n"
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    with forked(SCRIPT, str(killed)) as child:
+        assert child.stdout.readline() == "third layer\n"
+        assert child.kill() == -signal.SIGKILL
+    measured.clear()
     assert len(layer_files(killed)) == 3
 
     states: list[AnalysisProgress] = []

@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.analysis.verdicts import Thresholds
 from tests.analysis.tiny_models import gpt2, ids
+from tests.forked import forked
 
 OPTIONS: dict[str, Any] = {"lengths": (16, 24, 32), "windows": 1, "metrics": "core", "top_n": (1, 5)}
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,14 +174,9 @@ analyze(
 
 
 def test_kill_9_loses_only_the_part_in_flight(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "third part\n"
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    with forked(SCRIPT, str(tmp_path)) as child:
+        assert child.stdout.readline() == "third part\n"
+        assert child.kill() == -signal.SIGKILL
     model = gpt2(layers=2)
     passes = Passes(model)
     resumed = analyze(model, ids(64), out=tmp_path, **OPTIONS)
@@ -206,17 +200,12 @@ for number in range(100000):
 
 def test_kill_9_at_any_moment_leaves_only_whole_parts(tmp_path: Path) -> None:
     """Writes nothing but parts, so that the kill falls into a write."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    while child.poll() is None and not list(tmp_path.glob("parts/[!.]*")):  # on a busy machine a part takes a while
-        time.sleep(0.01)
-    time.sleep(0.3)
-    child.kill()
-    child.wait()
+    with forked(WRITER, str(tmp_path)) as child:
+        child.stdout.readline()
+        while child.poll() is None and not list(tmp_path.glob("parts/[!.]*")):  # on a busy machine a part takes a while
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert child.kill() == -signal.SIGKILL
     keys = [path.name for path in (tmp_path / "parts").iterdir() if not path.name.startswith(".")]
     assert keys
     for key in keys:

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from attnorm.training import checkpoints
 from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm.run import LMProgress
+from tests.forked import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -180,8 +179,8 @@ settings = LMSettings(**{tiny().as_dict()!r})
 train_lm([Path({str(texts[0])!r})], Path({str(texts[1])!r}), Path({str(out)!r}), settings,
          data=Path({str(encoded)!r}), device="cpu", checkpoint_every=8, report=kill)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with forked(program) as child:
+        assert child.wait() == -signal.SIGKILL
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000016"]
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2')  # killed in the middle of a line

@@ -12,15 +12,16 @@ from attnorm.run_folder import only_process
 from attnorm.training.lm.run import train_lm
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.run import train_retrieval
+from tests.forked import forked
 from tests.training.conftest import tiny
 
 HOLD = """
-import sys
+import sys, time
 from pathlib import Path
 from attnorm.run_folder import only_process
 with only_process(Path(sys.argv[1])):
     print("held", flush=True)
-    sys.stdin.read()
+    time.sleep(600)
 """
 
 
@@ -28,10 +29,7 @@ def test_a_second_run_in_the_folder_is_rejected_and_a_killed_one_leaves_no_lock(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
+    with forked(HOLD, str(out)) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="no other process"):
             train_lm([texts[0]], texts[1], out, tiny())

@@ -1,0 +1,70 @@
+"""A script in a fork of the test process: it has imported the libraries already, which takes a new interpreter seconds.
+
+For tests of processes that are killed or that hold a lock. Tests of what is imported need a new interpreter.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Forked:
+    """A running script; `stdout` is what it prints."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        reads, writes = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reads)
+            _run(script, arguments, writes)
+        os.close(writes)
+        self.stdout = os.fdopen(reads)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code as subprocess gives it, or None while the script runs."""
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def kill(self) -> int:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+
+@contextmanager
+def forked(script: str, *arguments: str) -> Iterator[Forked]:
+    """Killed at the end of the block if it still runs."""
+    child = Forked(script, *arguments)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.stdout.close()
+
+
+def _run(script: str, arguments: tuple[str, ...], writes: int) -> None:
+    """The child, which never returns into the tests."""
+    code = 1
+    try:
+        os.dup2(writes, 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.argv = ["-c", *arguments]
+        exec(compile(script, "<forked>", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
