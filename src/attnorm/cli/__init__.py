@@ -8,7 +8,20 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli import analyze, bench, compare, doctor, normalizers, report, reproduce, stability, sweep, train, verify
+from attnorm.cli import (
+    analyze,
+    bench,
+    compare,
+    doctor,
+    normalizers,
+    report,
+    reproduce,
+    search,
+    stability,
+    sweep,
+    train,
+    verify,
+)
 from attnorm.cli.output import SafeGroup, add_command, show_version
 
 app = typer.Typer(
@@ -21,7 +34,7 @@ app = typer.Typer(
 )
 for command in (
     analyze.analyze, compare.compare, report.report, normalizers.normalizers, normalizers.dispersion,
-    normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, bench.bench,
+    normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, search.search, bench.bench,
     doctor.doctor, stability.stability,
 ):  # fmt: skip
     add_command(app, command)

@@ -1,0 +1,204 @@
+"""Run a search: Optuna proposes recipes, the engines of a sweep train them, and the study remembers.
+
+A trial that was running when the driver ended is continued by the next one, under the same number. So no trial is lost
+and none is run twice; a recipe that was trained before is not trained again.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from attnorm.files import write_json
+from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
+from attnorm.search.plan import COMMAND, SearchPlan
+from attnorm.search.results import SearchResult, confirm, summarize
+from attnorm.search.trials import HOW, PRUNING, STUDY, check_optuna, open_storage, quiet_optuna, run_trial
+from attnorm.sweep.engines import Engine, WorkerDied, open_engine
+from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_table
+from attnorm.sweep.page import write_page
+from attnorm.sweep.plan import Item
+from attnorm.sweep.work import Outcome
+
+SEARCH = "search.json"
+Report = Callable[[Outcome, int, int], None]
+
+
+def search(
+    plan: SearchPlan,
+    out: Path,
+    *,
+    on: str = "local",
+    workers: int | None = None,
+    address: str | None = None,
+    storage: str | None = None,
+    retries: int = 3,
+    report: Report = lambda outcome, done, total: None,
+) -> SearchResult:
+    """Run trials until the plan's number is reached; then train the winners with several seeds.
+
+    storage: URL of a database for the studies (default: a journal in the folder).
+
+    Raises:
+        ValueError: The folder holds another search, or the engine or the database cannot be used.
+        ImportError: Optuna or the library of the engine is not installed.
+    """
+    check_optuna()
+    with only_process(out), quiet_optuna():
+        _open_folder(out, plan)
+        study = _open_study(out, plan, storage)
+        items: dict[int, Item] = {}
+        for trial in study.get_trials(deepcopy=False):
+            _add_item(plan, study, trial, items, storage)
+        if len(items) < plan.trials or _running(study):
+            engine = open_engine(
+                on, out, plan.resources, workers=workers, address=address, slurm=plan.slurm, hook=run_trial
+            )
+            _run_trials(plan, out, study, items, engine, storage, retries, report)
+        _write_items(out, plan, items)
+        found = list(items.values())
+        rows = merged_rows(out, found)
+        write_table(out, rows)
+        write_page(out / PAGE, states(out, found), rows)
+        result = summarize(plan, out, study, items)
+    if plan.confirm_seeds and result.best is not None:
+        result = replace(
+            result,
+            confirmation=confirm(plan, out, result, on=on, workers=workers, address=address, retries=retries),
+        )
+        result.write(out)
+    return result
+
+
+def _open_folder(out: Path, plan: SearchPlan) -> None:
+    record = read_record(out / SEARCH, ("content",), "choose another folder")
+    if record is None:
+        require_only(out, (), "files, but no search")
+        make_writable(out)
+    else:  # more trials or seeds continue a search
+        here, there = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, record["content"]))
+        require_same_run(here, there, f"{out} holds another search", "Choose another folder")
+    write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})
+
+
+def _open_study(out: Path, plan: SearchPlan, url: str | None) -> Any:
+    import optuna
+
+    storage = open_storage(out, url)
+    optuna.create_study(study_name=PRUNING, storage=storage, direction="minimize", load_if_exists=True)
+    study = optuna.create_study(study_name=STUDY, storage=storage, directions=plan.directions, load_if_exists=True)
+    done = len(study.get_trials(deepcopy=False))
+    study.sampler = optuna.samplers.TPESampler(
+        seed=plan.seed + done, multivariate=True, group=True, constant_liar=True, n_startup_trials=10
+    )
+    if not done:
+        for parameters in uniform_parameters(plan):
+            study.enqueue_trial(parameters)
+    return study
+
+
+def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
+    """Every normalizer in all layers, at a few learning rates: what a mixed recipe has to beat."""
+    low, high = plan.learning_rate
+    found = []
+    for number in range(plan.uniform):
+        rate = low * (high / low) ** ((number + 0.5) / plan.uniform)
+        for name in plan.normalizers:
+            parameters: dict[str, Any] = {"learning_rate": rate}
+            for group in range(len(plan.groups)):
+                parameters[plan.parameter(group)] = name
+                for option, (least, most) in plan.ranges.get(name, {}).items():
+                    parameters[f"{plan.parameter(group)} {name}.{option}"] = (least + most) / 2
+            found.append(parameters)
+    return found[: plan.trials]
+
+
+def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], storage: str | None) -> None:
+    """Remember the item of a trial; a trial that was not drawn completely is dropped."""
+    from optuna.trial import TrialState
+
+    if trial.state == TrialState.WAITING:
+        return
+    try:
+        recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
+    except KeyError:
+        if trial.state == TrialState.RUNNING:
+            study.tell(trial.number, state=TrialState.FAIL)
+        return
+    words = " ".join(f"{layers}:{spec}" for layers, spec in recipe.items())
+    item = plan.item(recipe, rate, {"trial": trial.number, "recipe": words, "learning_rate": float(f"{rate:.4g}")})
+    items[trial.number] = replace(item, values={**item.values, HOW: {"storage": storage, "prune": plan.prune}})
+
+
+def _running(study: Any) -> list[int]:
+    from optuna.trial import TrialState
+
+    return [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+
+
+def _run_trials(
+    plan: SearchPlan,
+    out: Path,
+    study: Any,
+    items: dict[int, Item],
+    engine: Engine,
+    storage: str | None,
+    retries: int,
+    report: Report,
+) -> None:
+    waiting = [number for number in _running(study) if number in items]
+    running: dict[Future[list[Outcome]], int] = {}
+    attempts: dict[int, int] = {}
+    kill = True
+    try:
+        while True:
+            while len(running) < engine.slots and (waiting or len(items) < plan.trials):
+                number = waiting.pop(0) if waiting else _new_trial(plan, study, items, storage)
+                _write_items(out, plan, items)
+                running[engine.submit([items[number]])] = number
+            if not running:
+                break
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                number = running.pop(future)
+                try:
+                    (outcome,) = future.result()
+                except WorkerDied as died:
+                    attempts[number] = attempts.get(number, 0) + 1
+                    if attempts[number] <= retries:
+                        waiting.append(number)
+                        continue
+                    outcome = Outcome(items[number].id, str(died))
+                    write_failure(out, items[number], outcome.error, "")
+                _tell(plan, study, number, outcome)
+                done = len(items) - len(running) - len(waiting)
+                report(outcome, done, plan.trials)
+        kill = False
+    finally:
+        engine.close(kill=kill)
+
+
+def _new_trial(plan: SearchPlan, study: Any, items: dict[int, Item], storage: str | None) -> int:
+    trial = study.ask()
+    plan.suggest(trial)
+    number: int = trial.number
+    _add_item(plan, study, study.get_trials(deepcopy=False)[number], items, storage)
+    return number
+
+
+def _tell(plan: SearchPlan, study: Any, number: int, outcome: Outcome) -> None:
+    from optuna.trial import TrialState
+
+    if outcome.error:
+        study.tell(number, state=TrialState.FAIL)
+    elif outcome.pruned:
+        study.tell(number, state=TrialState.PRUNED)
+    else:
+        study.tell(number, plan.values(outcome.rows[0]))
+
+
+def _write_items(out: Path, plan: SearchPlan, items: dict[int, Item]) -> None:
+    """So that `attnorm sweep --status` shows the trials. Trials with the same recipe share an item."""
+    listed = {item.id: item.as_dict() for item in items.values()}
+    write_json(out / RECORD, {"format": FORMAT, "command": COMMAND, "content": plan.content, "items": listed})

@@ -1,0 +1,288 @@
+"""A search finds recipes that other commands accept, continues after any end, and explains wrong plans."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import attnorm
+from attnorm.models.layer_recipe import read_recipe_file
+from attnorm.search import run as searching
+from attnorm.search.plan import read_search_plan
+from attnorm.search.results import SearchResult, TrialResult, _front
+from attnorm.search.run import search, uniform_parameters
+from attnorm.search.trials import open_storage
+from attnorm.sweep.engines import WorkerDied
+from attnorm.sweep.plan import Item
+from attnorm.sweep.work import Outcome, run_item
+from tests.models.tiny import llama
+from tests.training.conftest import write_text
+
+optuna = pytest.importorskip("optuna")
+
+PLAN = """
+objectives = ["loss", "loss at 4x"]
+trials = 6
+[space]
+groups = "each"
+normalizers = ["softmax", "entmax"]
+learning_rate = [0.003, 0.03]
+[space.options.entmax]
+alpha = [1.1, 1.9]
+[options]
+texts = ["train.txt"]
+valid = "valid.txt"
+architecture = "llama"
+layers = 2
+heads = 2
+width = 16
+context = 16
+vocab = 300
+steps = 6
+batch = 4
+warmup = 2
+eval_every = 2
+"""
+
+
+class Inline:
+    """Runs trials in this process; the driver or a worker ends after some of them."""
+
+    slots = 2
+
+    def __init__(self, out: Path, hook: Any, driver_ends_after: int = 99, worker_dies_at: tuple[int, ...] = ()) -> None:
+        self.out, self.hook, self.left, self.dies = out, hook, driver_ends_after, worker_dies_at
+        self.submitted = 0
+
+    def chunks(self, items: Any) -> list[list[Item]]:
+        return [[item] for item in items]
+
+    def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
+        self.submitted += 1
+        if self.submitted > self.left:
+            raise KeyboardInterrupt
+        future: Future[list[Outcome]] = Future()
+        if self.submitted in self.dies:
+            future.set_exception(WorkerDied("killed"))
+        else:
+            future.set_result([run_item(self.out, item, self.hook) for item in items])
+        return future
+
+    def close(self, *, kill: bool = False) -> None: ...
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    write_text(tmp_path / "train.txt", 600, seed=1)
+    write_text(tmp_path / "valid.txt", 60, seed=2)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    return tmp_path / "plan.toml"
+
+
+def inline(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    monkeypatch.setattr(searching, "open_engine", lambda on, out, needs, hook, **_: Inline(out, hook, **options))
+
+
+def trials_of(out: Path) -> list[Any]:
+    return optuna.load_study(study_name="search", storage=open_storage(out, None)).get_trials()
+
+
+def test_a_search_ends_with_a_recipe_that_patch_and_training_accept(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline(monkeypatch)
+    result = search(read_search_plan(plan), tmp_path / "out")
+    assert len(result.trials) == 6
+    assert [trial.uniform for trial in result.trials[:2]] == [True, True]  # what a mixed recipe has to beat
+    assert result.best is not None
+    assert result.best.number in {trial.number for trial in result.front}
+    found = read_recipe_file(tmp_path / "out" / "recipe.toml")
+    assert found.layers == result.best.recipe
+    assert found.learning_rate == pytest.approx(result.best.learning_rate)
+    attnorm.patch(llama(num_hidden_layers=2), tmp_path / "out" / "recipe.toml")
+    names = {"index.html", "objectives.svg", "trials.parquet", "table.parquet", "importance.json", "result.json"}
+    assert names <= {path.name for path in (tmp_path / "out").iterdir()}
+    table = pq.read_table(tmp_path / "out" / "trials.parquet").to_pylist()
+    assert [row["trial"] for row in table] == list(range(6))
+    for row in table:
+        if row["state"] == "complete":
+            record = json.loads((tmp_path / "out" / "items" / row["item"] / "training.json").read_text())
+            assert row["loss"] == record["result"]["validation"]["model"]["nats_per_token"]
+            assert row["loss at 4x"] == record["result"]["validation"]["by_length"][-1]["nats_per_token"]
+
+
+def test_a_search_continues_without_losing_or_repeating_a_trial(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    for ends in (2, 2):  # the first ends with one trial drawn and not started
+        inline(monkeypatch, driver_ends_after=ends)
+        with pytest.raises(KeyboardInterrupt):
+            search(read_search_plan(plan), out)
+    before = {trial.number: trial.params for trial in trials_of(out)}
+    assert any(trial.state.name == "RUNNING" for trial in trials_of(out))
+    inline(monkeypatch, worker_dies_at=(1,))
+    result = search(read_search_plan(plan), out)
+    after = {trial.number: trial.params for trial in trials_of(out)}
+    assert sorted(after) == list(range(6))
+    assert all(after[number] == parameters for number, parameters in before.items() if parameters)
+    assert {trial.state for trial in result.trials} <= {"complete", "pruned"}
+    assert len(list((out / "results").iterdir())) == 6
+    monkeypatch.setattr(searching, "open_engine", lambda *_, **__: pytest.fail("an engine was started"))
+    again = search(read_search_plan(plan), out)
+    assert again == result
+
+
+def test_more_trials_continue_a_search_and_another_space_is_refused(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline(monkeypatch)
+    plan.write_text(PLAN.replace("trials = 6", "trials = 2"))
+    search(read_search_plan(plan), tmp_path / "out")
+    plan.write_text(PLAN.replace("trials = 6", "trials = 3"))
+    assert len(search(read_search_plan(plan), tmp_path / "out").trials) == 3
+    plan.write_text(PLAN.replace('"entmax"]', '"entmax", "ssmax"]'))
+    with pytest.raises(ValueError, match="space"):
+        search(read_search_plan(plan), tmp_path / "out")
+
+
+def test_bad_trials_are_pruned_whatever_the_objectives(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline(monkeypatch)
+    monkeypatch.setattr("attnorm.search.trials.STARTUP_TRIALS", 1)
+    plan.write_text(PLAN.replace("trials = 6", "trials = 8").replace("0.003, 0.03]", "0.00001, 0.03]"))
+    result = search(read_search_plan(plan), tmp_path / "out")
+    pruned = [trial for trial in result.trials if trial.state == "pruned"]
+    assert pruned
+    assert not (tmp_path / "out" / "items" / pruned[0].item / "model.safetensors").exists()
+
+
+def test_the_winners_are_trained_again_with_other_seeds(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline(monkeypatch)
+    engine = lambda on, out, needs, **_: Inline(out, None)  # noqa: E731
+    monkeypatch.setattr("attnorm.sweep.run.open_engine", engine)
+    plan.write_text(PLAN.replace("steps = 6", "steps = 2") + "[confirm]\nseeds = 2\n")
+    found = search(read_search_plan(plan), tmp_path / "out").confirmation
+    assert found is not None
+    assert found["seeds"] == [1, 2]
+    loss = found["objectives"]["loss"]
+    assert {len(values) for values in loss["values"].values()} == {2}
+    mixed, uniform = loss["values"]["mixed"], loss["values"]["uniform"]
+    assert loss["difference"] == pytest.approx(sum(mixed) / 2 - sum(uniform) / 2)
+
+
+def test_the_front_has_what_no_other_trial_beats() -> None:
+    def trial(number: int, loss: float, speed: float) -> TrialResult:
+        return TrialResult(number, "complete", {}, 0.1, {"loss": loss, "tokens_per_second": speed}, "")
+
+    plan: Any = type("Plan", (), {"directions": ["minimize", "maximize"]})
+    front = _front(plan, [trial(0, 1.0, 10), trial(1, 2.0, 20), trial(2, 2.0, 10), trial(3, 1.0, 10)])
+    assert [each.number for each in front] == [0, 1, 3]
+
+
+def test_uniform_recipes_come_first(plan: Path) -> None:
+    plan.write_text(PLAN.replace('groups = "each"', 'groups = ["0-1"]\nuniform = 2'))
+    found = read_search_plan(plan)
+    given = uniform_parameters(found)
+    assert [each["layers 0-1"] for each in given] == ["softmax", "entmax"] * 2
+    assert found.recipe(given[1]) == {"0-1": "entmax:alpha=1.5"}
+    rates = sorted({each["learning_rate"] for each in given})
+    assert 0.003 < rates[0] < rates[1] < 0.03
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("trials = 6", "trails = 6", "'trials'"),
+        ("trials = 6", "trials = 0", "trials"),
+        ('"loss at 4x"]', '"lost"]', "'loss'"),
+        ('"loss at 4x"]', '"loss"]', "different"),
+        ("normalizers = ", "normalisers = ", "'normalizers'"),
+        ('"softmax", "entmax"', '"sofmax", "entmax"', "'softmax'"),
+        ('groups = "each"', 'groups = ["0"]', "2 layers"),
+        ('groups = "each"', 'groups = ["0-2"]', "2 layers"),
+        ("learning_rate = [0.003, 0.03]", "learning_rate = [0.03, 0.003]", "learning_rate"),
+        ("[space.options.entmax]", "[space.options.ssmax]", "'ssmax'"),
+        ("alpha = [1.1, 1.9]", "alpha = [1.1]", "alpha"),
+        ("alpha = [1.1, 1.9]", "beta = [1.1, 1.9]", "beta"),
+        ("steps = 6", "steps = 6\nnormalizer = 'ssmax'", "normalizer"),
+        ("steps = 6", "stepps = 6", "'steps'"),
+        ('"llama"', '"gpt2"', "gpt2"),
+        ("valid.txt", "gone.txt", "gone.txt"),
+    ],
+)
+def test_a_wrong_plan_is_explained(plan: Path, old: str, new: str, named: str) -> None:
+    assert old in PLAN
+    plan.write_text(PLAN.replace(old, new))
+    with pytest.raises(ValueError, match=named) as error:
+        read_search_plan(plan)
+    assert "plan.toml" in str(error.value)
+
+
+def test_a_missing_library_and_a_wrong_database_are_named(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="nosuch://"):
+        search(read_search_plan(plan), tmp_path / "out", storage="nosuch://x")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"attnorm\[search\]"):
+        search(read_search_plan(plan), tmp_path / "out")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_killed_search_has_every_trial_once(plan: Path, tmp_path: Path) -> None:
+    """Kill -9 of the driver and of workers, again and again."""
+    import psutil
+
+    plan.write_text(PLAN.replace("trials = 6", "trials = 16").replace("steps = 6", "steps = 60"))
+    out, kills = tmp_path / "out", 0
+    call = [
+        sys.executable,
+        "-m",
+        "attnorm",
+        "search",
+        str(plan),
+        "--out",
+        str(out),
+        "--workers",
+        "2",
+        "--retries",
+        "50",
+    ]
+    driver = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+    while driver.poll() is None:
+        time.sleep(3)
+        children = psutil.Process(driver.pid).children() if driver.poll() is None else []
+        finished = len(list((out / "results").glob("*.json"))) if out.is_dir() else 0
+        if finished >= kills and kills < 12 and children:
+            kills += 1
+            if kills % 4 == 0:
+                driver.kill()
+                driver.wait()
+                driver = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+            else:
+                os.kill(children[-1].pid, signal.SIGKILL)
+    assert driver.returncode == 0
+    found = trials_of(out)
+    drawn = [trial for trial in found if trial.params]
+    assert len(drawn) == 16
+    assert {trial.state.name for trial in drawn} <= {"COMPLETE", "PRUNED"}
+    result = json.loads((out / "result.json").read_text())
+    assert [trial["number"] for trial in result["trials"]] == [trial.number for trial in drawn]
+    assert kills >= 8
+
+
+def test_the_result_is_plain_data() -> None:
+    assert SearchResult([], None, None, None, [], {}).confirmation is None
