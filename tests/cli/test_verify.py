@@ -36,14 +36,14 @@ def test_verify_exits_with_1_when_a_formula_is_broken(monkeypatch: pytest.Monkey
 
 
 def test_verify_prints_json_even_where_a_ratio_is_infinite() -> None:
-    result = runner.invoke(app, ["verify", "theorem-1-random", "--json", "--seed", "5", *QUICK])
+    result = runner.invoke(app, ["verify", "theorem-2-upper", "--json", "--seed", "5", *QUICK])
     found = json.loads(result.stdout)
     (finding,) = found["findings"]
     assert found["stands"]
     assert finding["stands"]
     assert finding["verdict"] == "refuted"
     assert finding["counterexample_found"]["seed"] == 5
-    assert finding["correction"] == "theorem-1-random-corrected"
+    assert finding["correction"] == "theorem-2-corrected"
 
 
 def test_a_counterexample_is_shown_in_full() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, load
+from attnorm.models.load import CannotLoad, _reason, load
 from tests.models.families import ids, tiny, tiny_tokenizer
 
 
@@ -254,3 +254,18 @@ def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:
     with pytest.raises(CannotLoad):
         load(folder.parent)
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ("a/name does not appear to have a file named model.safetensors", "no safetensors weights"),
+        ("a/name does not appear to have a file named config.json", "a file named config.json"),
+        ("model.safetensors is cut off", "model.safetensors is cut off"),
+        ("to execute it, set trust_remote_code=True", "--trust-remote-code"),
+        ("trust_remote_code is deprecated", "trust_remote_code is deprecated"),
+        ("a/name is not a local folder", "neither a folder here nor a model"),
+    ],
+)
+def test_the_reason_says_what_the_error_is_about(says: str, reason: str) -> None:
+    assert reason in _reason(OSError(says), "a/name", local_only=False)

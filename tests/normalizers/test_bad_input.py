@@ -81,6 +81,7 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "alpha ... 2.0",
     ),
+    (lambda: get("entmax", alpha=1, learned=True), ValueError, "alpha ... 1; ... 1.5"),
     (lambda: get("entmax", heads=3), ValueError, "heads=3 ... learned=True"),
     (lambda: get("asentmax", alpha=3.0), ValueError, "alpha"),
     (lambda: get("asentmax", beta=0.0), ValueError, "beta ... 0.0"),

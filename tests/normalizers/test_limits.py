@@ -90,6 +90,11 @@ def test_the_deployed_rules_act_only_beyond_their_length(z: Tensor) -> None:
     close(get("log_scaled", rule="yarn", extension=4.0)(z), torch.softmax((0.1 * math.log(4) + 1) ** 2 * z, -1))
 
 
+def test_the_kernels_get_the_scale_of_distances() -> None:
+    (rule,) = get("scale_invariant", tau=8.0).rules
+    assert rule.kernel_rule() == ("distance", 0.125)
+
+
 def test_scale_invariant_with_tau_to_infinity_is_softmax(z: Tensor) -> None:
     close(get("scale_invariant", tau=1e15)(z), get("softmax")(z))
 

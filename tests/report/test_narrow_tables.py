@@ -7,6 +7,7 @@ from rich.console import Console, RenderableType
 
 import attnorm
 from attnorm.analysis.compare import compare
+from attnorm.cli import health
 from attnorm.cli.health import examine, health_tables
 from attnorm.cli.normalizer_table import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth
@@ -39,5 +40,9 @@ def test_an_analysis_and_a_comparison(analysis: attnorm.Analysis) -> None:
         assert "\u2026" not in rendered(tables)
 
 
-def test_the_doctor() -> None:
+def test_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = dict.fromkeys(
+        health.PROMISES, lambda: (True, "largest error 1.19e-07, and the numbers are those of float64")
+    )
+    monkeypatch.setattr(health, "PROMISES", quick)  # tests/cli makes the real checks
     assert "\u2026" not in rendered(health_tables(examine()))
