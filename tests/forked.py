@@ -13,16 +13,18 @@ from contextlib import contextmanager
 
 
 class Forked:
-    """A running script; `stdout` is what it prints."""
+    """A running script; `stdin` is what it reads, `stdout` what it prints."""
 
     def __init__(self, script: str, *arguments: str) -> None:
-        reads, writes = os.pipe()
+        (asked, asks), (answers, answered) = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(reads)
-            _run(script, arguments, writes)
-        os.close(writes)
-        self.stdout = os.fdopen(reads)
+            os.close(asks)
+            os.close(answers)
+            _run(script, arguments, asked, answered)
+        os.close(asked)
+        os.close(answered)
+        self.stdin, self.stdout = os.fdopen(asks, "w"), os.fdopen(answers)
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -51,14 +53,17 @@ def forked(script: str, *arguments: str) -> Iterator[Forked]:
         yield child
     finally:
         child.kill()
+        child.stdin.close()
         child.stdout.close()
 
 
-def _run(script: str, arguments: tuple[str, ...], writes: int) -> None:
+def _run(script: str, arguments: tuple[str, ...], asked: int, answered: int) -> None:
     """The child, which never returns into the tests."""
     code = 1
     try:
-        os.dup2(writes, 1)
+        os.dup2(asked, 0)
+        os.dup2(answered, 1)
+        sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.argv = ["-c", *arguments]
         exec(compile(script, "<forked>", "exec"), {"__name__": "__main__"})

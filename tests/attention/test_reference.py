@@ -10,9 +10,13 @@ from attnorm.engines import blocked as blocked_engine
 from attnorm.engines import inputs as engine_inputs
 from tests.attention import reference
 from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
-from tests.attention.reference import CASES, HEADS, Case
+from tests.attention.reference import CASES, HEADS, TYPICAL, Case
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+typical_case = pytest.mark.parametrize(
+    "case", [case if case in TYPICAL else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
+    ids=lambda case: case.id,
+)  # fmt: skip
 
 
 def test_every_normalizer_has_a_definition_to_be_compared_with() -> None:
@@ -50,7 +54,7 @@ def test_every_normalizer_and_every_call(case: Case, name: str) -> None:
     assert_equals_definition(case, CALLS[name])
 
 
-@every_case
+@typical_case
 def test_blocks_of_a_few_rows_equal_the_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     name = ["padding, causal", "queries at the end"][CASES.index(case) % 2]
     call = CALLS[name]
@@ -60,7 +64,7 @@ def test_blocks_of_a_few_rows_equal_the_definition(case: Case, monkeypatch: pyte
     assert_equals_definition(case, call)
 
 
-@every_case
+@typical_case
 def test_the_blocked_engine_equals_the_definition_where_it_is_not_the_first_choice(case: Case) -> None:
     assert_equals_definition(case, CALLS["padding, causal"], engine="blocked")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.forked import Forked
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -117,20 +119,16 @@ class Runner:
         variables = {"OMP_NUM_THREADS": "1", "ATTNORM_COMMAND_LOG": str(log), "HF_HUB_OFFLINE": "1"}
         self._environment = {**os.environ, **variables}
         self._log = log
-        self._launcher: subprocess.Popen[str] | None = None
+        self._launcher: Forked | None = None
         if launcher:
-            self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "tests.reliability.launcher"], cwd=ROOT, env=self._environment,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
+            start = "from tests.reliability.launcher import main; main()"
+            self._launcher = Forked(f"import os; os.environ.update({variables}); {start}")
 
     def run(self, argv: list[str], kill_after: float | None = None, kill_at: Path | None = None) -> tuple[int, float]:
         """Exit code (-9 after a kill) and seconds. kill_at: a pattern; the launcher kills when such a file exists."""
         if self._launcher is None:
             assert kill_at is None
             return self._new_interpreter(argv, kill_after)
-        assert self._launcher.stdin is not None
-        assert self._launcher.stdout is not None
         print(
             json.dumps({"argv": argv, "kill_after": kill_after, "kill_at": kill_at and str(kill_at)}),
             file=self._launcher.stdin,
@@ -155,9 +153,10 @@ class Runner:
         return child.returncode, time.monotonic() - began
 
     def close(self) -> None:
-        if self._launcher is not None and self._launcher.stdin is not None:
+        if self._launcher is not None:
             self._launcher.stdin.close()
             self._launcher.wait()
+            self._launcher.stdout.close()
 
 
 @contextmanager
