@@ -44,6 +44,8 @@ AREAS = {
     "theory": "theory", "normalizers": "normalizers", "engines": "attention", "metrics": "metrics", "models": "models",
 }  # fmt: skip
 EQUIVALENTS = ROOT / "tests" / "mutation" / "equivalents.toml"
+PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
+             "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"]  # fmt: skip
 USAGE_ERROR = 4  # exit code of pytest
 OUTCOMES = {0: "survived", KILLED: "killed", ENDED: "endless", NOT_DECIDED: "timeout"}
 
@@ -63,8 +65,7 @@ def preload() -> None:
     """Import what the tests import besides attnorm, once: everything runs in forks of this process."""
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    for name in ("setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
-                 "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"):  # fmt: skip
+    for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     import torch

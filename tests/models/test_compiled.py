@@ -60,7 +60,7 @@ def test_autocast_rounds_as_it_does_uncompiled() -> None:
 def test_other_parameters_put_in_by_torch_func_count() -> None:
     """Weights of an average of models, say, in the compiled code of one of them."""
     model = one_layer().eval()
-    patch(model, "asentmax")
+    patch(model, "ssmax")
     others = {name: parameter.detach() * 1.3 for name, parameter in model.named_parameters()}
 
     def run(parameters: dict[str, Tensor]) -> Tensor:

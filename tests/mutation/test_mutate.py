@@ -120,6 +120,7 @@ out = pathlib.Path(sys.argv[1])
 given = argparse.Namespace(out=out, test_seconds=60.0, timeout=600.0)
 journal = mutate.Journal(out / "results.jsonl")
 mutants = list(mutate.mutants_of(mutate.ROOT / "src/attnorm/theory/coverage.py"))[:6]
+mutate.PRELOADED = ["setuptools", "torch", "numpy", "hypothesis", "jaxtyping", "pytest"]  # what these tests need
 mutate.preload()
 mutate.try_mutants(mutants, journal, given, float("inf"))
 mutate.try_imported(mutants[0], ["tests/theory/test_coverage.py"], journal, given)
