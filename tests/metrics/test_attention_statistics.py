@@ -100,5 +100,8 @@ def test_bad_input_is_named() -> None:
         attnorm.attention_statistics(q, k, "linear")
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=-1)
+    with pytest.raises(ValueError, match="softcap"):
+        attnorm.attention_statistics(q, k, softcap=0)
+    assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
     with pytest.raises(ValueError, match="top_n"):
         attnorm.attention_statistics(q, k, top_n=(0, 3))
