@@ -23,7 +23,7 @@ STATES = ("finished", "pruned", "failed", "running", "waiting")
 # What the chart shows first, if the table has it.
 FIRST_NUMBERS = ("loss", "accuracy", "entropy_ratio", "loss at 1x")
 FIRST_AXES = ("length", "learning_rate", "size", "seed")
-ROW_DIMENSIONS = ("size", "keys")  # integers that a run itself varies
+ROW_DIMENSIONS = ("size",)  # integers that a run itself varies
 
 
 def write_page(path: Path, states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]]) -> None:
