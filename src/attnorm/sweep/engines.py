@@ -80,6 +80,7 @@ class LocalEngine:
         self._gpus = resources.gpus
         self._threads = ThreadPoolExecutor(self.slots)
         self._own = threading.local()
+        self._numbers = iter(range(self.slots))
         self._pools: list[ProcessPoolExecutor] = []
         self._closed = False
 
@@ -103,7 +104,7 @@ class LocalEngine:
     def _pool(self) -> ProcessPoolExecutor:
         if getattr(self._own, "pool", None) is None:
             if not hasattr(self._own, "number"):
-                self._own.number = len(self._pools)
+                self._own.number = next(self._numbers)
             context = multiprocessing.get_context("spawn")  # torch does not survive a fork
             self._own.pool = ProcessPoolExecutor(
                 1, context, initializer=_start_worker, initargs=(self._own.number, self._gpus)

@@ -84,7 +84,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
     elif not extend:
         remedy = "Choose another folder, or add --extend to run this plan here; finished items of both are kept"
         here, there = (
-            {"command": command, **_flat(content), "files": sorted(keys)}
+            {"command": command, **_flat(content), "content of the items": sorted(keys)}
             for command, content, keys in (
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
