@@ -1,6 +1,7 @@
 """check_normalizer finds what is broken: for every check there is a normalizer that fails it."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -296,3 +297,10 @@ def test_rows_of_two_levels_have_one_key_two_half_and_all_but_one_at_the_top(n: 
     assert len(rows) == 13 * len(tops)
     assert set((rows[rows.amin(-1) == -12] == 0).sum(-1).tolist()) == tops - {n}
     assert (rows.amin(-1) == rows.amax(-1)).sum() == 13 + len(tops) - 1  # all n at the top, and the gap of 0
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.inf])
+def test_complaints_about_a_single_key_name_the_length_of_its_row(factor: float) -> None:
+    report = check_normalizer(made(lambda block: factor * softmax(block)), raise_on_failure=False)
+    (failure,) = (check for check in report.failures if check.name == "single_key")
+    assert re.findall(r"visible key of (\d+)", failure.detail) == ["1", "5", "263"]
