@@ -30,6 +30,11 @@ RESULT, RECIPE = "result.json", "recipe.toml"
 ENOUGH = 8  # finished trials for an importance
 
 
+def is_uniform(recipe: Mapping[str, str]) -> bool:
+    """Whether all layers have the same normalizer, options aside."""
+    return len({spec.partition(":")[0] for spec in recipe.values()}) == 1
+
+
 @dataclass(frozen=True)
 class TrialResult:
     number: int
@@ -41,8 +46,7 @@ class TrialResult:
 
     @property
     def uniform(self) -> bool:
-        """Whether all layers have the same normalizer, options aside."""
-        return len({spec.partition(":")[0] for spec in self.recipe.values()}) == 1
+        return is_uniform(self.recipe)
 
 
 @dataclass(frozen=True)

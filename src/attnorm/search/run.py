@@ -13,7 +13,7 @@ from typing import Any
 from attnorm.files import write_json
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 from attnorm.search.plan import COMMAND, SearchPlan
-from attnorm.search.results import SearchResult, confirm, summarize
+from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm.search.trials import HOW, PRUNING, STUDY, check_optuna, open_storage, quiet_optuna, run_trial
 from attnorm.sweep.engines import Engine, WorkerDied, open_engine
 from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_table
@@ -127,7 +127,9 @@ def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], 
             study.tell(trial.number, state=TrialState.FAIL)
         return
     words = " ".join(f"{layers}:{spec}" for layers, spec in recipe.items())
-    item = plan.item(recipe, rate, {"trial": trial.number, "recipe": words, "learning_rate": float(f"{rate:.4g}")})
+    kind = "one normalizer" if is_uniform(recipe) else "mixed"
+    varied = {"trial": trial.number, "kind": kind, "recipe": words, "learning_rate": float(f"{rate:.4g}")}
+    item = plan.item(recipe, rate, varied)
     items[trial.number] = replace(item, values={**item.values, HOW: {"storage": storage, "prune": plan.prune}})
 
 

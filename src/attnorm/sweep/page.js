@@ -78,7 +78,7 @@ if (data.rows.length && data.numbers.length && data.dimensions.length) {
   const axis = varying[0] ?? data.dimensions[0];
   fill("number", data.numbers, data.numbers[0]);
   fill("axis", data.dimensions, axis);
-  const others = [...varying, ...data.dimensions].filter(name => name !== axis && name !== "seed");
+  const others = [...varying, ...data.dimensions].filter(name => ![axis, "seed", "trial"].includes(name));
   fill("line", data.dimensions, others[0] ?? axis);
   document.getElementById("chart").hidden = false;
   draw();
