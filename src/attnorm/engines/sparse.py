@@ -1,4 +1,4 @@
-"""entmax15 and sparsemax on a GPU: Triton kernels, forward and backward, memory O(K).
+"""Threshold maps on a GPU (entmax, sparsemax, kneemax): Triton kernels, forward and backward, memory O(K).
 
 Operators of torch.library, so that compiled code contains them as they are.
 """
@@ -12,91 +12,134 @@ from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.kneemax import Kneemax
 
-ALPHAS = (1.5, 2.0)
+LEAST_ALPHA = 1.01  # below it the weights are nearly softmax's, and float32 has too few digits for their threshold
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
-    map_ = normalizer.map
-    if not isinstance(map_, Entmax) or map_.theta is not None or map_.alpha not in ALPHAS:
+    if lowered(normalizer) is None or normalizer.selections or normalizer.sink is not None:
         return False
-    if normalizer.selections or normalizer.sink is not None or not inputs.plain_logits or inputs.dropout > 0:
-        return False
-    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
+    if (
+        not inputs.plain_logits
+        or inputs.dropout > 0
+        or not all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    ):
         return False
     return inputs.queries >= FEWEST_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
 
 
+def lowered(normalizer: Normalizer) -> str | None:
+    """The name of the map in kernels/threshold_maps.py, None where it has none."""
+    map_ = normalizer.map
+    if isinstance(map_, Kneemax):
+        return "kneemax"
+    if not isinstance(map_, Entmax):
+        return None
+    if map_.theta is not None:
+        return "entmax"
+    fixed = {1.5: "entmax15", 2.0: "sparsemax"}.get(map_.alpha)
+    return fixed or ("entmax" if map_.alpha >= LEAST_ALPHA else None)
+
+
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
-    q, k, v, map_ = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, normalizer.map
-    assert isinstance(map_, Entmax)
+    name = lowered(normalizer)
+    assert name is not None
+    q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
     if factor is not None:
         factor = factor[..., 0].contiguous()
+    parameter = _parameter(inputs, normalizer)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, factor))
-    output: Tensor = _forward(q, k, v, mask, factor, inputs.causal, inputs.scale, map_.alpha, trains)[0]
+    trained = (q, k, v, factor, parameter)
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    output: Tensor = _forward(q, k, v, mask, factor, parameter, inputs.causal, inputs.scale, name, trains)[0]
     return output
+
+
+def _parameter(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+    """The number that the map reads for each row, (B, H, Q) in float32."""
+    map_, shape = normalizer.map, inputs.q_BHQD.shape[:3]
+    if isinstance(map_, Kneemax):
+        return map_.knees(inputs.n().float())[..., 0].expand(shape)
+    assert isinstance(map_, Entmax)
+    if map_.theta is not None:
+        share = map_.share(torch.float32)
+        if share.dim() == 1 and share.shape[0] != shape[1]:
+            raise ValueError(f"entmax has alphas for {share.shape[0]} heads, but q has {shape[1]} heads")
+        return (share[:, None] if share.dim() == 1 else share).expand(shape)
+    if map_.alpha in (1.5, 2.0):
+        return None
+    return torch.full(shape, map_.alpha - 1, dtype=torch.float32, device=inputs.q_BHQD.device)
 
 
 @torch.library.custom_op("attnorm::sparse_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float,
-    alpha: float, trains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import entmax_attention  # loads Triton
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+    causal: bool, scale: float, map: str, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import threshold_attention  # loads Triton
 
-    return entmax_attention.forward(q, k, v, mask, factor, causal, scale, alpha, trains)
+    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, causal, scale, map, trains)
+    return output, *saved
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float,
-    alpha: float, trains: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    output = q.new_empty(*q.shape[:-1], v.shape[-1])
-    mean_u = torch.empty_like(output if trains else output[:0], dtype=torch.float32)
-    return output, mean_u, mean_u.new_empty((*mean_u.shape[:-1], 2))
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+    causal: bool, scale: float, map: str, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.threshold_attention import saved_shapes
+
+    mean_u, threshold, live = saved_shapes(q, k, v, trains)
+    return (
+        q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(mean_u), q.new_empty(threshold, dtype=torch.float32),
+        q.new_empty(live, dtype=torch.uint8),
+    )  # fmt: skip
 
 
 @torch.library.custom_op("attnorm::sparse_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, mean_u: Tensor,
-    threshold: Tensor, causal: bool, scale: float, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import entmax_attention
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
+    parameter: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool, scale: float, map: str,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import threshold_attention
 
-    return entmax_attention.backward(grad, q, k, v, mask, factor, mean_u, threshold, causal, scale, alpha)
+    saved = threshold_attention.Saved(mean_u, threshold, live)
+    return threshold_attention.backward(grad, q, k, v, mask, factor, parameter, saved, causal, scale, map, learned)
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, mean_u: Tensor,
-    threshold: Tensor, causal: bool, scale: float, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
+    parameter: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool, scale: float, map: str,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in (factor is not None, learned)]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, causal, scale, alpha, ctx.trains = inputs
-    _, mean_u, threshold = output
-    ctx.save_for_backward(*tensors, mean_u, threshold)
-    ctx.options = causal, scale, alpha
-    ctx.factored = tensors[-1] is not None
+    *tensors, causal, scale, map, ctx.trains = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.learned = map == "entmax" and tensors[-1].requires_grad
+    ctx.options = causal, scale, map, ctx.learned
+    ctx.factored = tensors[-2] is not None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if not ctx.trains:
-        raise RuntimeError("this entmax attention was traced without gradients; trace it where they are enabled")
-    grad_q, grad_k, grad_v, grad_factor = _backward(grad, *ctx.saved_tensors, *ctx.options)
-    return grad_q, grad_k, grad_v, None, grad_factor if ctx.factored else None, None, None, None, None
+        raise RuntimeError("this sparse attention was traced without gradients; trace it where they are enabled")
+    grad_q, grad_k, grad_v, grad_factor, grad_parameter = _backward(grad, *ctx.saved_tensors, *ctx.options)
+    rows = grad_factor if ctx.factored else None, grad_parameter if ctx.learned else None
+    return grad_q, grad_k, grad_v, None, *rows, None, None, None, None
 
 
 def _second_gradients(*_: Any) -> Never:
-    raise RuntimeError("the kernels of entmax are differentiated once only; use engine='blocked'")
+    raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

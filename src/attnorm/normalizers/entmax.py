@@ -166,13 +166,17 @@ class Entmax(Map):
     def forward(self, block: Block) -> Tensor:
         z = block.filled_low()
         if self.theta is not None:
-            share = torch.sigmoid(self.theta.to(z.dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
-            weights = _Entmax.apply(z, per_head(1 + share, z))  # type: ignore[no-untyped-call]
+            weights = _Entmax.apply(z, per_head(1 + self.share(z.dtype), z))  # type: ignore[no-untyped-call]
         elif self.alpha == 1:
             weights = torch.softmax(z, dim=-1)
         else:
             weights = _Entmax.apply(z, self.alpha)  # type: ignore[no-untyped-call]
         return block.hide(weights)
+
+    def share(self, dtype: torch.dtype) -> Tensor:
+        """A learned alpha - 1."""
+        assert self.theta is not None
+        return torch.sigmoid(self.theta.to(dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
 
     def lipschitz(self, n: int) -> float | None:
         """Exact for a fixed alpha; 1, the largest over all alpha, for a learned one."""
