@@ -33,7 +33,7 @@ OPTIONAL_PACKAGES = {
 ENGINES = {
     "fused": "torch SDPA",
     "triton": "one-pass kernels",
-    "sparse": "entmax kernels",
+    "sparse": "threshold kernels",
     "flex": "FlexAttention",
     "blocked": "blocks of queries",
     "its own": "a mechanism",
