@@ -287,6 +287,17 @@ def test_a_missing_library_is_named(engine: str, library: str, tmp_path: Path, m
         engines.open_engine(engine, tmp_path, Resources())
 
 
+@pytest.mark.parametrize(("cause", "named"), [("AuthenticationError: no token", "RAY_AUTH_TOKEN"), ("x", "--head")])
+def test_a_cluster_that_refuses_says_why(cause: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ray:
+        def init(self, *_: Any, **__: Any) -> None:
+            raise ConnectionError("Failed to connect") from RuntimeError(cause)
+
+    monkeypatch.setattr(engines, "_check_reachable", lambda address: None)
+    with pytest.raises(ClusterLost, match=named):
+        engines._join_cluster(Ray(), "here:1", None)
+
+
 def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     plan = plan_of(3)

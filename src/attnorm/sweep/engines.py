@@ -255,11 +255,14 @@ def _join_cluster(ray: Any, address: str | None, workers: int | None) -> None:
         ray.init(named or "auto", **options)
     except ConnectionError as error:
         if named and named != "local":
-            reason = str(error).splitlines()[0]
-            raise ClusterLost(
-                f"cannot reach the Ray cluster {named!r} ({reason}). Start it: ray start --head"
-            ) from None
+            raise ClusterLost(f"cannot join the Ray cluster {named!r}. {_remedy(error)}") from None
         ray.init("local", num_cpus=workers, include_dashboard=False, **options)
+
+
+def _remedy(error: BaseException) -> str:
+    if "AuthenticationError" in repr(error.__cause__):  # `ray start` asks for a token unless told otherwise
+        return "It asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its head."
+    return f"{str(error).splitlines()[0]}. Start it with `ray start --head`."
 
 
 def _check_reachable(address: str) -> None:
