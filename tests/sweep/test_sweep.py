@@ -271,6 +271,8 @@ def test_items_that_fit_nowhere_are_refused() -> None:
 def test_wrong_usage_exits_with_2(
     arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "ray" in arguments:
+        pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.toml").write_text(RETRIEVAL)
     result = CliRunner().invoke(app, ["sweep", *arguments])
