@@ -3,13 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import attnorm
 from attnorm.claims.page import built_in_claims, claims_markdown, updated
-from attnorm.theory import Claim, claims
+from attnorm.theory import Claim, claims, geometry
 from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
 from attnorm.theory.catalogue.geometry import _same_moments
 
@@ -154,6 +155,22 @@ def test_a_row_with_one_weight_refutes_corollary_2_by_the_factor_that_the_table_
     assert claim.ratio is not None
     found = claim.ratio(dataclasses.replace(case, logits=leads))
     torch.testing.assert_close(found[:, 1], torch.full_like(case.dial, 2 * (1 - 1 / case.keys) / 1.25))
+
+
+def test_the_corrected_bounds_and_the_law_are_of_the_same_sphere(monkeypatch: pytest.MonkeyPatch) -> None:
+    radii: list[float] = []
+    for name in ("theorem2_bounds", "theorem2_exact"):
+        plain = getattr(geometry, name)
+
+        def watched(*given: Any, plain: Any = plain, **options: Any) -> Any:
+            radii.append(given[2])
+            return plain(*given, **options)
+
+        monkeypatch.setattr(geometry, name, watched)
+    claim = CLAIMS["theorem-2-corrected"]
+    assert claim.ratio is not None
+    claim.ratio(draw_case(0, claim.sizes, structured=False))
+    assert radii == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
