@@ -338,3 +338,11 @@ def test_query_heads_must_share_the_key_heads_evenly() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"3.*2"):
         spread.proposition31_bound(torch.ones(3, 4, 3), torch.ones(2, 4, 3), x, x)
+
+
+def test_two_levels_have_at_least_one_key_each() -> None:
+    for k, taken in ((0, 1), (1, 1), (4, 4), (5, 4), (9, 4)):
+        assert dispersion.two_level_entropy(2.0, 5, k) == dispersion.two_level_entropy(2.0, 5, taken)
+    weights = torch.softmax(torch.tensor([2.0, 2.0, 2.0, 2.0, 0.0], dtype=torch.float64), -1)
+    entropy = -(weights * weights.log()).sum()
+    assert float(dispersion.two_level_entropy(2.0, 5, 5)) == pytest.approx(float(entropy), rel=1e-6)

@@ -371,3 +371,12 @@ def test_weights_with_a_nan_are_refused_and_not_passed_on() -> None:
     weights = torch.tensor([[0.5, 0.5], [torch.nan, 1.0]])
     with pytest.raises(ValueError, match="sum to 1"):
         gradient.entmax_jacobian_norm(weights)
+
+
+def test_softmax_at_temperature_1_is_the_default() -> None:
+    p = torch.softmax(torch.randn(3, 6, dtype=torch.float64), -1)
+    for name in ("entmax_jacobian_norm", "entmax_norm_bracket"):
+        function = getattr(gradient, name)
+        torch.testing.assert_close(function(p), function(p, 1.0, 1.0), rtol=0, atol=0)
+    assert gradient.finite_difference_corrected(0.1) == 0.5
+    assert gradient.finite_difference_corrected(0.1, 2.0) == 0.25
