@@ -346,3 +346,11 @@ def test_two_levels_have_at_least_one_key_each() -> None:
     weights = torch.softmax(torch.tensor([2.0, 2.0, 2.0, 2.0, 0.0], dtype=torch.float64), -1)
     entropy = -(weights * weights.log()).sum()
     assert float(dispersion.two_level_entropy(2.0, 5, 5)) == pytest.approx(float(entropy), rel=1e-6)
+
+
+def test_a_line_through_two_points_has_no_standard_error() -> None:
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    two = dispersion.least_squares_line(x[:2], 3 * x[:2])
+    assert float(two.slope) == pytest.approx(3)
+    assert two.slope_standard_error.isnan()
+    assert float(dispersion.least_squares_line(x, 3 * x).slope_standard_error) == pytest.approx(0, abs=1e-12)

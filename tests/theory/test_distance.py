@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -392,3 +393,10 @@ def test_impossible_input_is_refused_by_name() -> None:
         distance.fit_power_law(torch.ones(2), torch.ones(2))
     with pytest.raises(ValueError, match="positive lengths and values"):
         distance.fit_power_law(torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 0, 3]))
+
+
+@pytest.mark.parametrize(("heads", "level"), [(0, 0.01), (-1, 0.01), (5, 0.0), (5, 1.0), (5, -0.5), (5, 2.0)])
+def test_no_resolution_without_heads_or_a_level_between_0_and_1(heads: int, level: float) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"heads = {heads}, level = {level}")):
+        distance.ks_resolution(heads, level)
+    assert distance.ks_resolution(1, 0.5) == pytest.approx(math.sqrt(math.log(4)))
