@@ -1,6 +1,7 @@
 """Isotropy of the vectors, sensitivity against temperature, coverage of the heads together, the heaviest keys."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from attnorm.metrics import reference
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.heaviest import heaviest, masses
 from attnorm.metrics.isotropy import PAIRED_VECTORS, isotropy
+from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.normalized import rows_block
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
@@ -140,6 +143,23 @@ def test_coverage_of_heads_that_select_the_same_and_of_heads_that_do_not() -> No
     apart = measure_coverage(call, [None], rows, (1,))["model"]
     assert float(apart.union) == pytest.approx(HEADS / 16)
     assert apart.rows == 1
+    decoding = measure_coverage(replace(call, query_BHQD=call.query_BHQD[:, :, 15:]), [None], torch.tensor([0]), (1,))
+    assert float(decoding["model"].independent) == pytest.approx(1 - (15 / 16) ** HEADS)
+
+
+def test_a_block_has_a_mask_unless_all_its_rows_see_all_its_keys() -> None:
+    call, queries = make_call(3, batch=1), torch.arange(2)
+
+    def mask(common: int, tail: list[list[bool]]) -> torch.Tensor | None:
+        last = torch.tensor([tail]).reshape(1, 2, 3 - common)
+        n = common + last.sum(-1)
+        block = LogitBlock(torch.zeros(1, 2, 3), common, last, n, 0, slice(0, 1), slice(0, 2), queries, 0)
+        return rows_block(call, block).mask
+
+    assert mask(3, [[], []]) is None
+    found = mask(2, [[True], [False]])  # two rows, and two keys that both see
+    assert found is not None
+    assert found[0, 0].tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_coverage_counts_no_key_without_weight() -> None:
