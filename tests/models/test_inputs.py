@@ -2,6 +2,7 @@
 
 import lzma
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.forward_pass import run
-from attnorm.models.inputs import Text, _device_of, prepared, texts_from
+from attnorm.models.inputs import Text, _completed, _device_of, prepared, texts_from
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
@@ -245,3 +246,19 @@ def test_inputs_are_put_where_the_embeddings_are_unless_these_are_offloaded(of_e
 
     model: Any = Spread()
     assert _device_of(model) == torch.device(used)
+
+
+def test_only_a_decoder_that_takes_ids_gets_them() -> None:
+    class Model(nn.Module):
+        config = SimpleNamespace(is_encoder_decoder=True)
+
+        def forward(self, input_ids: Tensor) -> None: ...
+
+    class WithDecoder(Model):
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> None: ...
+
+    given, models = {"input_ids": ids()}, [Model(), WithDecoder(), WithDecoder()]
+    models[2].config = SimpleNamespace(is_encoder_decoder=False)
+    assert [[*_completed(given, model)] for model in models] == [
+        ["input_ids"], ["input_ids", "decoder_input_ids"], ["input_ids"],
+    ]  # fmt: skip

@@ -13,6 +13,7 @@ from attnorm.claims.page import built_in_claims, claims_markdown, updated
 from attnorm.theory import Claim, claims, geometry
 from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
 from attnorm.theory.catalogue.geometry import _same_moments
+from attnorm.theory.catalogue.gradient import KERNELS, _kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -155,6 +156,26 @@ def test_a_row_with_one_weight_refutes_corollary_2_by_the_factor_that_the_table_
     assert claim.ratio is not None
     found = claim.ratio(dataclasses.replace(case, logits=leads))
     torch.testing.assert_close(found[:, 1], torch.full_like(case.dial, 2 * (1 - 1 / case.keys) / 1.25))
+
+
+def test_structured_logits_of_two_levels_have_one_at_0() -> None:
+    sizes, seen = CaseSizes(least_keys=6, most_keys=6), 0
+    for seed in range(20):
+        logits = draw_case(seed, sizes, structured=True).logits
+        two = logits[torch.tensor([len(set(row)) == 2 for row in logits.tolist()])]
+        assert (two == 0).any(-1).all()
+        seen += len(two)
+    assert seen > 100
+
+
+def test_the_last_kernel_of_a_case_has_one_winner() -> None:
+    case = draw_case(0, CaseSizes(least_keys=6, most_keys=6), structured=False)
+    rows = case.pick % KERNELS == 3
+    values, slopes = (part[rows] for part in _kernel(case))
+    assert len(values) > 2
+    torch.testing.assert_close(values[:, 0], case.dial[rows])
+    torch.testing.assert_close(values[:, 1:], torch.full_like(values[:, 1:], 1 / 6))
+    assert (slopes == 1).all()
 
 
 def test_the_corrected_bounds_and_the_law_are_of_the_same_sphere(monkeypatch: pytest.MonkeyPatch) -> None:
