@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.result import Analysis
+from attnorm.metrics import stacked_calls
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
 from attnorm.models.forward_pass import run
@@ -42,6 +43,29 @@ def numbers(table: pa.Table, drop: tuple[str, ...] = ("text", "length")) -> dict
 
 def same(here: Analysis, there: Analysis) -> bool:
     return all(numbers(here.tables[name]) == numbers(there.tables[name]) for name in here.tables)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, diffllama])
+def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; padding makes each sequence of the batch one of its own."""
+    tokens = torch.stack([ids(40), ids(40, seed=1)])
+    padded = {"input_ids": tokens, "attention_mask": (torch.arange(40) < torch.tensor([[40], [29]])).long()}
+    options: dict[str, Any] = {"normalizers": ("model", "ssmax"), "metrics": "all", "top_n": (1, 5)}
+    for inputs in (tokens[0], padded):
+        alone = analyze(make(), inputs, **options)
+        with monkeypatch.context() as patched:
+            patched.setattr(stacked_calls, "saves_time", lambda call: True)
+            together = analyze(make(), inputs, **options)
+        for name, table in alone.tables.items():
+            assert table.column_names == together.tables[name].column_names
+            for column in table.column_names:
+                here, there = (one.tables[name][column].to_pylist() for one in (alone, together))
+                if table[column].type == pa.float64():
+                    assert here == pytest.approx(there, rel=1e-5, abs=1e-6, nan_ok=True), (name, column)
+                else:
+                    assert here == there, (name, column)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

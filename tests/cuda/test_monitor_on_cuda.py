@@ -40,7 +40,8 @@ def test_the_numbers_are_those_of_the_cpu(family: str, normalizer: str | None) -
     model, ids = tiny(family), tokens(2, 40)
     if normalizer is not None:
         attnorm.patch(model, normalizer)
-    found, expected = measured(model, ids), measured(copy.deepcopy(model).cpu(), ids)
+    # On CUDA all rows are measured, on a CPU as many as asked for.
+    found, expected = (measured(one, ids, rows=64) for one in (model, copy.deepcopy(model).cpu()))
     assert len(found) > 20
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
 

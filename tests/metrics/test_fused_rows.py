@@ -42,7 +42,7 @@ def by_kernel(call: AttentionCall, choice: Choice, rows: Tensor | None = None) -
     rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
     call = on_device(call)
     assert fused_rows.applies(call)
-    (found,) = measure_by_kernel(call, resolve_normalizers(call, [choice]), rows, TOP_N).values()
+    (found,) = measure_by_kernel(call, resolve_normalizers(call, [choice]), rows, TOP_N, mass_rows=None).values()
     return found
 
 

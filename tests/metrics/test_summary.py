@@ -3,8 +3,12 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
+from attnorm.engines.device_sync import arrival
+from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.metrics import binned
 from attnorm.metrics.summary import QUANTILES, _summarise_on_device, summarise, summarise_all
 
 BINS = [(5, 8), (1, 4), (100, 200)]
@@ -61,18 +65,32 @@ def test_many_at_once_equal_one_at_a_time() -> None:
         np.testing.assert_array_equal(together[name].rows, alone.rows)
 
 
-def test_the_device_form_gives_the_same_numbers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_the_device_form_gives_the_same_numbers(
+    dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel and not HAS_TRITON:
+        pytest.skip("needs Triton, which runs on Linux alone")
+    monkeypatch.setattr(binned, "runs_triton", lambda device: kernel)
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(2, 3, 50, generator=generator)
+    values = torch.randn(2, 3, 50, generator=generator, dtype=dtype)
     values[values > 1.5] = math.nan
     values[0, 1, 40:43] = math.inf
+    values[1, 0, 37:41] = values[1, 0, 36]  # ties
+    values[0, 0, 12] = -0.0
     values[:, 2, 30:] = math.nan  # a bin without numbers
     n = torch.arange(1, 51).expand(2, 3, 50)
     broken = torch.rand(2, 3, 50, generator=generator) < 0.1
     bins = [(36, 50), (26, 35), (9, 25), (60, 70)]
-    expected = summarise(values, n, bins, broken)
-    found = _summarise_on_device(values, n, bins, broken, QUANTILES)
-    np.testing.assert_array_equal(found.rows, expected.rows)
-    np.testing.assert_allclose(found.quantiles, expected.quantiles, rtol=1e-12)
-    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
-    assert _summarise_on_device(values, n, bins, broken, ()).quantiles.shape == (3, 4, 0)
+    given = {"a": values, "b": -values}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = {name: value.to(device) for name, value in given.items()}
+    for quantiles in (QUANTILES, ()):
+        expected = summarise_all(given, n, bins, broken, quantiles=quantiles)
+        found = _summarise_on_device(there, n.to(device), bins, broken.to(device), quantiles)
+        arrival(device)()
+        for name in given:
+            np.testing.assert_array_equal(found[name].rows, expected[name].rows)
+            np.testing.assert_allclose(found[name].quantiles, expected[name].quantiles, rtol=1e-12)
+            np.testing.assert_allclose(found[name].mean, expected[name].mean, rtol=1e-12)

@@ -15,11 +15,11 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AttentionCall, Tensor
     from attnorm.models import observe
 
     seen: list[tuple[AttentionCall, Tensor]] = []
-    check: Callable[..., None] = observe.check_output
+    check = observe.check_output
 
-    def record(call: AttentionCall, output: Tensor, path: str, kernel: str) -> None:
+    def record(call: AttentionCall, output: Tensor, path: str, kernel: str) -> Callable[[], None]:
         seen.append((call, output))
-        check(call, output, path, kernel)
+        return check(call, output, path, kernel)
 
     monkeypatch.setattr(observe, "check_output", record)
     return seen

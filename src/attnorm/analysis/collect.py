@@ -3,27 +3,38 @@
 Numbers are summarised per head at once, so that only one layer's numbers per row are in memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
+import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from attnorm.analysis.collect_rows import pool_rows, row_columns
+from attnorm.analysis.collect_rows import pool_rows, row_columns, summarise_rows
 from attnorm.analysis.collect_sampled import sampled_columns
 from attnorm.analysis.layers import FinishedLayers, MeasuredLayer
-from attnorm.analysis.reads import Tokens, read_columns, token_columns
+from attnorm.analysis.reads import Tokens, listed_reads, token_columns
 from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
+from attnorm.engines.device_sync import arrival
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import length_bins
+from attnorm.metrics.stacked_calls import can_be_stacked, outline, reads_heads, same_shape, size, stacked
 from attnorm.normalizers.contract import Normalizer
+
+STACKED_BYTES = 2**28  # queries, keys and values that wait on a GPU to be measured together
+Before = tuple[int, int]  # heads and key/value heads of a layer's earlier calls
 
 
 class Collector:
-    """Pass it to `models.observe` as the function that gets every call; `tables` returns what was measured."""
+    """Pass it to `models.observe` as the function that gets every call; `tables` returns what was measured.
+
+    On a GPU, where a short layer takes less time than the program needs to ask for it, calls of the same shape wait and
+    are measured as one call that has the heads of all of them.
+    """
 
     def __init__(
         self,
@@ -43,29 +54,47 @@ class Collector:
         self.tokens = tokens
         self.after_layer = after_layer
         self.texts: Tokens = texts or {}
-        self.longest = 0  # visible keys of any row
         self.found = 0  # layers read from the disk
         self.repeats = False  # a layer attended more than once (differential attention)
-        self._calls = 0
-        self._heads: dict[tuple[str, int], tuple[int, int]] = {}  # heads and key/value heads of each layer so far
+        self._heads: dict[tuple[str, int], Before] = {}  # heads and key/value heads of each layer so far
         self._finished = finished
         self._layers: list[MeasuredLayer] = []
+        self._waiting: list[AttentionCall] = []  # to be measured together
+        self._unfinished: list[Callable[[], None]] = []  # their numbers are on the way from the GPU
+        self._calls = 0
+        self._per_head = any(one is not None and reads_heads(one) for one in normalizers.values())
 
     def __call__(self, call: AttentionCall) -> None:
         before = self._heads.get((call.kind, call.layer), (0, 0))
+        self._heads[call.kind, call.layer] = before[0] + call.query_BHQD.shape[1], before[1] + call.key_BGKD.shape[1]
         self.repeats |= before[0] > 0
         found = None if self._finished is None else self._finished.find(self._calls, call)
-        layer = self._measure(call, before) if found is None else found
-        if found is None and self._finished is not None:
-            self._finished.keep(self._calls, call, layer)
-        self.found += found is not None
-        self._layers.append(layer)
-        self.longest = max(self.longest, layer.longest)
-        self._heads[call.kind, call.layer] = before[0] + call.query_BHQD.shape[1], before[1] + call.key_BGKD.shape[1]
         self._calls += 1
-        self.after_layer(self._calls)
+        waits = found is None and not before[0] and not self._per_head and can_be_stacked(call)
+        if self._waiting and not (waits and same_shape(self._waiting[0], call)):
+            self._measure_waiting()
+        if waits:
+            self._waiting.append(call)
+            if sum(map(size, self._waiting)) >= STACKED_BYTES:
+                self._measure_waiting()
+            return
+        self._finish()
+        if found is None:
+            self._measure([call], before)()
+        else:
+            self.found += 1
+            self._add(found)
+
+    @property
+    def longest(self) -> int:
+        """Visible keys of any row."""
+        self._measure_waiting()
+        self._finish()
+        return max((layer.longest for layer in self._layers), default=0)
 
     def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
+        self._measure_waiting()
+        self._finish()
         fixed = {"text": text, "length": length, "window": window}
         tokens = token_columns(self.texts) if self.settings.read_keys else []
         layers = [*(layer.tables for layer in self._layers), {"tokens": layer_table(SCHEMAS["tokens"], tokens)}]
@@ -74,50 +103,128 @@ class Collector:
             for name, schema in SCHEMAS.items()
         }
 
-    def _measure(self, call: AttentionCall, before: tuple[int, int]) -> MeasuredLayer:
-        """before: heads and key/value heads of the layer's earlier calls."""
+    def _measure_waiting(self) -> None:
+        """The GPU measures these calls while the numbers of those before them become tables."""
+        calls, self._waiting = self._waiting, []
+        if calls:
+            finish = self._measure(calls, (0, 0))
+            self._finish()
+            self._unfinished.append(finish)
+
+    def _finish(self) -> None:
+        while self._unfinished:
+            self._unfinished.pop()()
+
+    def _add(self, layer: MeasuredLayer) -> None:
+        self._layers.append(layer)
+        self.after_layer(len(self._layers))
+
+    def _measure(self, calls: Sequence[AttentionCall], before: Before) -> Callable[[], None]:
+        """Measure calls of the same shape, all at once. The result makes the tables when the numbers have arrived."""
+        call = stacked(calls)
         tokens = self.tokens.get(call.kind)
         items = list(sequences(call, tokens, self.settings.rows))
         choices = list(self.normalizers.values())
         statistics = [measure_rows(item.call, choices, item.rows, self.settings.top_n) for item in items]
-        longest = max((int(stats.n.max()) for found in statistics for stats in found.values()), default=0)
-        pieces: dict[str, list[Columns]] = {}
-        if longest:
-            bins = length_bins(longest)
-            first = next(iter(self.normalizers))
-            long = [_longest_rows(item, found[first], bins[0]) for item, found in zip(items, statistics, strict=True)]
-            sampled = sampled_columns(long, self.normalizers, self.settings)
-            reads = read_columns(call, tokens, self.normalizers, self.settings, self.texts)
-            for name, normalizer in self.normalizers.items():
-                sampled[name] |= {"reads": reads[name]} if name in reads else {}
-                rows = pool_rows([found[name] for found in statistics])
-                columns = row_columns(rows, bins, self.settings.top_n, call.key_BGKD.shape[1])
-                columns["heads"]["worst_norm"] = _worst_norm(call, normalizer, bins[0][1])
-                for table, piece in _numbered(call, name, columns, sampled[name], before):
-                    pieces.setdefault(table, []).append(piece)
-        return MeasuredLayer(longest, {table: layer_table(SCHEMAS[table], found) for table, found in pieces.items()})
+        longest = max((_longest(item, found) for item, found in zip(items, statistics, strict=True)), default=0)
+        outlines = [outline(one) for one in calls]
+        if not longest:
+            return lambda: self._keep(outlines, [MeasuredLayer(0, {}) for _ in outlines])
+        bins = length_bins(longest)
+        sampled = self._sampled(calls, statistics, bins[0])
+        reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
+        summaries = {
+            name: summarise_rows(pool_rows([found[name] for found in statistics]), bins, self.settings.top_n)
+            for name in self.normalizers
+        }
+        worst = {name: _worst_norm(call, one, bins[0][1]) for name, one in self.normalizers.items()}
+        kv_heads = call.key_BGKD.shape[1]
+        wait = arrival(call.query_BHQD.device)
+
+        def finish() -> None:
+            wait()
+            read = reads()
+            layers: list[dict[str, list[pa.Table]]] = [{} for _ in outlines]
+            for name, summary in summaries.items():
+                columns = row_columns(summary, self.settings.top_n, kv_heads)
+                columns["heads"]["worst_norm"] = worst[name]
+                columns |= {"reads": read[name]} if name in read else {}
+                for table, of_layers in _numbered(outlines, name, columns, sampled[name], before):
+                    for tables, of_layer in zip(layers, of_layers, strict=True):
+                        tables.setdefault(table, []).append(of_layer)
+            found = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
+            self._keep(outlines, [MeasuredLayer(longest, tables) for tables in found])
+
+        return finish
+
+    def _keep(self, calls: Sequence[AttentionCall], layers: Sequence[MeasuredLayer]) -> None:
+        for call, layer in zip(calls, layers, strict=True):
+            if self._finished is not None:
+                self._finished.keep(len(self._layers), call, layer)
+            self._add(layer)
+
+    def _sampled(
+        self,
+        calls: Sequence[AttentionCall],
+        statistics: Sequence[Mapping[str, RowStatistics]],
+        longest_bin: tuple[int, int],
+    ) -> dict[str, list[dict[str, Columns]]]:
+        """By normalizer and layer, what sampled rows add to the tables."""
+        found: dict[str, list[dict[str, Columns]]] = {name: [] for name in self.normalizers}
+        if not {"vectors", "sensitivity", "coverage"} & {*self.settings.metrics}:
+            return found
+        first = next(iter(self.normalizers))
+        inside = [(one[first].n >= longest_bin[0]).flatten(0, 1).any(0).cpu() for one in statistics]
+        for call in calls:
+            items = sequences(call, self.tokens.get(call.kind), self.settings.rows)
+            long = [Sequences(item.call, item.rows[some]) for item, some in zip(items, inside, strict=True)]
+            for name, columns in sampled_columns(long, self.normalizers, self.settings).items():
+                found[name].append(columns)
+        return found
+
+
+def _longest(item: Sequences, found: Mapping[str, RowStatistics]) -> int:
+    """Visible keys of any row; without a mask the GPU need not be asked."""
+    if item.call.mask is None and len(item.rows):
+        keys, queries = item.call.key_BGKD.shape[-2], item.call.query_BHQD.shape[-2]
+        return keys - queries + 1 + int(item.rows[-1]) if item.call.causal else keys
+    return max((int(one.n.max()) for one in found.values() if one.n.numel()), default=0)
 
 
 def _numbered(
-    call: AttentionCall,
+    calls: Sequence[AttentionCall],
     normalizer: str,
     rows: Mapping[str, Columns],
-    sampled: Mapping[str, Columns],
-    before: tuple[int, int],
-) -> Iterator[tuple[str, Columns]]:
-    """Add the keys of the rows. Heads of a layer's second call continue the numbers; it has no coverage of its own."""
-    key = {"normalizer": normalizer, "kind": call.kind, "layer": call.layer}
-    shift = dict(zip(("head", "kv_head"), before, strict=True))
-    for table in dict.fromkeys([*rows, *sampled]):
+    sampled: Sequence[Mapping[str, Columns]],
+    before: Before,
+) -> Iterator[tuple[str, list[pa.Table]]]:
+    """Yield each table with its rows for every call. Columns of `rows` have the heads of all calls.
+
+    Heads of a layer's second call continue the numbers; it has no coverage of its own.
+    """
+    heads, kv_heads = calls[0].query_BHQD.shape[1], calls[0].key_BGKD.shape[1]
+    layers = np.array([call.layer for call in calls])
+    for table in dict.fromkeys([*rows, *(name for one in sampled for name in one)]):
         if table == "coverage" and before[0]:
             continue
-        columns = {**key, **rows.get(table, {}), **sampled.get(table, {})}
-        yield table, columns | {name: columns[name] + first for name, first in shift.items() if name in columns}
+        columns = {**rows.get(table, {}), **_joined([one[table] for one in sampled if table in one])}
+        if table in rows:
+            which = columns["head"] // heads
+            columns |= {"head": columns["head"] % heads + before[0]}
+        else:
+            which = np.repeat(np.arange(len(calls)), len(next(iter(sampled[0][table].values()))))
+            columns |= {"head": columns["head"] + before[0]} if "head" in columns else {}
+        if "kv_head" in columns:
+            columns["kv_head"] = columns["kv_head"] % kv_heads + before[1]
+        key = {"normalizer": normalizer, "kind": calls[0].kind, "layer": layers[which]}
+        whole = layer_table(SCHEMAS[table], [{**columns, **key}])
+        edges = np.searchsorted(which, np.arange(len(calls) + 1))
+        yield table, [whole.slice(start, stop - start) for start, stop in pairwise(edges.tolist())]
 
 
-def _longest_rows(item: Sequences, found: RowStatistics, longest_bin: tuple[int, int]) -> Sequences:
-    inside = (found.n >= longest_bin[0]).flatten(0, 1).any(0).cpu()
-    return Sequences(item.call, item.rows[inside])
+def _joined(columns: Sequence[Columns]) -> Columns:
+    """Columns of several layers one below the other."""
+    return {name: np.concatenate([one[name] for one in columns]) for name in columns[0]} if columns else {}
 
 
 def _worst_norm(call: AttentionCall, choice: Normalizer | None, n: int) -> float:

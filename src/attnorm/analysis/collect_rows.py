@@ -4,7 +4,8 @@ Neighbouring rows see nearly the same keys, so resampling single rows would over
 longest rows are therefore cut into blocks of consecutive rows, and `blocks` keeps the medians of each block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, QUANTILES, Columns
+from attnorm.engines.device_sync import sent_to_cpu
+from attnorm.metrics.binned import binned
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import RowStatistics
-from attnorm.metrics.summary import Summary, summarise, summarise_all
+from attnorm.metrics.summary import Summary, summarise_all
 from attnorm.theory.dispersion import effective_gap_slope
 
 SHORTEST_IN_SLOPE = 16  # keys; with fewer, the gap is not yet linear in log n
 FEWEST_BINS = 3  # a line through two points has no error
-SUMMARISED_AT_ONCE = 2**21  # numbers
+SUMMARISED_AT_ONCE = {True: 2**21, False: 2**26}  # numbers, on a CPU or a GPU
 BLOCKS = 8  # largest number per window
 FEWEST_BLOCK_ROWS = 2
 
@@ -40,28 +43,47 @@ def pool_rows(parts: Sequence[RowStatistics]) -> RowStatistics:
     )
 
 
-def row_columns(
-    rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...], kv_heads: int
-) -> dict[str, Columns]:
-    """Return the columns of one normalizer by table. bins: (n_low, n_high), the longest rows first."""
-    heads = rows.n.shape[1]
-    summaries = _summaries(rows, bins)
-    n = summarise(rows.n, rows.n, bins, rows.broken, quantiles=())
+@dataclass(frozen=True)
+class RowSummaries:
+    """Summaries of the measured rows of one normalizer. From a GPU they come later: see device_sync.arrival."""
+
+    bins: list[tuple[int, int]]  # (n_low, n_high), the longest rows first
+    metrics: dict[str, Summary]
+    means: dict[str, Summary]
+    broken: np.ndarray  # rows of each head
+    blocks: Callable[[], Columns]
+
+
+def summarise_rows(rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...]) -> RowSummaries:
+    on_cpu = rows.n.device.type == "cpu"
+    return RowSummaries(
+        bins,
+        _summaries(rows, bins),
+        _means(rows, bins, top_n),
+        sent_to_cpu(rows.broken.sum((0, 2))).numpy(),
+        partial(_blocks, rows, bins[0]) if on_cpu else _blocks_on_device(rows, bins[0]),
+    )
+
+
+def row_columns(found: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> dict[str, Columns]:
+    """Return the columns of one normalizer by table."""
+    n, bins = found.means["n"], found.bins
+    heads = len(n.rows)
     return {
         "heads": {
             "head": np.arange(heads),
             "kv_head": np.arange(heads) // (heads // kv_heads),
             "rows": n.rows[:, 0],
-            "broken_rows": rows.broken.sum((0, 2)).cpu().numpy(),
+            "broken_rows": found.broken,
             "n_low": bins[0][0],
             "n_high": bins[0][1],
-            **_of_longest(summaries),
-            **_slopes(summaries, n.mean),
-            "forced_share": _forced_share(rows, bins[0]),
+            **_of_longest(found.metrics),
+            **_slopes(found.metrics, n.mean),
+            "forced_share": found.means["forced"].mean[:, 0],
         },
-        "by_length": _by_length(summaries, n, bins),
-        "top_n": _masses(rows, bins[0], top_n, n.rows[:, 0]),
-        "blocks": _blocks(rows, bins[0]),
+        "by_length": _by_length(found.metrics, n, bins),
+        "top_n": _masses(found.means, top_n),
+        "blocks": found.blocks(),
     }
 
 
@@ -72,7 +94,7 @@ def by_head(values: Tensor) -> np.ndarray:
 
 def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Summary]:
     """Summarise every metric, several at once for speed, but not all at once: a long layer has gigabytes of them."""
-    at_once = max(1, SUMMARISED_AT_ONCE // max(1, rows.n.numel()))
+    at_once = max(1, SUMMARISED_AT_ONCE[rows.n.device.type == "cpu"] // max(1, rows.n.numel()))
     found: dict[str, Summary] = {}
     for start in range(0, len(PER_ROW), at_once):
         values = {name: rows.values[name] for name in PER_ROW[start : start + at_once]}
@@ -124,27 +146,75 @@ def _slopes(summaries: Mapping[str, Summary], n: np.ndarray) -> Columns:
     return columns
 
 
-def _forced_share(rows: RowStatistics, longest_bin: tuple[int, int]) -> np.ndarray:
+def _means(rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...]) -> dict[str, Summary]:
+    """Summarise what is reported as a mean alone: n, rows beyond the horizon, masses of the N heaviest keys."""
     horizon = rows.values["horizon"]
-    beyond = torch.where(horizon.isnan(), torch.nan, (rows.n > horizon).double())
-    return summarise(beyond, rows.n, [longest_bin], rows.broken, quantiles=()).mean[:, 0]
+    values = {
+        "n": rows.n.double(),
+        "forced": torch.where(horizon.isnan(), torch.nan, (rows.n > horizon).double()),
+        "measured": (~rows.top_mass[..., 0].isnan()).double(),  # on a GPU not all rows have masses
+        **{f"mass {N}": rows.top_mass[..., index].double() for index, N in enumerate(top_n)},
+    }
+    return summarise_all(values, rows.n, bins, rows.broken, quantiles=())
 
 
-def _masses(rows: RowStatistics, longest_bin: tuple[int, int], top_n: tuple[int, ...], count: np.ndarray) -> Columns:
-    heads = rows.n.shape[1]
-    mass = np.stack(
-        [
-            summarise(rows.top_mass[..., i], rows.n, [longest_bin], rows.broken, quantiles=()).mean[:, 0]
-            for i in range(len(top_n))
-        ],
-        axis=1,
-    )
+def _masses(means: Mapping[str, Summary], top_n: tuple[int, ...]) -> Columns:
+    heads = len(means["n"].rows)
+    count = np.rint(means["measured"].rows[:, 0] * np.nan_to_num(means["measured"].mean[:, 0])).astype(np.int64)
     return {
         "head": np.repeat(np.arange(heads), len(top_n)),
         "top_n": np.tile(top_n, heads),
         "rows": np.repeat(count, len(top_n)),
-        "mass": mass.ravel(),
+        "mass": np.stack([means[f"mass {N}"].mean[:, 0] for N in top_n], axis=1).ravel(),
     }
+
+
+def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int]) -> Callable[[], Columns]:
+    """The same as _blocks; only medians travel to the CPU, and the columns are made once they have arrived."""
+    shape = rows.values[BLOCK_METRICS[0]].shape
+    heads = shape[1]
+    n, broken = (t.expand(shape).transpose(0, 1).flatten(1) for t in (rows.n, rows.broken))
+    inside = (n >= longest_bin[0]) & (n <= longest_bin[1]) & ~broken
+    used = inside.any(0)
+    total = used.sum()
+    count = (total // FEWEST_BLOCK_ROWS).clamp(max=BLOCKS)
+    # As numpy.array_split does it: the first `longer` blocks have one row more than the others.
+    size, longer = total // count.clamp(min=1), total % count.clamp(min=1)
+    rank = used.cumsum(0) - 1
+    beyond = rank - longer * (size + 1)
+    block = torch.where(beyond < 0, rank // (size + 1), longer + beyond // size.clamp(min=1))
+    ids = torch.where(inside & (count > 1), block, -1).int()
+    found = {
+        name: tuple(sent_to_cpu(t).numpy() for t in (quantiles, members))
+        for name, quantiles, members in _of_blocks(rows, ids, heads)
+    }
+    count = sent_to_cpu(count)
+
+    def columns() -> Columns:
+        chunks = int(count) if int(count) > 1 else 0
+        columns: Columns = {
+            "head": np.repeat(np.arange(heads), chunks),
+            "block": np.tile(np.arange(chunks), heads),
+            "rows": found[BLOCK_METRICS[0]][1][:, :chunks].astype(np.int64).ravel(),
+        }
+        for name in BLOCK_METRICS:
+            columns[name] = found[name][0][:, :chunks, 0].ravel()
+            if name == "jacobian_norm":
+                columns[BLOCK_NORM] = found[name][0][:, :chunks, 1].ravel()
+        return columns
+
+    return columns
+
+
+def _of_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield for each metric its median and upper quartile, (heads, BLOCKS, 2), and the rows of each block."""
+    for dtype in {rows.values[name].dtype for name in BLOCK_METRICS}:
+        names = [name for name in BLOCK_METRICS if rows.values[name].dtype == dtype]
+        numbers = torch.stack([rows.values[name] for name in names])
+        found = binned(numbers.transpose(1, 2).flatten(0, 1).flatten(1), ids, BLOCKS, (0.5, 0.75))
+        for index, name in enumerate(names):
+            here = slice(index * heads, (index + 1) * heads)
+            yield name, found.quantiles[here], found.members[here]
 
 
 def _blocks(rows: RowStatistics, longest_bin: tuple[int, int]) -> Columns:

@@ -3,7 +3,7 @@
 Rows come from the first sequence of a batch. Positions are token indices of the model's input, from 0.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from attnorm.analysis.sequences import one_sequence
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import Columns
+from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.metrics.sampling import spread
@@ -124,40 +125,49 @@ def listed_rows(wanted: int | Sequence[int], queries: int, tokens_Q: Tensor | No
     return present[torch.tensor(inside, dtype=torch.long)]
 
 
-def read_columns(
+def listed_reads(
     call: AttentionCall,
     tokens_BQ: Tensor | None,
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
     tokens: Tokens,
-) -> dict[str, Columns]:
-    """Return for each normalizer the rows that a call adds to the table `reads`."""
+) -> Callable[[], dict[str, Columns]]:
+    """Measure the listed rows of a call. The result returns what they add to the table `reads`, by normalizer.
+
+    It may be called once the numbers have arrived from a GPU: see device_sync.arrival.
+    """
     batch, queries = call.query_BHQD.shape[0], call.query_BHQD.shape[-2]
     tokens_Q = tokens_BQ[0] if tokens_BQ is not None and tokens_BQ.shape == (batch, queries) else None
     rows = listed_rows(settings.read_rows, queries, tokens_Q)
     if not settings.read_keys or not len(rows):
-        return {}
-    found = measure_reads(one_sequence(call, 0), list(normalizers.values()), rows, settings.read_keys)
-    query_side, key_side = SIDES[call.kind]
-    query_texts = _texts(tokens, query_side, queries)
-    key_texts = _texts(tokens, key_side, call.key_BGKD.shape[-2])
-    columns: dict[str, Columns] = {}
-    for name, reads in found.items():
-        keys, weights = reads.keys[0].cpu().numpy(), reads.weights[0].cpu().numpy()
-        heads, indices, ranks = np.nonzero(keys != NO_KEY)
-        if not len(heads):
-            continue
-        row, key = rows.numpy()[indices], keys[heads, indices, ranks]
-        columns[name] = {
-            "head": heads,
-            "row": row,
-            "rank": ranks + 1,
-            "key": key,
-            "weight": weights[heads, indices, ranks],
-            "row_token": query_texts[row],
-            "key_token": key_texts[key],
-        }
-    return columns
+        return dict
+    measured = measure_reads(one_sequence(call, 0), list(normalizers.values()), rows, settings.read_keys)
+    found = {
+        name: tuple(sent_to_cpu(t[0]).numpy() for t in (reads.keys, reads.weights)) for name, reads in measured.items()
+    }
+    sides = zip(SIDES[call.kind], (queries, call.key_BGKD.shape[-2]), strict=True)
+    query_texts, key_texts = (_texts(tokens, side, positions) for side, positions in sides)
+    return lambda: {
+        name: _read_columns(rows, keys, weights, query_texts, key_texts)
+        for name, (keys, weights) in found.items()
+        if (keys != NO_KEY).any()
+    }
+
+
+def _read_columns(
+    rows: Tensor, keys: np.ndarray, weights: np.ndarray, query_texts: np.ndarray, key_texts: np.ndarray
+) -> Columns:
+    heads, indices, ranks = np.nonzero(keys != NO_KEY)
+    row, key = rows.numpy()[indices], keys[heads, indices, ranks]
+    return {
+        "head": heads,
+        "row": row,
+        "rank": ranks + 1,
+        "key": key,
+        "weight": weights[heads, indices, ranks],
+        "row_token": query_texts[row],
+        "key_token": key_texts[key],
+    }
 
 
 def token_columns(tokens: Tokens) -> list[Columns]:

@@ -213,14 +213,16 @@ def layer_table(schema: pa.Schema, pieces: Sequence[Columns]) -> pa.Table:
 
 def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str, Any]) -> pa.Table:
     """Combine the tables of all layers into one table with the FIXED columns."""
-    rows = sum(layer.num_rows for layer in layers)
+    if not layers:
+        return schema.empty_table()
+    whole = pa.concat_tables(layers).combine_chunks()
     columns = [
-        pa.chunked_array([pa.repeat(pa.scalar(fixed[field.name], field.type), rows)])
+        pa.repeat(pa.scalar(fixed[field.name], field.type), whole.num_rows)
         if field.name in FIXED
-        else pa.chunked_array([chunk for layer in layers for chunk in layer[field.name].chunks], field.type)
+        else whole[field.name]
         for field in schema
     ]
-    return pa.Table.from_arrays(columns, schema=schema).combine_chunks()
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:

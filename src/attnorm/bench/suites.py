@@ -10,13 +10,15 @@ import torch
 
 from attnorm.bench.analyze import measure_analysis
 from attnorm.bench.attention import compare_attention, compare_cuda
+from attnorm.bench.cuda_analysis import measure_cuda_analysis
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
 from attnorm.bench.timing import this_machine
 
-Suite = Literal["normalizers", "attention", "memory", "cuda", "analyze", "monitor", "all"]
+Suite = Literal["normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "all"]
+_INCLUDED: dict[Suite, Suite] = {"cuda": "cuda-analyze"}
 
 ANALYZE_THREADS = 2  # default: the promises of analyze are made for it
 
@@ -41,12 +43,13 @@ def run_benchmarks(
         "attention": partial(compare_attention, quick=quick, notes=notes),
         "memory": partial(measure_footprints, quick=quick, notes=notes),
         "cuda": partial(compare_cuda, quick=quick, notes=notes),
+        "cuda-analyze": partial(measure_cuda_analysis, quick=quick, notes=notes),
         "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
         "monitor": partial(measure_monitor, quick=quick),
     }
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         for name, run in suites.items():
-            for result in run() if suite in (name, "all") else ():
+            for result in run() if suite in (name, "all") or name == _INCLUDED.get(suite) else ():
                 progress(result.what)
                 results.append(result)
         machine = this_machine()

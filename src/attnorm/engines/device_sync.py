@@ -4,8 +4,32 @@ A GPU runs asynchronously. Reading a number from it (`if bool(x.any())`, `.item(
 work is done and leaves the GPU idle afterwards: in training this costs more than a few unnecessary passes.
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 
 def runs_asynchronously(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
+
+
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on that device. From ordinary memory a GPU takes it only when all queued work is done."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def sent_to_cpu(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU; its numbers are there once `arrival` has been waited for."""
+    return tensor.to("cpu", non_blocking=tensor.is_cuda)
+
+
+def arrival(device: torch.device) -> Callable[[], None]:
+    """A function that waits until all that was sent from the device so far has arrived."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize

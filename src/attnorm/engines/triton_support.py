@@ -17,7 +17,11 @@ def runs_kernels(*tensors: Tensor) -> bool:
         return False
     if first.dtype == torch.bfloat16 and not first.is_cuda:
         return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
-    return bool(_runs_on(first.device))
+    return runs_triton(first.device)
+
+
+def runs_triton(device: torch.device) -> bool:
+    return HAS_TRITON and bool(_runs_on(device))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -4,7 +4,9 @@ Two keys of a row are set apart: the first visible one (the sink) and the larges
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
 metrics/fused_rows.py turns the sums into the statistics of a row.
 
-Most tiles hold no key above the runner-up of any row once some hundred keys have been seen. Those only add to the sums.
+The keys of a tile are dealt into four classes per row, one for each thread that holds a part of the row in the layout
+of the tensor cores. Every class has its own largest key, runner-up and sums, which are joined at the end: no thread
+waits for another one within a tile.
 """
 
 import triton
@@ -32,15 +34,16 @@ COLUMNS = (
 
 @triton.jit
 def _tile(
-    start, q_tile, k, rows, factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
+    start, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
     first, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Logits in bits before the factor, which keys of the tile count, and the first visible key with its logit."""
+    """Products, or capped logits in bits; which keys of the tile count, and the first visible key with its product."""
     columns = start + tl.arange(0, KEYS)
     k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-    s, _slope = capped(s, cap, CAPPED)
+    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    if CAPPED:
+        s, _slope = capped(s * scale, cap, CAPPED)
     i, j = rows[:, None], columns[None, :]
     seen = (i < queries) & (j < keys)
     sink = tl.zeros_like(first).to(tl.float32)
@@ -61,94 +64,150 @@ def _tile(
 
 
 @triton.jit
+def _halves(x):
+    """The left and the right half of the columns."""
+    halves = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _neighbours(x):
+    """The even and the odd columns."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _by_class(x, CLASSES: tl.constexpr):
+    return tl.reshape(x, [x.shape[0], x.shape[1] // CLASSES, CLASSES])
+
+
+@triton.jit
+def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr, CLASSES: tl.constexpr):
+    """Add the sums of e = exp2(unit * lost - base) to those of each class."""
+    x = _by_class(lost, CLASSES) * unit[:, None, None] - base[:, None, :]
+    if EDGE:
+        hidden = x == float("-inf")
+        x = tl.where(hidden, 0.0, x)
+        e = tl.where(hidden, 0.0, tl.exp2(x))
+    else:
+        e = tl.exp2(x)
+    square = e * e
+    s1 += tl.sum(e, 1)
+    tilt += tl.sum(e * x, 1)
+    s2 += tl.sum(square, 1)
+    s3 += tl.sum(square * e, 1)
+    s4 += tl.sum(square * square, 1)
+    return s1, tilt, s2, s3, s4
+
+
+@triton.jit
 def _fold(
-    n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4,
-    start, stop, q_tile, k, rows, factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4,
+    start, tiles, jump, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale,
+    cap, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    CLASSES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The state of a block of rows with the keys from start to stop added."""
-    for at in range(start, stop, KEYS):
+    """The state of a block of rows with some tiles of keys added; a jump lies between the first tile and the others."""
+    for tile in range(tiles):
+        at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
         s, seen, first, found_sink, count = _tile(
-            at, q_tile, k, rows, factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
+            at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
             first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
         )  # fmt: skip
         if EDGE:
             n += count
             sink += found_sink
-            tile_largest = tl.max(tl.where(seen, s, float("-inf")), 1)
-            tile_smallest = tl.min(tl.where(seen, s, float("inf")), 1)
+            lows = _by_class(tl.where(seen, s, float("inf")), CLASSES)
+            s = tl.where(seen, s, float("-inf"))
         else:
-            tile_largest = tl.max(s, 1)
-            tile_smallest = tl.min(s, 1)
-        largest = tl.maximum(largest, tile_largest)
-        smallest = tl.minimum(smallest, tile_smallest)
-        z, peak = s, tile_largest
-        if FACTORED:
-            z = s * factor[:, None]
-            peak = tl.where(factor < 0, tile_smallest, tile_largest)
-            peak = tl.where(tl.abs(peak) == float("inf"), float("-inf"), peak * factor)
-        if EDGE:
-            z = tl.where(seen, z, float("-inf"))
+            lows = _by_class(s, CLASSES)
+        smallest = _smaller(smallest, tl.min(lows, 1))
 
-        if tl.max((peak > runner_up).to(tl.int32), 0) > 0:
-            promoted = peak > level
-            is_peak = z == peak[:, None]
-            second = tl.max(tl.where(is_peak, float("-inf"), z), 1)
-            ties = tl.sum(is_peak.to(tl.float32), 1)
-            second = tl.where(promoted, tl.where(ties > 1, peak, second), peak)
-            new_runner_up = tl.maximum(tl.where(promoted, level, runner_up), second)
-            base = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up)
-            # The sums so far, relative to the new runner-up.
-            drop = tl.where(runner_up == float("-inf"), 0.0, runner_up - base)
-            shrink = tl.where(runner_up == float("-inf"), 0.0, tl.exp2(drop))
-            tilt = shrink * (tilt + drop * s1)
-            s1 = s1 * shrink
-            s2 = s2 * shrink * shrink
-            s3 = s3 * shrink * shrink * shrink
-            s4 = s4 * shrink * shrink * shrink * shrink
-            # The old leader joins the others, and so do all but one of the new leaders.
-            demoted = promoted & (level > float("-inf"))
-            drop = tl.where(demoted, level - base, 0.0)
-            e = tl.where(demoted, tl.exp2(drop), 0.0)
-            more = tl.where(promoted, ties - 1.0, 0.0)
-            tilt += e * drop
-            s1 += e + more
-            s2 += e * e + more
-            s3 += e * e * e + more
-            s4 += e * e * e * e + more
-            x = z - base[:, None]
-            out = promoted[:, None] & is_peak
-            if EDGE:
-                out = out | (z == float("-inf"))
-            x = tl.where(out, 0.0, x)
-            e = tl.where(out, 0.0, tl.exp2(x))
-            level = tl.where(promoted, peak, level)
-            runner_up = new_runner_up
-        else:
-            base = tl.where(runner_up == float("-inf"), 0.0, runner_up)
-            x = z - base[:, None]
-            if EDGE:
-                x = tl.where(seen, x, 0.0)
-            e = tl.exp2(x)
-            if EDGE:
-                e = tl.where(seen, e, 0.0)
-        square = e * e
-        s1 += tl.sum(e, 1)
-        tilt += tl.sum(e * x, 1)
-        s2 += tl.sum(square, 1)
-        s3 += tl.sum(square * e, 1)
-        s4 += tl.sum(square * square, 1)
-    return n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4
+        # A knock-out: the winner of each class is its largest key, and every other key loses once.
+        even, odd = _neighbours(s)
+        second = tl.max(_by_class(_smaller(even, odd), CLASSES), 1)
+        winners = _larger(even, odd)
+        for _ in tl.static_range(LEVELS):
+            left, right = _halves(winners)
+            second = tl.maximum(second, tl.max(_by_class(_smaller(left, right), CLASSES), 1))
+            winners = _larger(left, right)
+
+        demoted = _smaller(leader, winners)
+        new_runner_up = tl.maximum(tl.maximum(runner_up, second), demoted)
+        reference = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up) if EDGE else new_runner_up
+        drop = (runner_up - reference) * unit[:, None]
+        fall = (demoted - reference) * unit[:, None]
+        shrink, e = tl.exp2(drop), tl.exp2(fall)
+        if EDGE:
+            none, first_one = runner_up == float("-inf"), demoted == float("-inf")
+            drop, shrink = tl.where(none, 0.0, drop), tl.where(none, 0.0, shrink)
+            fall, e = tl.where(first_one, 0.0, fall), tl.where(first_one, 0.0, e)
+        tilt = shrink * (tilt + drop * s1) + e * fall
+        square, e_square = shrink * shrink, e * e
+        s1 = s1 * shrink + e
+        s2 = s2 * square + e_square
+        s3 = s3 * square * shrink + e_square * e
+        s4 = s4 * square * square + e_square * e_square
+        leader = _larger(leader, winners)
+        runner_up = new_runner_up
+
+        base = reference * unit[:, None]
+        s1, tilt, s2, s3, s4 = _powers(_smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+        winners = _larger(even, odd)
+        for _ in tl.static_range(LEVELS):
+            left, right = _halves(winners)
+            s1, tilt, s2, s3, s4 = _powers(_smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+            winners = _larger(left, right)
+    return n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4
+
+
+@triton.jit
+def _joined(
+    leader_a, runner_up_a, s1_a, tilt_a, s2_a, s3_a, s4_a,
+    leader_b, runner_up_b, s1_b, tilt_b, s2_b, s3_b, s4_b,
+):  # fmt: skip
+    """The sums of two classes as those of one. Leaders and runners-up are in bits."""
+    demoted = _smaller(leader_a, leader_b)
+    runner_up = tl.maximum(tl.maximum(runner_up_a, runner_up_b), demoted)
+    base = tl.where(runner_up == float("-inf"), 0.0, runner_up)
+    drop_a = tl.where(runner_up_a == float("-inf"), 0.0, runner_up_a - base)
+    drop_b = tl.where(runner_up_b == float("-inf"), 0.0, runner_up_b - base)
+    a, b = tl.exp2(drop_a), tl.exp2(drop_b)  # sums without a runner-up are 0
+    fall = tl.where(demoted == float("-inf"), 0.0, demoted - base)
+    e = tl.where(demoted == float("-inf"), 0.0, tl.exp2(fall))
+    return (
+        _larger(leader_a, leader_b),
+        runner_up,
+        a * s1_a + b * s1_b + e,
+        a * (tilt_a + drop_a * s1_a) + b * (tilt_b + drop_b * s1_b) + e * fall,
+        a * a * s2_a + b * b * s2_b + e * e,
+        a * a * a * s3_a + b * b * b * s3_b + e * e * e,
+        a * a * a * a * s4_a + b * b * b * b * s4_b + e * e * e * e,
+    )
 
 
 @triton.jit
 def _rows_of_program(
     q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-    heads, groups, rows_total, queries, width,
-    FACTORED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    heads, groups, rows_total, queries, width, scale,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads: the keys and the mask of its head, its rows with their queries and factors."""
+    """What a program reads: the keys and the mask of its head, its rows with their queries.
+
+    unit: what turns the products of a row into its logits z in bits. Where it is negative, q changes its sign instead.
+    logit: what turns the products that remain into logits in bits before the factor.
+    """
     blocks = tl.cdiv(rows_total, ROWS)
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks  # the longest causal rows first, or they would run alone at the end
@@ -160,17 +219,25 @@ def _rows_of_program(
     inside = at < rows_total
     rows = tl.load(row_queries + at, mask=inside, other=queries)
     q_tile = load_tile(q + batch * q_batch + head * q_head, at, rows_total, q_row, width, WIDTH, True, FULL)
-    row_factor = load_row(factor, batch_head * rows_total + at, inside, FACTORED, 1.0)
-    return k, mask, at, inside, rows, q_tile, row_factor, batch_head, block
+    logit = tl.full([ROWS], 1.0, tl.float32)
+    if not CAPPED:
+        logit = logit * scale
+    unit = logit * load_row(factor, batch_head * rows_total + at, inside, FACTORED, 1.0)
+    turned = unit < 0
+    q_tile = tl.where(turned[:, None], -q_tile, q_tile)
+    return k, mask, at, inside, rows, q_tile, tl.abs(unit), tl.where(turned, -logit, logit), batch_head, block
 
 
 @triton.jit
-def _key_range(
+def _tiles_of_rows(
     row_queries, block, rows_total, keys, offset,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys up to `last` are seen by some row of the block, those from `low` to `high` by all; key 0 lies before low."""
-    low, high, last = KEYS, keys // KEYS * KEYS, keys
+    """Tiles with keys that some row of the block may not see, tiles that all rows see, and where the latter end.
+
+    The first tile, which has the sink, counts among the former. It comes first, then those that all see follow.
+    """
+    high, last = keys // KEYS * KEYS, keys
     if CAUSAL:
         earliest = tl.load(row_queries + block * ROWS)
         latest = tl.load(row_queries + tl.minimum((block + 1) * ROWS, rows_total) - 1)
@@ -178,9 +245,9 @@ def _key_range(
         last = tl.maximum(tl.minimum(latest + offset + 1, keys), 0)
     if MASKED:
         high = 0
-    low = tl.minimum(low, last)
-    high = tl.maximum(high, low)
-    return low, high, last
+    high = tl.maximum(high, KEYS)
+    some = (last > 0).to(tl.int32)
+    return some + tl.cdiv(tl.maximum(last - high, 0), KEYS), high // KEYS - 1, high
 
 
 @triton.jit
@@ -190,49 +257,56 @@ def softmax_sums(
     heads, groups, rows_total, queries, keys, offset, width, scale, cap,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (COLUMNS, B, H, R)."""
-    k, mask, at, inside, rows, q_tile, row_factor, batch_head, block = _rows_of_program(
+    CLASSES: tl.constexpr = 4
+    k, mask, at, inside, rows, q_tile, unit, logit, batch_head, block = _rows_of_program(
         q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-        heads, groups, rows_total, queries, width, FACTORED, ROWS, WIDTH, FULL,
+        heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
     )  # fmt: skip
-    low, high, last = _key_range(row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS)
+    outer_tiles, inner_tiles, high = _tiles_of_rows(
+        row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
+    )
     n = tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32) + keys
     sink = tl.zeros([ROWS], tl.float32)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    smallest = tl.full([ROWS], float("inf"), tl.float32)
-    level, runner_up = largest, largest
-    s1, tilt, s2, s3, s4 = sink, sink, sink, sink, sink
-    n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = _fold(
-        n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4,
-        0, low, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale,
-        cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
-    )  # fmt: skip
-    n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = _fold(
-        n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4,
-        low, high, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale,
-        cap, CAUSAL, MASKED, False, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
-    )  # fmt: skip
-    n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = _fold(
-        n, first, sink, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4,
-        high, last, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width,
-        scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
-    )  # fmt: skip
+    leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
+    runner_up = leader
+    smallest = tl.full([ROWS, CLASSES], float("inf"), tl.float32)
+    s1 = tl.zeros([ROWS, CLASSES], tl.float32)
+    tilt, s2, s3, s4 = s1, s1, s1, s1
+    for inner in tl.static_range(2):
+        start, tiles, jump = 0, outer_tiles, high - KEYS
+        if inner:
+            start, tiles, jump = KEYS, inner_tiles, 0
+        n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4 = _fold(
+            n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4,
+            start, tiles, jump, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column, queries, keys, offset, width,
+            scale, cap, CAUSAL, MASKED, not inner, CAPPED, PRECISION, KEYS, WIDTH, FULL, CLASSES, LEVELS,
+        )  # fmt: skip
 
     if not MASKED:
         n = n + keys
         if CAUSAL:
             n = tl.maximum(tl.minimum(rows + offset + 1, keys), 0)
+    extremes = tl.max(leader, 1) * logit, tl.min(smallest, 1) * logit
+    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
+    empty = tl.max(leader, 1) == float("-inf")
+    largest = tl.where(empty, float("-inf"), largest)
+    least = tl.where(empty, float("inf"), least)
+    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
+    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
+    level, second, s1, tilt, s2, s3, s4 = tl.reduce((leader, runner_up, s1, tilt, s2, s3, s4), 1, _joined)
     out += batch_head * rows_total + at
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     natural = 1.0 / LOG2E
     tl.store(out, n.to(tl.float32), mask=inside)
-    tl.store(out + column, sink * natural, mask=inside)
+    tl.store(out + column, sink * logit * natural, mask=inside)
     tl.store(out + 2 * column, largest * natural, mask=inside)
-    tl.store(out + 3 * column, smallest * natural, mask=inside)
+    tl.store(out + 3 * column, least * natural, mask=inside)
     tl.store(out + 4 * column, level * natural, mask=inside)
-    tl.store(out + 5 * column, runner_up * natural, mask=inside)
+    tl.store(out + 5 * column, second * natural, mask=inside)
     tl.store(out + 6 * column, s1, mask=inside)
     tl.store(out + 7 * column, tilt * natural, mask=inside)
     tl.store(out + 8 * column, s2, mask=inside)
@@ -242,19 +316,18 @@ def softmax_sums(
 
 @triton.jit
 def _fold_poles(
-    poles, squares, first, start, stop, level, x, q_tile, k, rows, factor, k_row, mask, mask_row, mask_column,
+    poles, squares, first, start, tiles, jump, level, x, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column,
     queries, keys, offset, width, scale, cap,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, KEYS):
-        z, seen, first, _sink, _count = _tile(
-            at, q_tile, k, rows, factor, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
+    for tile in range(tiles):
+        at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
+        s, seen, first, _sink, _count = _tile(
+            at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
             first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
         )  # fmt: skip
-        if FACTORED:
-            z = z * factor[:, None]
-        e = tl.exp2(z - level[:, None])
+        e = tl.exp2(s * unit[:, None] - level[:, None])
         gap = x[:, None] - e
         keep = gap > 0  # the largest key lies above the root, unless the sink is larger
         if EDGE:
@@ -277,29 +350,27 @@ def pole_sums(
 
     e = exp(z - level). out: (2, B, H, R).
     """
-    k, mask, at, inside, rows, q_tile, row_factor, batch_head, block = _rows_of_program(
+    k, mask, at, inside, rows, q_tile, unit, _logit, batch_head, block = _rows_of_program(
         q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-        heads, groups, rows_total, queries, width, FACTORED, ROWS, WIDTH, FULL,
+        heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
     )  # fmt: skip
-    low, high, last = _key_range(row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS)
+    outer_tiles, inner_tiles, high = _tiles_of_rows(
+        row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
+    )
     row_level = tl.load(level + batch_head * rows_total + at, mask=inside, other=0.0) * LOG2E
     x = tl.load(root + batch_head * rows_total + at, mask=inside, other=0.0)
     poles = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS], tl.int32) + keys
-    poles, squares, first = _fold_poles(
-        poles, squares, first, 0, low, row_level, x, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column,
-        queries, keys, offset, width, scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
-    )  # fmt: skip
-    poles, squares, first = _fold_poles(
-        poles, squares, first, low, high, row_level, x, q_tile, k, rows, row_factor, k_row, mask, mask_row, mask_column,
-        queries, keys, offset, width, scale, cap, CAUSAL, MASKED, False, CAPPED, FACTORED, PRECISION, KEYS, WIDTH, FULL,
-    )  # fmt: skip
-    poles, squares, first = _fold_poles(
-        poles, squares, first, high, last, row_level, x, q_tile, k, rows, row_factor, k_row, mask, mask_row,
-        mask_column, queries, keys, offset, width, scale, cap, CAUSAL, MASKED, True, CAPPED, FACTORED, PRECISION, KEYS,
-        WIDTH, FULL,
-    )  # fmt: skip
+    for inner in tl.static_range(2):
+        start, tiles, jump = 0, outer_tiles, high - KEYS
+        if inner:
+            start, tiles, jump = KEYS, inner_tiles, 0
+        poles, squares, first = _fold_poles(
+            poles, squares, first, start, tiles, jump, row_level, x, q_tile, k, rows, unit, k_row, mask, mask_row,
+            mask_column, queries, keys, offset, width, scale, cap, CAUSAL, MASKED, not inner, CAPPED, PRECISION, KEYS,
+            WIDTH, FULL,
+        )  # fmt: skip
     out += batch_head * rows_total + at
     tl.store(out, poles, mask=inside)
     tl.store(out + tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total, squares, mask=inside)

@@ -32,7 +32,7 @@ def measure_coverage(
     heads = call.query_BHQD.shape[1]
     sums = {one.name: torch.zeros(3, len(top_n), dtype=torch.float64) for one in chosen}
     counts = dict.fromkeys(sums, 0)
-    for block in logit_blocks(call, rows.to(call.query_BHQD.device), all_heads=True):
+    for block in logit_blocks(call, rows, all_heads=True):
         view = rows_block(call, block)
         visible = block.visible.expand(block.logits.shape)
         seen = visible.any(0)

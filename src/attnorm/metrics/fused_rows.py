@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, Visibility
@@ -21,7 +22,7 @@ from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_
 # Passes that refine the Jacobian norm. The first estimate has a relative error of at most 4e-3; a pass turns an error r
 # into less than 10 r^2. Enough are made to come below the rounding of the inputs: 4e-3 in bfloat16, 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-MASS_ROWS = 512  # rows whose heaviest keys are summed; the default number of sampled rows
+MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampled rows, so many are long
 _LOG2E = 1.4426950408889634
 
 
@@ -36,7 +37,7 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
     shape = (*call.query_BHQD.shape[:2], len(rows))
     if visibility.mask is not None:
         return _Launch.of(call, rows, None).softmax_sums()["n"].long()
-    rows = rows.to(call.query_BHQD.device)
+    rows = sent_to(call.query_BHQD.device, rows)
     reach = rows + (visibility.keys - visibility.queries + 1) if visibility.causal else rows * 0 + visibility.keys
     return reach.clamp(0, visibility.keys).expand(shape)
 
@@ -48,7 +49,7 @@ def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tenso
     found = []
     for item in range(batch):
         block = LogitBlock(
-            none, 0, none > 0, n[item], item, slice(0, heads), slice(0, len(rows)), rows.to(n.device), first_key=0
+            none, 0, none > 0, n[item], item, slice(0, heads), slice(0, len(rows)), sent_to(n.device, rows), first_key=0
         )
         factor = one.factor(call, block)
         assert factor is not None
@@ -107,7 +108,7 @@ class _Launch:
         visibility = Visibility.of(call)
         query, key = call.query_BHQD, call.key_BGKD
         batch, heads, queries, _ = query.shape
-        rows = rows.to(query.device)
+        rows = sent_to(query.device, rows)
         q = query if len(rows) == queries else query[:, :, rows]
         q, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, key))
         if factor is not None:
@@ -121,7 +122,7 @@ class _Launch:
     def softmax_sums(self) -> dict[str, Tensor]:
         from attnorm.kernels.softmax_sums import COLUMNS, softmax_sums
 
-        out = self._run(softmax_sums, len(COLUMNS))
+        out = self._run(softmax_sums, len(COLUMNS), in_levels=True)
         return dict(zip(COLUMNS, out, strict=True))
 
     def pole_sums(self, level: Tensor, root: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class _Launch:
 
         return self._run(pole_sums, 2, level.contiguous(), root.contiguous())
 
-    def _run(self, kernel: Any, columns: int, *numbers: Tensor) -> Tensor:
+    def _run(self, kernel: Any, columns: int, *numbers: Tensor, in_levels: bool = False) -> Tensor:
         import triton
 
         q, key, mask, factor = self.q, self.key, self.mask, self.factor
@@ -151,6 +152,7 @@ class _Launch:
                 CAUSAL=self.causal, MASKED=mask is not None, CAPPED=self.softcap is not None,
                 FACTORED=factor is not None, PRECISION="tf32x3" if exact else "tf32",
                 ROWS=row_tile, KEYS=key_tile, WIDTH=padded, FULL=padded == width, num_warps=warps, num_stages=stages,
+                **({"LEVELS": (key_tile // 8).bit_length() - 1} if in_levels else {}),
             )  # fmt: skip
         return out
 
@@ -183,7 +185,8 @@ def _jacobian_root(
         poles, squares = launch.pole_sums(level, x).double()
         x = x.double()
         ratio = torch.where(sink_e < largest, sink_e / (x - sink_e), 0.0)  # the sink, where it is not the first
-        root = improved_root(first, second, x, poles + ratio, squares + ratio.square(), learned_e)
+        improved = improved_root(first, second, x, poles + ratio, squares + ratio.square(), learned_e)
+        root = torch.where(improved.isfinite(), improved, root)  # a sink far above the rest leaves float32
     return root.to(sink.dtype)
 
 

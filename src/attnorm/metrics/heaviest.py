@@ -42,7 +42,8 @@ def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor,
     least = size.topk(count, dim=-1).values[..., -1:]
     heavier, tied = size > least, size == least
     chosen = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
-    columns = chosen.nonzero()[:, -1].reshape(*size.shape[:-1], count)
+    every = torch.arange(size.shape[-1], device=size.device)
+    columns = torch.where(chosen, every, size.shape[-1]).topk(count, dim=-1, largest=False).values
     order = size.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices
     columns = columns.gather(-1, order)
     values = weights.gather(-1, columns)

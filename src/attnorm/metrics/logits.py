@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall
 from attnorm.theory.selection import at_least_float32
 
@@ -98,12 +98,17 @@ class Visibility:
             causal = causal and (mask.shape[-2] == 1 or queries == keys)
         return cls(mask, causal, queries, keys)
 
-    def span(self, item: int, heads: slice, queries: Tensor) -> tuple[int, int, int, Tensor]:
-        """First key, end, how many keys from the first on are visible to all rows, and which of the others are."""
+    def span(
+        self, item: int, heads: slice, queries: Tensor, shortest: int, longest: int
+    ) -> tuple[int, int, int, Tensor]:
+        """First key, end, how many keys from the first on are visible to all rows, and which of the others are.
+
+        shortest, longest: how many keys the first and the last of the queries may see.
+        """
         reach = (queries + (self.keys - self.queries + 1)).clamp(min=0) if self.causal else None
-        stop = self.keys if reach is None else max(int(reach[-1]), 1)
+        stop = max(longest, 1)
         if self.mask is None:
-            common = self.keys if reach is None else int(reach[0])
+            common = shortest
             common = min(common, stop)
             end = _upwards(stop)
             last = queries.new_full((1,), stop) if reach is None else reach
@@ -133,12 +138,12 @@ def logit_blocks(
 ) -> Iterator[LogitBlock]:
     """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together.
 
-    key_heads: those whose queries are wanted; all by default.
+    key_heads: those whose queries are wanted; all by default. On a GPU nothing waits if the rows are on the CPU.
     """
     batch, heads = call.query_BHQD.shape[:2]
     groups = call.key_BGKD.shape[1]
     per_group = heads // groups
-    query, key = (at_least_float32(t) for t in (call.query_BHQD, call.key_BGKD))
+    query, key = call.query_BHQD, at_least_float32(call.key_BGKD)
     visibility = Visibility.of(call)
     key = pad(key, (0, 0, 0, _upwards(visibility.keys) - visibility.keys))
     elements = block_elements or (
@@ -147,7 +152,8 @@ def logit_blocks(
     if all_heads and not query.is_cuda:
         elements *= 4  # few rows of many heads read the keys too often
     reach = _reaches(visibility, rows)
-    workspace = LogitWorkspace(query)
+    rows = sent_to(query.device, rows)
+    workspace = LogitWorkspace(key)
     for item in range(batch):
         start = 0
         while start < len(rows):
@@ -157,7 +163,8 @@ def logit_blocks(
             for group in range(wanted.start, wanted.stop, together):
                 some = slice(group, min(group + together, wanted.stop))
                 owners = slice(some.start * per_group, some.stop * per_group)
-                yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part])
+                reaches = reach[start], reach[start + taken - 1]
+                yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part], reaches)
             start += taken
 
 
@@ -172,9 +179,14 @@ def _block(
     heads: slice,
     part: slice,
     queries: Tensor,
+    reaches: tuple[int, int],
 ) -> LogitBlock:
-    start, end, common, tail = visibility.span(item, heads, queries)
-    q = query[item, heads][:, queries].mul_(call.scale).reshape(groups.stop - groups.start, -1, query.shape[-1])
+    start, end, common, tail = visibility.span(item, heads, queries, *reaches)
+    q = (
+        at_least_float32(query[item, heads][:, queries])
+        .mul_(call.scale)
+        .reshape(groups.stop - groups.start, -1, query.shape[-1])
+    )
     logits = workspace.array(len(q), q.shape[1], end - start)
     torch.bmm(q, key[item, groups, start:end].mT, out=logits)
     logits = logits.view(heads.stop - heads.start, len(queries), end - start)
@@ -201,7 +213,7 @@ def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Te
 def _reaches(visibility: Visibility, rows: Tensor) -> list[int]:
     if not visibility.causal:
         return [visibility.keys] * len(rows)
-    reaches: list[int] = (rows + (visibility.keys - visibility.queries + 1)).clamp(min=1).tolist()
+    reaches: list[int] = (rows + (visibility.keys - visibility.queries + 1)).clamp(min=0).tolist()
     return reaches
 
 
@@ -218,7 +230,7 @@ def _size(reach: list[int], start: int, per_group: int, groups: int, elements: i
         taken += 1
     if all_heads:
         return taken, groups
-    together = max(1, elements // (per_group * taken * reach[start + taken - 1]))
+    together = max(1, elements // (per_group * taken * max(1, reach[start + taken - 1])))
     return taken, min(together, groups)
 
 

@@ -42,7 +42,7 @@ def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tens
     weights = {one.name: torch.zeros(shape, dtype=torch.float64, device=device) for one in chosen}
 
     def measure(_: range) -> None:
-        for block in logit_blocks(call, rows.to(device), all_heads=True):
+        for block in logit_blocks(call, rows, all_heads=True):
             view = rows_block(call, block)
             visible = block.visible.expand(block.logits.shape)
             for one in chosen:

@@ -12,6 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.engines.threads import in_threads
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
@@ -20,11 +21,13 @@ from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
+from attnorm.metrics.softmax_rows import RowSums, SetApart, row_sums, set_apart, softmax_statistics
 from attnorm.metrics.weight_rows import weight_rows
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32
+
+FEW_ROWS = 64  # with so few, one block of logits is no slower than the kernel
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ def measure_rows(
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
-    in_blocks = _few_enough(rows, top_n, mass_rows) or not call.query_BHQD.is_cuda or not fused_rows.applies(call)
-    softmaxes = [] if in_blocks else [one for one in chosen if one.scaled_softmax]
+    by_kernel = call.query_BHQD.is_cuda and len(rows) > FEW_ROWS and fused_rows.applies(call)
+    softmaxes = [one for one in chosen if one.scaled_softmax] if by_kernel else []
     others = [one for one in chosen if one not in softmaxes]
     found = {}
     if others:
@@ -66,11 +69,6 @@ def measure_rows(
     if softmaxes:
         found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
     return found
-
-
-def _few_enough(rows: Tensor, top_n: Sequence[int], mass_rows: int | None) -> bool:
-    """Whether the masses of the heaviest keys take all rows through blocks of logits anyway."""
-    return bool(top_n) and (mass_rows is None or len(rows) <= mass_rows)
 
 
 @torch.no_grad()
@@ -84,13 +82,12 @@ def measure_by_kernel(
 ) -> dict[str, RowStatistics]:
     """measure_rows for softmax and its rescalings on the Triton kernel.
 
-    The masses of the heaviest keys are those of at most mass_rows rows, NaN for the others.
+    The masses of the heaviest keys are those of at most mass_rows of the later rows, which are the longest ones of a
+    causal call; NaN for the others. None: of all rows.
     """
-    some = spread(rows, len(rows) if mass_rows is None else mass_rows)
-    masses = _in_blocks(call, chosen, some, top_n, ("row_sum",), None) if top_n else {}
-    where = torch.searchsorted(rows, some).to(call.query_BHQD.device)
     n = fused_rows.visible_keys(call, rows)
     found = {}
+    tops = []  # what the masses of the heaviest keys take: the factor of the logits, and log sum exp of all keys
     for one in chosen:
         factor = None if not one.rescales else fused_rows.factors(one, call, rows, n)
         sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
@@ -99,14 +96,48 @@ def measure_by_kernel(
             "n": columns["n"].long().unsqueeze(-1),
             "logits": torch.stack([columns["sink"], columns["largest"], columns["smallest"]], -1),
         }
-        values = {"sums": torch.cat([sums, sums.new_zeros(*sums.shape[:-1], 2 * len(top_n))], -1)}
-        if factor is not None:
-            values["gain"] = factor.abs()
-        statistics = _finished(limits, values, top_n, names)
-        top_mass = torch.full_like(statistics.top_mass, torch.nan)
-        if top_n:
-            top_mass[:, :, where] = masses[one.name].top_mass
-        found[one.name] = replace(statistics, top_mass=top_mass)
+        values = {"sums": sums} if factor is None else {"sums": sums, "gain": factor.abs()}
+        found[one.name] = _finished(limits, values, (), names)
+        joined = RowSums.joined(sums)
+        tops.append((factor, joined.level + joined.log_keys(columns["n"])))
+    if top_n:
+        later = torch.arange(len(rows) // 2, len(rows)) if mass_rows is not None else torch.arange(len(rows))
+        some = later if mass_rows is None else spread(later, mass_rows)
+        masses = _heaviest_masses(call, rows, some, tops, top_n)
+        found = {
+            name: replace(statistics, top_mass=mass.masked_fill((statistics.broken | (n < 1)).unsqueeze(-1), torch.nan))
+            for (name, statistics), mass in zip(found.items(), masses, strict=True)
+        }
+    return found
+
+
+def _heaviest_masses(
+    call: AttentionCall,
+    rows: Tensor,
+    some: Tensor,
+    tops: Sequence[tuple[Tensor | None, Tensor]],
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The share of the N heaviest keys, (B, H, R, N), of some of the rows (indices); NaN in the others.
+
+    tops, one per softmax: the factor of its logits (B, H, R, 1), and log sum exp of all keys (B, H, R).
+    """
+    device = call.query_BHQD.device
+    shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
+    found = [torch.full(shape, torch.nan, device=device) for _ in tops]
+    at_rows = sent_to(device, some)
+    for block in logit_blocks(call, rows[some], all_heads=True):
+        at = at_rows[block.rows]
+        for (factor, log_keys), masses in zip(tops, found, strict=True):
+            z = block.logits
+            if factor is not None:
+                z = block.hide(z * factor[block.item, block.heads][:, at])
+            largest = z.topk(min(max(top_n), z.shape[-1]), dim=-1).values
+            weights = torch.exp(largest - log_keys[block.item, block.heads][:, at].unsqueeze(-1))
+            sums = weights.cumsum(-1).clamp(max=1)
+            masses[block.item][block.heads][:, at] = torch.stack(
+                [sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1
+            )
     return found
 
 
@@ -129,9 +160,7 @@ def _in_blocks(
 
     def measure(key_heads: range) -> None:
         workspace = LogitWorkspace(query)
-        blocks = logit_blocks(
-            call, rows.to(query.device), all_heads=together, key_heads=key_heads, block_elements=block_elements
-        )
+        blocks = logit_blocks(call, rows, all_heads=together, key_heads=key_heads, block_elements=block_elements)
         for block in blocks:
             logits = block.logits.view(-1, block.logits.shape[-1])
             apart = set_apart(logits, block)

@@ -41,7 +41,7 @@ def measure_sensitivity(
     shape = (*like.shape[:2], len(rows), len(temperatures))
     names = ["jacobian_norm", "bound", *(f"gain_{eps:g}" for eps in epsilons)]
     results = {one.name: {name: like.new_full(shape, torch.nan) for name in names} for one in chosen}
-    for block in logit_blocks(call, rows.to(like.device), all_heads=True):
+    for block in logit_blocks(call, rows, all_heads=True):
         view = rows_block(call, block)
         index = (block.item, block.heads, block.rows)
         sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)

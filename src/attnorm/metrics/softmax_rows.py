@@ -72,6 +72,11 @@ class RowSums(NamedTuple):
     def joined(cls, columns: Tensor) -> "RowSums":
         return cls(*columns[..., : len(cls._fields)].unbind(-1))
 
+    def log_keys(self, n: Tensor) -> Tensor:
+        """log sum e of all n keys."""
+        rest = torch.log1p(torch.exp(self.log_others)).masked_fill(n <= 1, -torch.inf)
+        return torch.logaddexp(self.sink, rest)
+
 
 def row_sums(
     rows: Tensor,
@@ -185,5 +190,5 @@ def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: 
     without, beside_sink = (largest * (1 + part) for part in (heavy[..., : len(top_n)], heavy[..., len(top_n) :]))
     for index, N in enumerate(top_n):
         if N == 1:
-            beside_sink[..., index] = 0.0
+            beside_sink[..., index].zero_()
     return torch.maximum(without, sink + beside_sink).clamp(max=1)

@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to_cpu
+from attnorm.metrics.binned import bin_ids, binned
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -27,8 +30,13 @@ def summarise_all(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> dict[str, Summary]:
-    """`summarise` for several numbers of the same rows at once."""
+    """`summarise` for several numbers of the same rows at once.
+
+    Numbers on a GPU are summarised there. Their summary is complete once device_sync.arrival has been waited for.
+    """
     names = list(values)
+    if n.device.type != "cpu":
+        return _summarise_on_device(values, n, bins, broken, quantiles)
     many = len(names)
     stacked = torch.cat([values[name].double() for name in names], 1)
     keys, bad = (t.expand(stacked.shape[0], stacked.shape[1] // many, -1).repeat(1, many, 1) for t in (n, broken))
@@ -49,8 +57,6 @@ def summarise(
 
     Bins do not overlap.
     """
-    if values.device.type != "cpu":
-        return _summarise_on_device(values, n, bins, broken, quantiles)
     numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
     heads = len(numbers)
     mean = np.full((heads, len(bins)), np.nan)
@@ -70,41 +76,27 @@ def summarise(
 
 
 def _summarise_on_device(
-    values: Tensor, n: Tensor, bins: Sequence[tuple[int, int]], broken: Tensor, quantiles: Sequence[float]
-) -> Summary:
-    """One sort of all rows by bin and value, in torch: what travels to the CPU is the summary alone."""
-    numbers, keys, bad = (t.expand_as(values).transpose(0, 1).flatten(1) for t in (values.double(), n, broken))
-    count = len(bins)
-    bin_of = torch.full_like(keys, count)  # of rows outside all bins
-    for index, (fewest, most) in enumerate(bins):
-        bin_of = torch.where((keys >= fewest) & (keys <= most) & ~bad, index, bin_of)
-    rows = _per_bin(bin_of, torch.ones_like(numbers), count)
-    missing = numbers.isnan()
-    numbers, bin_of = torch.where(missing, 0.0, numbers), torch.where(missing, count, bin_of)
-    found = _per_bin(bin_of, torch.ones_like(numbers), count)
-    mean = _per_bin(bin_of, numbers, count) / found  # 0 / 0 where there is no number
-    ordered, order = numbers.sort(dim=1)
-    by_bin = bin_of.gather(1, order).sort(dim=1, stable=True).indices
-    ordered = ordered.gather(1, by_bin)
-    start = found.cumsum(1) - found
-    parts = []
-    last = (found - 1).clamp(min=0)
-    for share in quantiles:
-        at = share * last
-        below = at.floor()
-        low, high = (
-            ordered.gather(1, (start + place).long().clamp(max=ordered.shape[1] - 1))
-            for place in (below, torch.minimum(below + 1, last))
-        )
-        between = torch.where((low == high) | (at == below), low, low + (high - low) * (at - below))
-        parts.append(torch.where(found > 0, between, torch.nan))
-    stacked = torch.stack(parts, -1) if parts else numbers.new_zeros(*found.shape, 0)
-    return Summary(mean.cpu().numpy(), stacked.cpu().numpy(), rows.long().cpu().numpy())
-
-
-def _per_bin(bin_of: Tensor, values: Tensor, bins: int) -> Tensor:
-    """Sums of values (H, M) over the members of each bin, (H, bins)."""
-    return values.new_zeros(len(values), bins + 1).scatter_add_(1, bin_of, values)[:, :bins]
+    values: Mapping[str, Tensor],
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    quantiles: Sequence[float],
+) -> dict[str, Summary]:
+    """What travels to the CPU is the summary alone; see device_sync.arrival."""
+    shape = next(iter(values.values())).shape
+    heads = shape[1]
+    keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))
+    ids = bin_ids(keys, bins, left_out)
+    found: dict[str, Summary] = {}
+    for dtype in {value.dtype for value in values.values()}:
+        names = [name for name, value in values.items() if value.dtype == dtype]
+        numbers = torch.stack([values[name] for name in names]).transpose(1, 2).flatten(0, 1).flatten(1)
+        parts = binned(numbers, ids, len(bins), quantiles)
+        mean, shares, rows = (sent_to_cpu(t).numpy() for t in (parts.mean, parts.quantiles, parts.members.long()))
+        for index, name in enumerate(names):
+            of_name = slice(index * heads, (index + 1) * heads)
+            found[name] = Summary(mean[of_name], shares[of_name], rows[of_name])
+    return {name: found[name] for name in values}
 
 
 def _per_head(values: Tensor) -> np.ndarray:

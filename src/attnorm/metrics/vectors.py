@@ -82,7 +82,7 @@ def measure_vectors(
     for numbers in results.values():
         numbers["draws"] = mixed.new_full((*shape, 2, permutations), torch.nan)
     few = spread(torch.arange(len(rows)), NULL_ROWS)
-    for block in logit_blocks(call, rows.to(mixed.device), all_heads=True):
+    for block in logit_blocks(call, rows, all_heads=True):
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
         targets = draw_permutations(block.visible[:, local], permutations, generator)
         columns = [column for column, N in enumerate(top_n) if int(block.n.max()) > N]

@@ -115,7 +115,7 @@ def _text(name: str, one: Any) -> Text:
     if isinstance(one, Mapping):
         return Text(name, _from_mapping(one)[0].content)
     if _are_ids(one):
-        ids = torch.as_tensor(one)
+        ids = torch.as_tensor(one, device="cpu")
         if ids.numel() == 0:
             raise ValueError(f"{name!r} holds no token ids; there is nothing to run the model on")
         if ids.dim() > 2:

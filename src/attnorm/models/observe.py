@@ -60,6 +60,8 @@ def observe(
         if any(map(is_compiled, modules)):
             restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code asks for no kernel
         yield
+    for decide in observation.undecided:
+        decide()
     if observation.ran and not observation.calls:
         raise UnsupportedModel(
             f"{type(model).__name__} ran without one call to transformers' attention interface, so nothing could be "
@@ -79,6 +81,7 @@ class _Observation:
         self.ran = False
         self.calls = 0
         self._checked: set[nn.Module] = set() if check else {*self.sites}
+        self.undecided: list[Callable[[], None]] = []  # checks whose numbers are on the way from the GPU
         self._running: dict[nn.Module, _Running] = {}
         self._layers = LayerNumbers(self.sites)
 
@@ -121,7 +124,7 @@ class _Observation:
         result = function(module, *args, **kwargs)
         if module not in self._checked and call.normalizer is None and not call.dropout:
             with torch.no_grad():
-                check_output(call, result[0], self.sites[module].path, kernel)
+                self.undecided.append(check_output(call, result[0], self.sites[module].path, kernel))
             self._checked.add(module)
         return result
 

@@ -5,48 +5,81 @@ the output of the last query is rebuilt from the recorded call and compared with
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import arrival, runs_asynchronously, sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import UnsupportedModel
 
+MOST_PARTS = 256
 TOLERANCE = 0.02  # of the largest value: rounding stays far below, another formula far above
 
 
-def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> None:
-    """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values."""
+def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> Callable[[], None]:
+    """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values.
+
+    On a GPU the function that is returned does so: it waits for the numbers, which nothing else should.
+    """
+    numbers = sent_to_cpu(_compared(call, output_BQHE))
+    wait = arrival(output_BQHE.device)
+    step = _step(call.query_BHQD)
+
+    def decide() -> None:
+        wait()
+        seen, error, size, largest = numbers.tolist()
+        # A kernel that keeps its logits in half precision rounds a large one by more than 1.
+        rounding = math.expm1(min(2 * largest * step, 50.0))
+        if seen and error > (TOLERANCE + rounding) * size:
+            raise UnsupportedModel(
+                f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax over the logits it was "
+                f"called with: the last query's output differs by {error:.3g} where values are up to {size:.3g}. It "
+                "changes logits or weights in a way that its arguments do not show, so attnorm would report wrong "
+                "numbers"
+            )
+
+    if runs_asynchronously(output_BQHE):
+        return decide
+    decide()
+    return lambda: None
+
+
+def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
+    """Whether any row can be compared, the largest difference, the largest value and the largest logit."""
     logits_BHK, visible_BHK = _last_row(call)
     sink = logits_BHK.new_full((*logits_BHK.shape[:2], 1), -torch.inf)
     if call.sinks_H is not None:
         sink = sink.copy_(call.sinks_H.to(sink)[None, :, None])
     weights_BHK = torch.cat([logits_BHK.masked_fill(~visible_BHK, -torch.inf), sink], -1).softmax(-1)[..., :-1]
-    value_BHKE = _per_query_head(call.value_BGKE.to(logits_BHK), call.query_BHQD.shape[1])
-    rebuilt_BHE = (weights_BHK[:, :, None] @ value_BHKE)[:, :, 0]
+    groups = call.value_BGKE.shape[1]
+    value_BGKE = call.value_BGKE.to(logits_BHK)
+    rebuilt_BHE = _mixed(weights_BHK.unflatten(1, (groups, -1)), value_BGKE).flatten(1, 2)
     got_BHE = output_BQHE[:, -1].to(rebuilt_BHE)
     seen_BH = visible_BHK.any(-1) & rebuilt_BHE.isfinite().all(-1) & got_BHE.isfinite().all(-1)
-    if not bool(seen_BH.any()):
-        return
-    error = float((rebuilt_BHE - got_BHE).abs().amax(-1)[seen_BH].max())
-    size = float(value_BHKE.abs().masked_fill(~visible_BHK[..., None], 0.0).nan_to_num().max())
-    largest = float(logits_BHK.masked_fill(~visible_BHK, 0.0).abs().amax(-1)[seen_BH].max())
-    # A kernel that keeps its logits in half precision rounds a large one by more than 1.
-    rounding = math.expm1(min(2 * largest * _step(call.query_BHQD), 50.0))
-    if error > (TOLERANCE + rounding) * size:
-        raise UnsupportedModel(
-            f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax over the logits it was called "
-            f"with: the last query's output differs by {error:.3g} where values are up to {size:.3g}. It changes "
-            "logits or weights in a way that its arguments do not show, so attnorm would report wrong numbers"
-        )
+    seen_BGK = visible_BHK.unflatten(1, (groups, -1)).any(2)
+    error = (rebuilt_BHE - got_BHE).abs().amax(-1).masked_fill(~seen_BH, 0.0).max()
+    size = value_BGKE.abs().amax(-1).masked_fill(~seen_BGK, 0.0).nan_to_num().max()
+    largest = logits_BHK.masked_fill(~visible_BHK, 0.0).abs().amax(-1).masked_fill(~seen_BH, 0.0).max()
+    return torch.stack([seen_BH.any().to(error), error, size, largest])
+
+
+def _mixed(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
+    """weights @ value. On a GPU the few rows of a product over many keys occupy few of its processors: by parts."""
+    parts = math.gcd(weights_BGrK.shape[-1], MOST_PARTS) if runs_asynchronously(value_BGKE) else 1
+    weights = weights_BGrK.unflatten(-1, (parts, -1)).movedim(-2, 2)
+    mixed: Tensor = (weights @ value_BGKE.unflatten(2, (parts, -1))).sum(2)
+    return mixed
 
 
 def _last_row(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Logits and visibility of the last query, both (B, H, K)."""
     dtype = torch.float64 if call.query_BHQD.dtype == torch.float64 else torch.float32
     query_BH1D = call.query_BHQD[:, :, -1:].to(dtype)
-    key_BHKD = _per_query_head(call.key_BGKD.to(dtype), call.query_BHQD.shape[1])
-    logits = (query_BH1D @ key_BHKD.mT)[:, :, 0] * call.scale
+    key_BGKD = call.key_BGKD.to(dtype)
+    query_BGrD = query_BH1D[:, :, 0].unflatten(1, (key_BGKD.shape[1], -1))
+    logits = (query_BGrD @ key_BGKD.mT).flatten(1, 2) * call.scale
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if call.bias is not None:
@@ -55,10 +88,6 @@ def _last_row(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.mask is not None:
         visible = visible & call.mask[..., -1, :]
     return logits, visible
-
-
-def _per_query_head(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _step(tensor: Tensor) -> float:

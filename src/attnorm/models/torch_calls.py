@@ -208,7 +208,7 @@ class _Watch(TorchFunctionMode):
         with torch.autocast(call.query_BHQD.device.type, enabled=False):
             if site not in self._checked and _comparable(watched, result, args, kwargs):
                 output_BHQE = result.reshape(*call.query_BHQD.shape[:3], -1)
-                check_output(call, output_BHQE.transpose(1, 2), site.path, watched.name)
+                check_output(call, output_BHQE.transpose(1, 2), site.path, watched.name)()
                 self._checked.add(site)
             self.on_call(call, site)
 

@@ -4,7 +4,7 @@ Layers of the same shape are measured as the heads of one call: on a GPU thirty 
 as one, whatever their size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import GROUP, logit_blocks
 from attnorm.metrics.normalized import MODEL, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import spread
+from attnorm.metrics.stacked_calls import stacked
 from attnorm.monitor.sample import Sample
 from attnorm.monitor.separability_null import random_scores, separability_and_null
 from attnorm.normalizers.contract import Normalizer, ScaleRule
@@ -65,13 +67,14 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
 
 
 def _numbers(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
-    found = measure_rows(call, [None], rows, (top_n,), names=OF_ROWS)[MODEL]
+    found = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
     n, broken = found.n[0], found.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
     few = spread(torch.arange(len(rows), device=rows.device), SEPARABILITY_ROWS)
+    at_few = sent_to(n.device, few)
     means = dict(zip(OF_ROWS, _means(torch.stack([found.values[name][0] for name in OF_ROWS]), long), strict=True))
-    means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, few]), strict=True))
+    means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, at_few]), strict=True))
     share_broken = (broken & long).sum(-1) / long.sum(-1).clamp(min=1)
     return torch.stack([*(means[metric.source] for metric in REPORTED.values()), share_broken])
 
@@ -106,21 +109,10 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
 def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:
     """One call with the heads of all calls."""
 
-    def joined(part: Callable[[AttentionCall], Tensor]) -> Tensor:
-        return torch.cat([part(call) for call in calls], dim=1)
-
-    first = calls[0]
-    sinks = [call.sinks_H for call in calls if call.sinks_H is not None]
     normalizers = [call.normalizer for call in calls if isinstance(call.normalizer, Normalizer)]
     heads = [call.query_BHQD.shape[1] for call in calls]
-    return replace(
-        first,
-        query_BHQD=joined(lambda call: call.query_BHQD),
-        key_BGKD=joined(lambda call: call.key_BGKD),
-        value_BGKE=joined(lambda call: call.value_BGKE),
-        sinks_H=torch.cat(sinks) if sinks else None,
-        normalizer=Normalizer(Softmax(), scale=[_EachItsOwn(normalizers, heads)]) if normalizers else None,
-    )
+    normalizer = Normalizer(Softmax(), scale=[_EachItsOwn(normalizers, heads)]) if normalizers else None
+    return replace(stacked(calls), normalizer=normalizer)
 
 
 class _EachItsOwn(ScaleRule):

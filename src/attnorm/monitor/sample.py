@@ -1,5 +1,7 @@
 """Samples of attention calls, kept until the forward pass ends: some of the last rows of one sequence of the batch.
 
+Where the Triton kernel measures them, all of its longest rows are taken: they cost no more than a few.
+
 Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing frees. Parameters
 are copied too: FSDP frees them as soon as the layer has run.
 """
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.analysis.sequences import one_sequence
+from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.sampling import length_bins, spread
@@ -24,8 +27,7 @@ Part = TypeVar("Part", bound=nn.Module)
 class Sample:
     """Some rows of a call.
 
-    Samples of one group may be measured as the heads of a single call: their queries are the sampled rows alone, and
-    their mask holds what each of them sees. None: neither holds, the rows are among the queries of a whole sequence.
+    Samples of one group may be measured as the heads of a single call. None: this one is measured alone.
     """
 
     call: AttentionCall
@@ -48,6 +50,7 @@ class Sampler:
         self._count = rows
         self._rows: dict[tuple[object, ...], tuple[int, Tensor]] = {}
         self._seen: dict[tuple[object, ...], tuple[object, Tensor | None]] = {}
+        self._masks: list[Tensor | None] = []
 
     @torch.no_grad()
     def take(self, call: AttentionCall) -> Sample:
@@ -55,18 +58,24 @@ class Sampler:
         one = replace(one_sequence(call, item), inputs_BKC=None)
         if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
             return Sample(_copied(one), rows, None)
-        mask = self._visible(call, one, item, rows)
-        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)
+        all_rows = takes_all_rows(one)
+        mask = one.mask if all_rows else self._visible(call, one, item, rows)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
         shapes = (len(rows), per_group, *call.key_BGKD.shape[2:], call.value_BGKE.shape[3])
-        settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, id(mask))
-        group = (*shapes, *settings, rows.device, call.query_BHQD.dtype)
+        settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, call.causal)
+        shared = call.mask if all_rows else mask
+        self._masks.append(shared)  # or another mask might get its id
+        group = (*shapes, *settings, id(shared), rows.device, call.query_BHQD.dtype)
+        if all_rows:
+            return Sample(_copied(one), rows, group)
+        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)
         return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), group)
 
     def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor]:
         """The sequence with the most tokens, and rows spread over its longest bin of n, as in analysis."""
         batch, queries, device = call.query_BHQD.shape[0], call.query_BHQD.shape[2], call.query_BHQD.device
-        key = (call.kind, batch, queries, device)
+        device = torch.device("cpu") if takes_all_rows(call) else device  # the kernel's launch needs them there
+        key = (call.kind, batch, queries, device, takes_all_rows(call))
         if key not in self._rows:
             tokens = self._tokens.get(call.kind)
             if tokens is None or tokens.shape != (batch, queries):
@@ -76,7 +85,7 @@ class Sampler:
                 present = tokens[item].nonzero().squeeze(-1).to(device)
             if call.kind == "decoder" and len(present):
                 present = present[length_bins(len(present))[0][0] - 1 :]
-            self._rows[key] = item, spread(present, self._count)
+            self._rows[key] = item, present if takes_all_rows(call) else spread(present, self._count)
         return self._rows[key]
 
     def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
@@ -97,6 +106,11 @@ class Sampler:
                 mask = mask.expand(1, 1, len(rows), keys)
             self._seen[key] = call.mask, mask
         return self._seen[key][1]
+
+
+def takes_all_rows(call: AttentionCall) -> bool:
+    """Whether the kernel of metrics.fused_rows measures the call: softmax or a rescaling of it, on a GPU."""
+    return call.query_BHQD.is_cuda and _scales_softmax(call) and fused_rows.applies(call)
 
 
 def _copied(call: AttentionCall) -> AttentionCall:

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.theory.closeness import near_one, relative_weights
 
 
@@ -12,7 +13,7 @@ from attnorm.theory.closeness import near_one, relative_weights
 def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
     """A random number for each key of each row, the same at every step."""
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu").to(device)
+    return sent_to(device, torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu"))
 
 
 def separability_and_null(

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.theory.selection import at_least_float32, visible_keys
 
 
@@ -27,7 +28,7 @@ def positive_temperature(temperature: float | Tensor, like: Tensor | None = None
         value = temperature
     else:
         value = torch.tensor(temperature, dtype=torch.float64)
-    if not bool((value > 0).all()):
+    if not runs_asynchronously(value) and not bool((value > 0).all()):
         raise ValueError(f"temperature must be positive, got {float(value.min()):g}")
     return value
 
@@ -260,12 +261,15 @@ def _floats(*values: Number) -> list[Tensor]:
         for tensor in floating[1:]:
             dtype = torch.promote_types(dtype, tensor.dtype)
     device = next((v.device for v in values if isinstance(v, Tensor)), None)
-    return [torch.as_tensor(v, dtype=dtype, device=device) for v in values]
+    return [
+        v.to(dtype=dtype, device=device) if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device)
+        for v in values
+    ]
 
 
 def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
     d, T = _floats(spread, temperature)
-    if bool((d < 0).any()):
+    if not runs_asynchronously(d) and bool((d < 0).any()):
         raise ValueError(f"the spread, largest minus smallest logit, cannot be negative; got {_extreme(d, 'min')}")
     return d / positive_temperature(T, d)
 
@@ -273,7 +277,7 @@ def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
 def _applicable(n: Number, like: Tensor) -> Tensor:
     """n as a tensor with NaN where a row has no key; an error where no row has one."""
     n = torch.as_tensor(n, dtype=like.dtype, device=like.device)
-    if not bool((n >= 1).any()):
+    if not runs_asynchronously(n) and not bool((n >= 1).any()):
         raise ValueError(f"n must be at least 1 visible key, got {_extreme(n, 'max')}")
     return torch.where(n >= 1, n, torch.nan)
 

@@ -214,7 +214,8 @@ def rank_one_root_of_moments(
     nodes, which has the same four moments. It lies below the sum, so the root lies at or below the exact one. All in
     float64. Largest relative error over adversarial rows: 3e-3.
     """
-    nodes = [(third, third), *_gauss_nodes(*moments)]
+    # Moments with rounding errors may ask for a node above the second entry.
+    nodes = [(third, third), *((torch.minimum(node, second), weight) for node, weight in _gauss_nodes(*moments))]
     if at_zero is not None:
         nodes.append((torch.zeros_like(at_zero), at_zero))
     width = first - second

@@ -124,15 +124,19 @@ def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -
     found = {}
     for name, value in numbers.items():
         logarithmic = name in HORIZONS
-        over_windows = _shifted(value, windows.units[name][here], draws, logarithmic)
-        over_windows = over_windows if name in SLOPES else _not_negative(over_windows)
-        if name in SLOPES:
+        if many.all():
+            within = np.zeros(1)  # not used
+        elif name in SLOPES:
             within = value[:, None] + error[:, None] * noise
         elif name in blocks:
             within = _not_negative(_shifted(value, blocks[name], block_draws, logarithmic))
         else:
             within = np.repeat(value[:, None], times, axis=1)
-        found[name] = np.where(many[:, None], over_windows, within)
+        if many.any():
+            over_windows = _shifted(value, windows.units[name][here], draws, logarithmic)
+            over_windows = over_windows if name in SLOPES else _not_negative(over_windows)
+            within = np.where(many[:, None], over_windows, within)
+        found[name] = within
     return found
 
 
@@ -183,7 +187,7 @@ def _certainty(
     )
     values = numbers[deciding]
     moved = bool(np.ptp(np.nan_to_num(values, posinf=0.0, neginf=0.0)) > 0)
-    low, high = np.nanquantile(values, (0.025, 0.975)) if moved else (np.nan, np.nan)
+    low, high = (_quantile(values, share) for share in (0.025, 0.975)) if moved else (np.nan, np.nan)
     resampling = any(np.ptp(np.nan_to_num(value, posinf=0.0, neginf=0.0)) > 0 for value in numbers.values())
     return Certainty(
         confidence=float((resampled == code).mean()) if resampling else float("nan"),
@@ -222,9 +226,20 @@ def deciding_number(
     ratio = f"entropy_ratio{suffix}"
     slope = f"gap_slope{suffix}"
     by_slope = other is not None and not judged.fixed["what_if"][index] and np.isfinite(numbers[slope]).any()
-    if by_slope and np.nanquantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy:
+    if by_slope and _quantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy:
         return slope, thresholds.dispersed_slope
     return ratio, thresholds.dispersed_entropy
+
+
+def _quantile(values: np.ndarray, share: float) -> float:
+    """As numpy.nanquantile, ten times as fast for a few hundred numbers."""
+    ordered = np.sort(values[~np.isnan(values)])
+    if not len(ordered):
+        return float("nan")
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    low, high = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
+    return low if low == high else low + (at - below) * (high - low)
 
 
 def _owners(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:

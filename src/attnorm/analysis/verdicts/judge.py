@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.special import ndtr, stdtrit
 
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
@@ -248,6 +249,8 @@ def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
 
 def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
     """The slope of the gap over the longest rows of several runs: the only one that a bidirectional model has."""
+    if len(pc.unique(by_length["length"])) < 2:
+        return {}
     longest: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
     for row in by_length.select([*_HEAD, "n", "effective_gap", "effective_gap_q50"]).to_pylist():
         n, gap = number(row, "n"), number(row, "effective_gap")

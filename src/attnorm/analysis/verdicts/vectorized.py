@@ -79,10 +79,21 @@ def _above_floor(
         np.isnan(nats) | ~(whole != 0) | np.isnan(whole), n, np.rint(np.minimum(np.maximum(quotient, low), n))
     )
     keys = middle - hidden
-    spread, counted = np.broadcast_arrays(np.log(np.maximum(horizon - 1, 1.0)), np.maximum(keys, 1.0))
-    spreads, keys_beside = np.nan_to_num(spread), np.nan_to_num(counted, nan=1.0)
-    beside = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(keys_beside)).numpy()
-    floor = np.where(hidden, np.where(np.isnan(spread), np.nan, beside), _finite(heads["entropy_floor"]))
+    floor = _finite(heads["entropy_floor"])
+    if hidden.any():
+        spread, counted, where = np.broadcast_arrays(
+            np.log(np.maximum(horizon - 1, 1.0)), np.maximum(keys, 1.0), hidden
+        )
+        where = where & ~np.isnan(spread)
+        beside = np.full(where.shape, np.nan)
+        beside[where] = (
+            0.0
+            if not where.any()
+            else entropy_floor(
+                torch.from_numpy(np.nan_to_num(spread[where])), torch.from_numpy(np.nan_to_num(counted[where], nan=1.0))
+            ).numpy()
+        )
+        floor = np.where(hidden, beside, floor)
     entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
     return np.asarray((entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12))
 
