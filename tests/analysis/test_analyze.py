@@ -1,6 +1,7 @@
 """analyze(): the numbers are those of the dense matrix, whatever the model, the batch and the other parts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from transformers import PreTrainedModel
 
 import attnorm
 from attnorm.analysis.analyze import AnalysisProgress, analyze
+from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
+from attnorm.analysis.settings import settings_of
 from attnorm.metrics import stacked_calls
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
@@ -21,6 +24,7 @@ from attnorm.models.load import load
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from tests.analysis.tiny_models import diffllama, gpt2, ids, llama, t5, vit
+from tests.metrics.calls import make_call
 
 CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}
 
@@ -66,6 +70,32 @@ def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
                     assert here == pytest.approx(there, rel=1e-5, abs=1e-6, nan_ok=True), (name, column)
                 else:
                     assert here == there, (name, column)
+
+
+def test_layers_that_wait_keep_the_tokens_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """observe() replaces the tokens with every call."""
+    call = make_call(20, batch=2)
+    tokens = torch.arange(20) < torch.tensor([[20], [13]])
+    settings = settings_of(
+        normalizers={"model": None}, top_n=(1,), rows="all", vectors="values", vector_rows=None, metrics="core",
+        temperatures=(1.0,), seed=0,
+    )  # fmt: skip
+
+    def heads() -> list[dict[str, Any]]:
+        collector = Collector(settings, {"model": None}, {"encoder": tokens}, lambda done: None)
+        for layer in (0, 1):
+            collector(replace(call, layer=layer, kind="encoder", causal=False))
+        collector.tokens = {}
+        collector(replace(call, layer=0, kind="decoder"))
+        found: list[dict[str, Any]] = collector.tables("text", 20)["heads"].to_pylist()
+        return found
+
+    alone = heads()
+    monkeypatch.setattr(stacked_calls, "saves_time", lambda call: True)
+    together = heads()
+    assert [row["rows"] for row in alone] == [33] * 8 + [12] * 4  # the last: n from 15 to 20
+    assert [row["rows"] for row in together] == [row["rows"] for row in alone]
+    assert [row["entropy_nats"] for row in together] == pytest.approx([row["entropy_nats"] for row in alone])
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

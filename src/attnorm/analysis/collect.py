@@ -1,6 +1,6 @@
 """Measure every attention call of a forward pass and turn it into rows of the tables, one layer at a time.
 
-Numbers are summarised per head at once, so that only one layer's numbers per row are in memory.
+Numbers are summarised per head at once, so that the numbers per row of a few layers only are in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from attnorm.metrics.sampling import length_bins
 from attnorm.metrics.stacked_calls import can_be_stacked, outline, reads_heads, same_shape, size, stacked
 from attnorm.normalizers.contract import Normalizer
 
+SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows
 STACKED_BYTES = 2**28  # queries, keys and values that wait on a GPU to be measured together
 Before = tuple[int, int]  # heads and key/value heads of a layer's earlier calls
 
@@ -44,10 +45,13 @@ class Collector:
         after_layer: Callable[[int], None],
         texts: Tokens | None = None,
         finished: FinishedLayers | None = None,
+        *,
+        together: bool = True,
     ) -> None:
         """tokens: queries that are not padding, by kind of attention (sequences.query_masks). texts: their text.
 
-        finished: layers on the disk, which are not measured again; new layers are added to it.
+        finished: layers on the disk, which are not measured again; new layers are added to it. together: whether calls
+        on a GPU may wait for others; then their tensors must not change until `finish`.
         """
         self.settings = settings
         self.normalizers = normalizers
@@ -59,10 +63,11 @@ class Collector:
         self._heads: dict[tuple[str, int], Before] = {}  # heads and key/value heads of each layer so far
         self._finished = finished
         self._layers: list[MeasuredLayer] = []
-        self._waiting: list[AttentionCall] = []  # to be measured together
+        self._waiting: list[AttentionCall] = []  # to be measured together, with these tokens
+        self._waiting_tokens: Tensor | None = None
         self._unfinished: list[Callable[[], None]] = []  # their numbers are on the way from the GPU
         self._calls = 0
-        self._per_head = any(one is not None and reads_heads(one) for one in normalizers.values())
+        self._together = together and not any(one is not None and reads_heads(one) for one in normalizers.values())
 
     def __call__(self, call: AttentionCall) -> None:
         before = self._heads.get((call.kind, call.layer), (0, 0))
@@ -70,31 +75,34 @@ class Collector:
         self.repeats |= before[0] > 0
         found = None if self._finished is None else self._finished.find(self._calls, call)
         self._calls += 1
-        waits = found is None and not before[0] and not self._per_head and can_be_stacked(call)
+        waits = found is None and not before[0] and self._together and can_be_stacked(call)
         if self._waiting and not (waits and same_shape(self._waiting[0], call)):
             self._measure_waiting()
         if waits:
             self._waiting.append(call)
+            self._waiting_tokens = self.tokens.get(call.kind)
             if sum(map(size, self._waiting)) >= STACKED_BYTES:
                 self._measure_waiting()
             return
-        self._finish()
+        self._make_tables()
         if found is None:
-            self._measure([call], before)()
+            self._measure([call], before, self.tokens.get(call.kind))()
         else:
             self.found += 1
             self._add(found)
 
+    def finish(self) -> None:
+        """Measure what waits, and wait for the GPU."""
+        self._measure_waiting()
+        self._make_tables()
+
     @property
     def longest(self) -> int:
-        """Visible keys of any row."""
-        self._measure_waiting()
-        self._finish()
+        """Visible keys of any row of the finished layers."""
         return max((layer.longest for layer in self._layers), default=0)
 
     def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
-        self._measure_waiting()
-        self._finish()
+        """The tables of the finished layers."""
         fixed = {"text": text, "length": length, "window": window}
         tokens = token_columns(self.texts) if self.settings.read_keys else []
         layers = [*(layer.tables for layer in self._layers), {"tokens": layer_table(SCHEMAS["tokens"], tokens)}]
@@ -106,12 +114,15 @@ class Collector:
     def _measure_waiting(self) -> None:
         """The GPU measures these calls while the numbers of those before them become tables."""
         calls, self._waiting = self._waiting, []
-        if calls:
-            finish = self._measure(calls, (0, 0))
-            self._finish()
-            self._unfinished.append(finish)
+        if not calls:
+            return
+        if SAMPLED & {*self.settings.metrics}:  # they wait for the GPU anyway
+            self._make_tables()
+        make_tables = self._measure(calls, (0, 0), self._waiting_tokens)
+        self._make_tables()
+        self._unfinished.append(make_tables)
 
-    def _finish(self) -> None:
+    def _make_tables(self) -> None:
         while self._unfinished:
             self._unfinished.pop()()
 
@@ -119,10 +130,9 @@ class Collector:
         self._layers.append(layer)
         self.after_layer(len(self._layers))
 
-    def _measure(self, calls: Sequence[AttentionCall], before: Before) -> Callable[[], None]:
+    def _measure(self, calls: Sequence[AttentionCall], before: Before, tokens: Tensor | None) -> Callable[[], None]:
         """Measure calls of the same shape, all at once. The result makes the tables when the numbers have arrived."""
         call = stacked(calls)
-        tokens = self.tokens.get(call.kind)
         items = list(sequences(call, tokens, self.settings.rows))
         choices = list(self.normalizers.values())
         statistics = [measure_rows(item.call, choices, item.rows, self.settings.top_n) for item in items]
@@ -131,17 +141,19 @@ class Collector:
         if not longest:
             return lambda: self._keep(outlines, [MeasuredLayer(0, {}) for _ in outlines])
         bins = length_bins(longest)
-        sampled = self._sampled(calls, statistics, bins[0])
+        sampled = self._sampled(calls, tokens, statistics, bins[0])
         reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
         summaries = {
-            name: summarise_rows(pool_rows([found[name] for found in statistics]), bins, self.settings.top_n)
+            name: summarise_rows(
+                pool_rows([found[name] for found in statistics]), bins, self.settings.top_n, len(calls)
+            )
             for name in self.normalizers
         }
         worst = {name: _worst_norm(call, one, bins[0][1]) for name, one in self.normalizers.items()}
         kv_heads = call.key_BGKD.shape[1]
         wait = arrival(call.query_BHQD.device)
 
-        def finish() -> None:
+        def make_tables() -> None:
             wait()
             read = reads()
             layers: list[dict[str, list[pa.Table]]] = [{} for _ in outlines]
@@ -155,28 +167,30 @@ class Collector:
             found = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
             self._keep(outlines, [MeasuredLayer(longest, tables) for tables in found])
 
-        return finish
+        return make_tables
 
     def _keep(self, calls: Sequence[AttentionCall], layers: Sequence[MeasuredLayer]) -> None:
-        for call, layer in zip(calls, layers, strict=True):
-            if self._finished is not None:
-                self._finished.keep(len(self._layers), call, layer)
+        if self._finished is not None:
+            for number, (call, layer) in enumerate(zip(calls, layers, strict=True), start=len(self._layers)):
+                self._finished.keep(number, call, layer)
+        for layer in layers:
             self._add(layer)
 
     def _sampled(
         self,
         calls: Sequence[AttentionCall],
+        tokens: Tensor | None,
         statistics: Sequence[Mapping[str, RowStatistics]],
         longest_bin: tuple[int, int],
     ) -> dict[str, list[dict[str, Columns]]]:
         """By normalizer and layer, what sampled rows add to the tables."""
         found: dict[str, list[dict[str, Columns]]] = {name: [] for name in self.normalizers}
-        if not {"vectors", "sensitivity", "coverage"} & {*self.settings.metrics}:
+        if not SAMPLED & {*self.settings.metrics}:
             return found
         first = next(iter(self.normalizers))
         inside = [(one[first].n >= longest_bin[0]).flatten(0, 1).any(0).cpu() for one in statistics]
         for call in calls:
-            items = sequences(call, self.tokens.get(call.kind), self.settings.rows)
+            items = sequences(call, tokens, self.settings.rows)
             long = [Sequences(item.call, item.rows[some]) for item, some in zip(items, inside, strict=True)]
             for name, columns in sampled_columns(long, self.normalizers, self.settings).items():
                 found[name].append(columns)

@@ -54,14 +54,17 @@ class RowSummaries:
     blocks: Callable[[], Columns]
 
 
-def summarise_rows(rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...]) -> RowSummaries:
+def summarise_rows(
+    rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...], layers: int
+) -> RowSummaries:
+    """layers: how many layers the heads belong to, with equally many each."""
     on_cpu = rows.n.device.type == "cpu"
     return RowSummaries(
         bins,
         _summaries(rows, bins),
         _means(rows, bins, top_n),
         sent_to_cpu(rows.broken.sum((0, 2))).numpy(),
-        partial(_blocks, rows, bins[0]) if on_cpu else _blocks_on_device(rows, bins[0]),
+        partial(_blocks, rows, bins[0]) if on_cpu and layers == 1 else _blocks_on_device(rows, bins[0], layers),
     )
 
 
@@ -169,38 +172,41 @@ def _masses(means: Mapping[str, Summary], top_n: tuple[int, ...]) -> Columns:
     }
 
 
-def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int]) -> Callable[[], Columns]:
-    """The same as _blocks; only medians travel to the CPU, and the columns are made once they have arrived."""
+def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers: int) -> Callable[[], Columns]:
+    """The same as _blocks for several layers; only medians travel to the CPU, and the columns are made there."""
     shape = rows.values[BLOCK_METRICS[0]].shape
     heads = shape[1]
     n, broken = (t.expand(shape).transpose(0, 1).flatten(1) for t in (rows.n, rows.broken))
     inside = (n >= longest_bin[0]) & (n <= longest_bin[1]) & ~broken
-    used = inside.any(0)
-    total = used.sum()
+    used = inside.unflatten(0, (layers, -1)).any(1)
+    total = used.sum(1, keepdim=True)
     count = (total // FEWEST_BLOCK_ROWS).clamp(max=BLOCKS)
     # As numpy.array_split does it: the first `longer` blocks have one row more than the others.
     size, longer = total // count.clamp(min=1), total % count.clamp(min=1)
-    rank = used.cumsum(0) - 1
+    rank = used.cumsum(1) - 1
     beyond = rank - longer * (size + 1)
     block = torch.where(beyond < 0, rank // (size + 1), longer + beyond // size.clamp(min=1))
-    ids = torch.where(inside & (count > 1), block, -1).int()
+    block, many = ((t.repeat_interleave(heads // layers, 0)) for t in (block, count > 1))
+    ids = torch.where(inside & many, block, -1).int()
     found = {
         name: tuple(sent_to_cpu(t).numpy() for t in (quantiles, members))
         for name, quantiles, members in _of_blocks(rows, ids, heads)
     }
-    count = sent_to_cpu(count)
+    counts = sent_to_cpu(count)
 
     def columns() -> Columns:
-        chunks = int(count) if int(count) > 1 else 0
+        blocks = np.where(counts.numpy() > 1, counts.numpy(), 0).repeat(heads // layers, 0)  # (heads, 1)
+        exists = np.arange(BLOCKS) < blocks
+        head, block = np.nonzero(exists)
         columns: Columns = {
-            "head": np.repeat(np.arange(heads), chunks),
-            "block": np.tile(np.arange(chunks), heads),
-            "rows": found[BLOCK_METRICS[0]][1][:, :chunks].astype(np.int64).ravel(),
+            "head": head,
+            "block": block,
+            "rows": found[BLOCK_METRICS[0]][1][exists].astype(np.int64),
         }
         for name in BLOCK_METRICS:
-            columns[name] = found[name][0][:, :chunks, 0].ravel()
+            columns[name] = found[name][0][exists, 0]
             if name == "jacobian_norm":
-                columns[BLOCK_NORM] = found[name][0][:, :chunks, 1].ravel()
+                columns[BLOCK_NORM] = found[name][0][exists, 1]
         return columns
 
     return columns

@@ -25,7 +25,7 @@ from attnorm.analysis.store import DamagedFileError
 from attnorm.metrics.call import AttentionCall
 from attnorm.provenance import versions
 
-# A short part writes no layers; a long one that is killed loses at most this time and the layer being measured.
+# A short part writes no layers; a long one that is killed loses at most this time and the layers being measured.
 SECONDS_BETWEEN_WRITES = 5.0
 
 

@@ -85,7 +85,9 @@ class Observation:
         number = 1 if self._sites is None else self._sites.passes
         part = self._parts.get(number)
         if part is None:
-            part = self._parts[number] = _Part(Collector(self._settings, self._normalizers, {}, lambda layers: None))
+            part = self._parts[number] = _Part(
+                Collector(self._settings, self._normalizers, {}, lambda layers: None, together=False)
+            )
             part.sha256 = content_hash(_input_tensors(self._sites, number, call))
         started = time.perf_counter()
         part.collector.tokens = _tokens(call)

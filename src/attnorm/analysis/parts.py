@@ -124,6 +124,7 @@ def _measure(
     collector = Collector(settings, job.normalizers, tokens, after_layer, texts, layers)
     with _kept_on_errors(layers), observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
         output = run(job.loaded, part.model_inputs)
+        collector.finish()
     length = collector.longest if part.length is None else part.length
     about = {
         "text": part.text.name,

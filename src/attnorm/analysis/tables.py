@@ -96,8 +96,8 @@ BLOCKS = pa.schema(
     ]
 )
 
-# One row per head and N: the N heaviest keys. `mass` is a mean over all of the longest rows, the other columns over the
-# sampled rows that `rows` counts. See docs/theory/distance.md and geometry.md.
+# One row per head and N: the N heaviest keys. `mass` is a mean over the longest rows (on a GPU over 256 rows at most),
+# the other columns over the sampled rows that `rows` counts. See docs/theory/distance.md and geometry.md.
 TOP_N_NUMBERS = (
     "mass",
     "d_tilde",

@@ -94,9 +94,10 @@ def _by_class(x, CLASSES: tl.constexpr):
 @triton.jit
 def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr, CLASSES: tl.constexpr):
     """Add the sums of e = exp2(unit * lost - base) to those of each class."""
-    x = _by_class(lost, CLASSES) * unit[:, None, None] - base[:, None, :]
+    by_class = _by_class(lost, CLASSES)
+    x = by_class * unit[:, None, None] - base[:, None, :]
     if EDGE:
-        hidden = x == float("-inf")
+        hidden = by_class == float("-inf")  # times a factor of 0 it would be NaN
         x = tl.where(hidden, 0.0, x)
         e = tl.where(hidden, 0.0, tl.exp2(x))
     else:
@@ -118,7 +119,7 @@ def _fold(
     PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
     CLASSES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The state of a block of rows with some tiles of keys added; a jump lies between the first tile and the others."""
+    """The state of a block of rows with some tiles of keys added; jump: keys skipped after the first tile."""
     for tile in range(tiles):
         at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
         s, seen, first, found_sink, count = _tile(

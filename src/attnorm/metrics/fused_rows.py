@@ -45,11 +45,14 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
 def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tensor) -> Tensor:
     """What a rescaled softmax multiplies the logits of these queries by, (B, H, R, 1)."""
     batch, heads = call.query_BHQD.shape[:2]
+    mask = Visibility.of(call).mask
+    counted = n if mask is not None and mask.shape[1] > 1 else n[:, :1]  # as in a block of logits
     none = torch.empty((heads, len(rows), 0), device=n.device)
+    queries = sent_to(n.device, rows)
     found = []
     for item in range(batch):
         block = LogitBlock(
-            none, 0, none > 0, n[item], item, slice(0, heads), slice(0, len(rows)), sent_to(n.device, rows), first_key=0
+            none, 0, none > 0, counted[item], item, slice(0, heads), slice(0, len(rows)), queries, first_key=0
         )
         factor = one.factor(call, block)
         assert factor is not None

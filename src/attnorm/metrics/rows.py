@@ -27,7 +27,7 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32
 
-FEW_ROWS = 64  # with so few, one block of logits is no slower than the kernel
+FEWEST_KERNEL_ROWS = 65  # with fewer, one block of logits is no slower than the kernel
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def measure_rows(
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
-    by_kernel = call.query_BHQD.is_cuda and len(rows) > FEW_ROWS and fused_rows.applies(call)
+    by_kernel = call.query_BHQD.is_cuda and len(rows) >= FEWEST_KERNEL_ROWS and fused_rows.applies(call)
     softmaxes = [one for one in chosen if one.scaled_softmax] if by_kernel else []
     others = [one for one in chosen if one not in softmaxes]
     found = {}
@@ -83,13 +83,13 @@ def measure_by_kernel(
     """measure_rows for softmax and its rescalings on the Triton kernel.
 
     The masses of the heaviest keys are those of at most mass_rows of the later rows, which are the longest ones of a
-    causal call; NaN for the others. None: of all rows.
+    causal call, or of all rows if each has a mask of its own; NaN for the others. None: of every row.
     """
-    n = fused_rows.visible_keys(call, rows)
+    n = fused_rows.visible_keys(call, rows) if any(one.rescales for one in chosen) else None
     found = {}
     tops = []  # what the masses of the heaviest keys take: the factor of the logits, and log sum exp of all keys
     for one in chosen:
-        factor = None if not one.rescales else fused_rows.factors(one, call, rows, n)
+        factor = None if n is None or not one.rescales else fused_rows.factors(one, call, rows, n)
         sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
         columns, sums = fused_rows.fused_sums(call, rows, factor, sink)
         limits = {
@@ -101,12 +101,14 @@ def measure_by_kernel(
         joined = RowSums.joined(sums)
         tops.append((factor, joined.level + joined.log_keys(columns["n"])))
     if top_n:
-        later = torch.arange(len(rows) // 2, len(rows)) if mass_rows is not None else torch.arange(len(rows))
-        some = later if mass_rows is None else spread(later, mass_rows)
+        some = torch.arange(len(rows))
+        if mass_rows is not None:
+            ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
+            some = spread(some[len(rows) // 2 :] if ordered else some, mass_rows)
         masses = _heaviest_masses(call, rows, some, tops, top_n)
         found = {
-            name: replace(statistics, top_mass=mass.masked_fill((statistics.broken | (n < 1)).unsqueeze(-1), torch.nan))
-            for (name, statistics), mass in zip(found.items(), masses, strict=True)
+            name: replace(one, top_mass=mass.masked_fill((one.broken | (one.n < 1)).unsqueeze(-1), torch.nan))
+            for (name, one), mass in zip(found.items(), masses, strict=True)
         }
     return found
 

@@ -40,7 +40,7 @@ def size(call: AttentionCall) -> int:
 
 
 def outline(call: AttentionCall) -> AttentionCall:
-    """The call without its numbers: what it says of itself, and the shapes."""
+    """The call's settings and shapes, without tensor data."""
     shapes = {name: getattr(call, name).to("meta") for name in ("query_BHQD", "key_BGKD", "value_BGKE")}
     return replace(call, **shapes, mask=None, sinks_H=None, bias=None, normalizer=None, inputs_BKC=None)
 

@@ -21,7 +21,7 @@ TOLERANCE = 0.02  # of the largest value: rounding stays far below, another form
 def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> Callable[[], None]:
     """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values.
 
-    On a GPU the function that is returned does so: it waits for the numbers, which nothing else should.
+    On a GPU, call the returned function later: it waits for the result and raises.
     """
     numbers = sent_to_cpu(_compared(call, output_BQHE))
     wait = arrival(output_BQHE.device)

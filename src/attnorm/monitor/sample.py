@@ -1,6 +1,6 @@
 """Samples of attention calls, kept until the forward pass ends: some of the last rows of one sequence of the batch.
 
-Where the Triton kernel measures them, all of its longest rows are taken: they cost no more than a few.
+Where the Triton kernel measures them, the whole sequence is kept, and all of its longest rows are measured.
 
 Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing frees. Parameters
 are copied too: FSDP frees them as soon as the layer has run.
@@ -65,7 +65,8 @@ class Sampler:
         settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, call.causal)
         shared = call.mask if all_rows else mask
         self._masks.append(shared)  # or another mask might get its id
-        group = (*shapes, *settings, id(shared), rows.device, call.query_BHQD.dtype)
+        about = (call.kind, call.query_BHQD.shape[2], call.query_BHQD.device, call.query_BHQD.dtype)
+        group = (*about, *shapes, *settings, id(shared))
         if all_rows:
             return Sample(_copied(one), rows, group)
         sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)

@@ -22,7 +22,7 @@ ENOUGH_FLOAT32 = 3e-4
 ENOUGH_FLOAT64 = 2e-8
 # The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
 MOST_PASSES = 100
-MOMENT_PASSES = 6  # four nodes instead of a row of keys: passes cost next to nothing
+MOMENT_PASSES = 3  # the error of the moments themselves is larger from then on
 _TINY = 1e-300
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
 BLOCK = 1 << 18

@@ -86,13 +86,9 @@ def _above_floor(
         )
         where = where & ~np.isnan(spread)
         beside = np.full(where.shape, np.nan)
-        beside[where] = (
-            0.0
-            if not where.any()
-            else entropy_floor(
-                torch.from_numpy(np.nan_to_num(spread[where])), torch.from_numpy(np.nan_to_num(counted[where], nan=1.0))
-            ).numpy()
-        )
+        if where.any():
+            spreads, n_beside = np.nan_to_num(spread[where]), np.nan_to_num(counted[where], nan=1.0)
+            beside[where] = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(n_beside)).numpy()
         floor = np.where(hidden, beside, floor)
     entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
     return np.asarray((entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12))
