@@ -260,7 +260,7 @@ def _join_cluster(ray: Any, address: str | None, workers: int | None) -> None:
 
 
 def _remedy(error: BaseException) -> str:
-    if "AuthenticationError" in repr(error.__cause__):  # `ray start` asks for a token unless told otherwise
+    if "AuthenticationError" in repr(error.__cause__):  # `ray start` asks for a token by default
         return "It asks for a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its head."
     return f"{str(error).splitlines()[0]}. Start it with `ray start --head`."
 
