@@ -1,4 +1,4 @@
-"""attnorm train: language models (lm), pass keys hidden in text (needle); retrieval is in train_retrieval.py."""
+"""attnorm train: language models (lm), pass keys hidden in text (needle); retrieval and clrs have their own files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +9,7 @@ from rich.table import Table
 from attnorm.cli.analysis_options import numbers_of
 from attnorm.cli.output import Json, add_command, failures, say, show, show_json, usage_errors
 from attnorm.cli.progress import ProgressBar
+from attnorm.cli.train_clrs import clrs
 from attnorm.cli.train_retrieval import Device, retrieval
 from attnorm.provenance import recorded_command
 
@@ -239,9 +240,10 @@ def _keys_found(record: dict[str, Any]) -> Table:
 
 train = typer.Typer(
     name="train",
-    help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval).",
+    help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval), to answer "
+    "questions about algorithms (clrs).",
     no_args_is_help=True,
     epilog="Example: attnorm train retrieval --quick --out sets",
 )
-for command in (lm, needle, retrieval):
+for command in (lm, needle, retrieval, clrs):
     add_command(train, command)

@@ -1,4 +1,4 @@
-"""Small trainers: language models (lm), pass keys (needle), and picking from sets (retrieval).
+"""Small trainers: language models (lm), pass keys (needle), picking from sets (retrieval), CLRS-Text (clrs).
 
-At this level: what the three share, namely the device, checkpoints and interruption.
+At this level: what they share, namely the device, checkpoints and interruption.
 """

@@ -109,9 +109,12 @@ def dense_attention(
     """
     normalizer = getattr(module, NORMALIZER)
     assert isinstance(normalizer, Normalizer)
-    if attention_mask is not None or dropout or query.shape[1] != key.shape[1]:
-        raise ValueError("dense training attention needs whole windows: no padding, dropout or grouped keys")
+    if attention_mask is not None or dropout:
+        raise ValueError("dense training attention needs whole windows: no padding, mask or dropout")
     dtype = _working_dtype(query)
+    if query.shape[1] != key.shape[1]:  # several query heads share a key head
+        shared_by = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(shared_by, dim=1) for t in (key, value))
     query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     with torch.autocast(query.device.type, enabled=False):

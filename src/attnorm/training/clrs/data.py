@@ -1,0 +1,280 @@
+"""Questions and answers of CLRS-Text: from JSONL files, from dm-clrs, or made here for two simple tasks.
+
+CLRS-Text (Markeeva et al. 2024, https://arxiv.org/abs/2406.04229) writes the inputs and the result of 30 classical
+algorithms as text. A record has `algorithm`, `size`, `question` and `answer`; the answer ends with an empty line.
+
+Question and answer are tokenized apart, so that the answer starts at a token. The examples of a step depend only on the
+seed and the step. A step is computed in groups of similar length, padded on the right: under causal attention no token
+sees the padding, so that no mask is needed and every attention engine can be used.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnorm.files import read_jsonl
+from attnorm.suggest import did_you_mean
+
+FIELDS = ("algorithm", "size", "question", "answer")
+ROUNDED_TO = 32  # tokens: fewer different shapes
+HELD_OUT_SEED = 0  # the held-out part is the same for every seed of a model
+CHARACTERS = 256  # tokens of `Characters`
+
+
+@dataclass(frozen=True)
+class ClrsExample:
+    algorithm: str
+    size: int
+    question: str
+    answer: str
+
+
+def read_examples(path: Path, algorithms: Sequence[str] = ()) -> list[ClrsExample]:
+    """Read a .jsonl or .jsonl.xz file; `algorithms` selects some of them.
+
+    Raises:
+        ValueError: No such file, a record without a field, or an algorithm that the file does not have.
+    """
+    if not path.is_file():
+        raise ValueError(f"expected a file of CLRS-Text examples (.jsonl or .jsonl.xz), got {path}. Check the path.")
+    examples = []
+    for number, record in enumerate(read_jsonl(path), 1):
+        missing = [field for field in FIELDS if field not in record]
+        if missing:
+            raise ValueError(f"{path}, record {number}: expected the fields {', '.join(FIELDS)}, got no {missing[0]!r}")
+        examples.append(ClrsExample(*(record[field] for field in FIELDS)))
+    if not examples:
+        raise ValueError(f"{path} has no examples; expected one JSON record per line")
+    return selected(examples, algorithms)
+
+
+def selected(examples: list[ClrsExample], algorithms: Sequence[str]) -> list[ClrsExample]:
+    """Return the examples of these algorithms (default: all).
+
+    Raises:
+        ValueError: There are none of an algorithm.
+    """
+    there = {one.algorithm for one in examples}
+    for name in algorithms:
+        if name not in there:
+            raise ValueError(f"no example is of the algorithm {name!r}; {did_you_mean(name, sorted(there))}")
+    return [one for one in examples if one.algorithm in algorithms] if algorithms else examples
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return f"[{' '.join(str(value) for value in values)}]"
+
+
+def _minimum(keys: list[float]) -> tuple[str, str]:
+    return f"key: {_numbers(keys)}\nmin:", str(keys.index(min(keys)))
+
+
+def _insertion_sort(keys: list[float]) -> tuple[str, str]:
+    return f"key: {_numbers(keys)}\npred:", _numbers(sorted(keys))
+
+
+SIMPLE: dict[str, Callable[[list[float]], tuple[str, str]]] = {
+    "minimum": _minimum,
+    "insertion_sort": _insertion_sort,
+}
+
+
+def simple_examples(sizes: Sequence[int], count: int, seed: int, digits: int = 3) -> list[ClrsExample]:
+    """Return `count` examples per size of the algorithms in SIMPLE, in the format of CLRS-Text; numbers differ."""
+    generator = random.Random(seed)
+    examples = []
+    for algorithm, solve in SIMPLE.items():
+        for size in sizes:
+            for _ in range(count):
+                keys = [value / 10**digits for value in generator.sample(range(10**digits), size)]
+                question, answer = solve(keys)
+                examples.append(ClrsExample(algorithm, size, f"{algorithm}:\n{question}\n", f"{answer}\n\n"))
+    return examples
+
+
+def quick_examples(seed: int) -> tuple[list[ClrsExample], list[ClrsExample]]:
+    """Return a small training set, sizes 2 to 4 with numbers of one digit, and a test of sizes 2 to 6."""
+    test = simple_examples((2, 3, 4, 5, 6), 8, seed + 1, digits=1)
+    known = {one.question for one in test}
+    train = [one for one in simple_examples((2, 3, 4), 200, seed, digits=1) if one.question not in known]
+    return train, test
+
+
+def dm_clrs_examples(
+    algorithms: Sequence[str], sizes: Sequence[int], count: int, seed: int, known: Iterable[str] = ()
+) -> list[ClrsExample]:
+    """Generate up to `count` different examples with dm-clrs (pip install dm-clrs), without hints.
+
+    algorithms: default: all 30. known: questions to leave out, for example those of the test.
+
+    Raises:
+        ValueError: dm-clrs is not installed.
+    """
+    if find_spec("clrs") is None:
+        raise ValueError("generating examples needs dm-clrs, which is not installed. Run: pip install dm-clrs")
+    generators: Any = import_module("clrs._src.clrs_text.huggingface_generators")
+    wanted = {name: list(sizes) for name in algorithms or import_module("clrs").CLRS_30_ALGS_SETTINGS}
+    records = generators.clrs_generator(wanted, num_samples=count, seed=seed)
+    seen = set(known)
+    examples = []
+    for record in records:
+        if record["question"] not in seen:
+            seen.add(record["question"])
+            examples.append(ClrsExample(record["algo_name"], record["length"], record["question"], record["answer"]))
+    return examples
+
+
+class ClrsTokenizer(Protocol):
+    """Encodes texts to token ids below `vocabulary`."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+
+class Characters:
+    """One token per byte, for models trained from scratch."""
+
+    vocabulary = CHARACTERS
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+
+class Pretrained:
+    """The tokenizer of a pretrained model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        found: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return found
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    algorithm: str
+    size: int
+    tokens: np.ndarray[tuple[int], np.dtype[np.int32]]  # question, then answer
+    answer_from: int  # index of the answer's first token
+
+
+def encode_examples(examples: Sequence[ClrsExample], tokenizer: ClrsTokenizer) -> list[EncodedExample]:
+    questions = tokenizer.encode([one.question for one in examples])
+    answers = tokenizer.encode([one.answer for one in examples])
+    return [
+        EncodedExample(one.algorithm, one.size, np.array([*question, *answer], np.int32), len(question))
+        for one, question, answer in zip(examples, questions, answers, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class ClrsData:
+    """Examples for training, a held-out part of the same sizes, and the test; `source` describes the files."""
+
+    train: list[EncodedExample]
+    held_out: list[EncodedExample]
+    test: list[EncodedExample]
+    source: dict[str, Any]
+
+    @property
+    def longest_training_size(self) -> int:
+        return max(one.size for one in self.train)
+
+
+def prepare_data(
+    train: Sequence[ClrsExample], test: Sequence[ClrsExample], tokenizer: ClrsTokenizer, *, held_out: int,
+    source: dict[str, Any],
+) -> ClrsData:  # fmt: skip
+    """Encode the examples; `held_out` random training examples are kept apart.
+
+    Raises:
+        ValueError: Fewer than two training examples remain, or a test question is also a training question.
+    """
+    if not 0 < held_out < len(train) - 1:
+        raise ValueError(f"expected 1 to {len(train) - 2} held-out examples, got {held_out}; {len(train)} are there")
+    common = {one.question for one in train} & {one.question for one in test}
+    if common:
+        raise ValueError(f"{len(common)} test questions are training questions too. Remove them from one of the files.")
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(train))
+    encoded = encode_examples(train, tokenizer)
+    apart, kept = order[:held_out], np.sort(order[held_out:])
+    return ClrsData(
+        [encoded[index] for index in kept],
+        [encoded[index] for index in apart],
+        encode_examples(test, tokenizer),
+        source,
+    )
+
+
+def step_indices(count: int, batch: int, seed: int, step: int) -> list[int]:
+    """Return the examples of a step: a random order of all of them, then another one, and so on."""
+    start = step * batch
+    indices: list[int] = []
+    while len(indices) < batch:
+        epoch, first = divmod(start + len(indices), count)
+        indices += _order(count, seed, epoch)[first : first + batch - len(indices)].tolist()
+    return indices
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+@dataclass(frozen=True)
+class PaddedExamples:
+    """Examples of similar length: tokens (B, L), padded with 0, and whether a token belongs to an answer (B, L)."""
+
+    tokens: Tensor
+    in_answer: Tensor
+
+    def to(self, device: torch.device) -> "PaddedExamples":
+        if device.type == "cuda":
+            return PaddedExamples(
+                *(t.pin_memory().to(device, non_blocking=True) for t in (self.tokens, self.in_answer))
+            )
+        return self
+
+    @property
+    def answer_tokens(self) -> int:
+        return int(self.in_answer.sum())
+
+
+def padded(examples: Sequence[EncodedExample]) -> PaddedExamples:
+    longest = max(len(one.tokens) for one in examples)
+    length = -(-longest // ROUNDED_TO) * ROUNDED_TO
+    tokens = torch.zeros(len(examples), length, dtype=torch.long)
+    in_answer = torch.zeros(len(examples), length, dtype=torch.bool)
+    for row, one in enumerate(examples):
+        tokens[row, : len(one.tokens)] = torch.from_numpy(one.tokens.astype(np.int64))
+        in_answer[row, one.answer_from : len(one.tokens)] = True
+    return PaddedExamples(tokens, in_answer)
+
+
+def groups_by_length(examples: Sequence[EncodedExample], most_tokens: int) -> Iterator[list[int]]:
+    """Yield indices of examples in groups of similar length, longest first, of at most `most_tokens` padded tokens.
+
+    A single example that is longer is a group of its own.
+    """
+    order = sorted(range(len(examples)), key=lambda index: -len(examples[index].tokens))
+    rest = iter(order)
+    for first in rest:
+        length = -(-len(examples[first].tokens) // ROUNDED_TO) * ROUNDED_TO
+        yield [first, *islice(rest, max(0, most_tokens // length - 1))]

@@ -1,0 +1,165 @@
+"""Exact match of the greedy answer, the loss of the answers, and the attention rows that answers are read from.
+
+Greedy decoding gives the right answer exactly if every answer token is the most likely one after the *true* tokens
+before it: as long as it is right, its own tokens are the true ones. So one forward pass over question and answer
+decides, without generating.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sampling import spread
+from attnorm.models.observe import observe
+from attnorm.normalizers.adaptive_temperature import fit
+from attnorm.training.clrs.data import EncodedExample, PaddedExamples, groups_by_length, padded
+
+Matches = np.ndarray[tuple[int], np.dtype[np.bool_]]
+ROWS = 8  # answer rows per example that are measured
+FIT_EXAMPLES, FIT_ROWS = 64, 4096
+KEEP = 0.5  # target weight of a row's winner in the re-fit, as in `attnorm reproduce adaptive`
+
+
+def answer_logits(model: Any, examples: PaddedExamples) -> tuple[Tensor, Tensor]:
+    """Return the logits (A, V) of all answer tokens, example after example, and the tokens (A,)."""
+    hidden = model.base_model(input_ids=examples.tokens[:, :-1], use_cache=False).last_hidden_state
+    predicted = examples.in_answer[:, 1:]
+    logits = F.linear(hidden[predicted], model.get_output_embeddings().weight)
+    return logits, examples.tokens[:, 1:][predicted]
+
+
+@torch.inference_mode()
+def check_answers(
+    model: Any, examples: Sequence[EncodedExample], device: torch.device, dtype: str, most_tokens: int
+) -> tuple[Matches, float]:
+    """Return whether each greedy answer is right, and the loss in nats per answer token."""
+    model.eval()
+    matches = np.zeros(len(examples), dtype=np.bool_)
+    total, count = 0.0, 0
+    for group, logits, targets in _logits(model, examples, device, dtype, most_tokens):
+        lengths = [len(examples[index].tokens) - examples[index].answer_from for index in group]
+        right = (logits.argmax(-1) == targets).cpu().split(lengths)
+        matches[group] = [bool(part.all()) for part in right]
+        total += float(F.cross_entropy(logits.float(), targets, reduction="sum"))
+        count += len(targets)
+    return matches, total / max(1, count)
+
+
+def _logits(
+    model: Any, examples: Sequence[EncodedExample], device: torch.device, dtype: str, most_tokens: int
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    for group in groups_by_length(examples, most_tokens):
+        batch = padded([examples[index] for index in group]).to(device)
+        with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
+            yield group, *answer_logits(model, batch)
+
+
+@torch.inference_mode()
+def greedy_answer(model: Any, example: EncodedExample, device: torch.device) -> list[int]:
+    """Generate as many tokens as the true answer has, each the most likely one: slow, for examples and tests."""
+    model.eval()
+    tokens = torch.from_numpy(example.tokens.astype(np.int64)).to(device)
+    seen = tokens[: example.answer_from]
+    for _ in range(len(tokens) - example.answer_from):
+        logits = model(input_ids=seen[None], use_cache=False).logits[0, -1]
+        seen = torch.cat([seen, logits.argmax(-1, keepdim=True)])
+    return [int(token) for token in seen[example.answer_from :]]
+
+
+def bits_by_cell(examples: Sequence[EncodedExample], matches: Matches) -> dict[str, dict[str, str]]:
+    """Return algorithm -> size -> one character per test example in the order of the file: 1 if it is right."""
+    cells: dict[str, dict[str, str]] = {}
+    for one, right in zip(examples, matches, strict=True):
+        sizes = cells.setdefault(one.algorithm, {})
+        sizes[str(one.size)] = sizes.get(str(one.size), "") + str(int(right))
+    return cells
+
+
+@torch.no_grad()
+def answer_entropy(
+    model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Measure the rows from which answers are read: one record per algorithm and size.
+
+    `entropy_nats` and `entropy_ratio` (1: uniform over the visible keys) are means over examples, up to ROWS answer
+    tokens of each, layers and heads.
+    """
+    cells: dict[tuple[str, int], list[EncodedExample]] = {}
+    for one in examples:
+        cell = cells.setdefault((one.algorithm, one.size), [])
+        if len(cell) < per_cell:
+            cell.append(one)
+    model.eval()
+    records = []
+    for (algorithm, size), chosen in cells.items():
+        values: dict[str, list[float]] = {"entropy_nats": [], "entropy_ratio": [], "keys": []}
+        for one in chosen:
+            for name, value in _row_means(model, one, device).items():
+                values[name].append(value)
+        means = {name: round(float(np.mean(found)), 5) for name, found in values.items()}
+        records.append({"algorithm": algorithm, "size": size, "examples": len(chosen), **means})
+    return records
+
+
+def _answer_rows(one: EncodedExample, most: int) -> Tensor:
+    """Return up to `most` queries that predict tokens of the answer."""
+    return spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), most)
+
+
+def _row_means(model: Any, one: EncodedExample, device: torch.device) -> dict[str, float]:
+    names = ("entropy_nats", "entropy_ratio")
+    rows = _answer_rows(one, ROWS)
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def on_call(call: AttentionCall) -> None:
+        (statistics,) = measure_rows(call, [None], rows.to(device), (), names=names).values()
+        for name in names:
+            found[name].append(statistics.values[name].double().nanmean())
+
+    _run_observed(model, one, device, on_call)
+    means = {name: float(torch.stack(values).nanmean()) for name, values in found.items()}
+    return {**means, "keys": float((rows + 1).double().mean())}
+
+
+def _run_observed(model: Any, one: EncodedExample, device: torch.device, on_call: Any) -> None:
+    tokens = torch.from_numpy(one.tokens.astype(np.int64))[None, :-1].to(device)
+    with observe(model, on_call, check=False):
+        model.base_model(input_ids=tokens, use_cache=False)
+
+
+@torch.no_grad()
+def fitted_coefficients(
+    model: Any, examples: Sequence[EncodedExample], device: torch.device, seed: int = 0
+) -> tuple[float, ...]:
+    """Fit adaptive temperature's polynomial to the answer rows of a softmax model, all heads.
+
+    For each row the target is its own largest logit, which shall keep half of the weight.
+    """
+    model.eval()
+    generator = np.random.default_rng(seed)
+    chosen = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
+    width = -(-max(len(one.tokens) for one in chosen) // 16) * 16  # blocks of logits are padded to 16 keys
+    logits: list[Tensor] = []
+    visible: list[Tensor] = []
+    for one in chosen:
+        rows = _answer_rows(one, ROWS)
+
+        def on_call(call: AttentionCall, rows: Tensor = rows) -> None:
+            for block in logit_blocks(call, rows.to(device), all_heads=True):
+                seen = block.visible.expand(block.logits.shape)
+                keep = torch.where(seen, block.logits, 0.0).flatten(0, 1).cpu()
+                room = (0, width - keep.shape[-1])
+                logits.append(F.pad(keep, room))
+                visible.append(F.pad(seen.flatten(0, 1).cpu(), room))
+
+        _run_observed(model, one, device, on_call)
+    every, seen = torch.cat(logits), torch.cat(visible)
+    some = torch.from_numpy(generator.permutation(len(every))[:FIT_ROWS])
+    return fit(every[some], mask=seen[some], keep=KEEP)

@@ -1,0 +1,185 @@
+"""Train and test one CLRS-Text model in a folder; an interrupted run resumes, a finished one is not repeated.
+
+training.json   settings; at the end the exact matches of every test, held-out loss, entropies and speed
+metrics.jsonl   the training loss, each ten steps
+checkpoints/    weights and optimizer state
+model/          the model as a Hugging Face folder, if requested
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnorm.files import write_json
+from attnorm.normalizers.adaptive_temperature import adaptive_temperature
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.run_folder import only_process
+from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
+from attnorm.training.clrs.data import ClrsData, EncodedExample
+from attnorm.training.clrs.evaluate import Matches, answer_entropy, bits_by_cell, check_answers, fitted_coefficients
+from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
+from attnorm.training.clrs.train import ClrsRun
+from attnorm.training.device import accelerated, check_accelerate, chosen_device
+from attnorm.training.lm.attention import Attention, check_attention, in_training
+from attnorm.training.lm.export import training_versions
+from attnorm.training.lm.model import RECORD, check_normalizer
+from attnorm.training.lm.run import open_run
+from attnorm.training.lm.train import METRICS, speed_and_memory
+
+OWN = "own"  # the normalizer it was trained with
+REFITTED = "re-fitted"  # adaptive temperature whose polynomial is fitted to the trained softmax model
+MODEL = "model"
+Report = Callable[[str, int, int, dict[str, float] | None], None]
+"""Called with the stage, how much of it is done, its total, and the log entry of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClrsTests:
+    """What is measured after training.
+
+    others: normalizers that replace the trained one in further tests; REFITTED is fitted first.
+    observed: test examples per algorithm and size whose attention rows are measured; 0 for none.
+    """
+
+    others: tuple[str, ...] = ()
+    observed: int = 1
+    test: bool = True  # False: the held-out loss only, to choose a learning rate
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"others": list(self.others), "observed": self.observed, "test": self.test}
+
+
+class OutOfTimeError(Exception):
+    """The time limit was reached before the last step; a checkpoint was written."""
+
+
+def train_clrs(
+    out: Path,
+    base: ClrsBase,
+    recipe: ClrsRecipe,
+    data: ClrsData,
+    tests: ClrsTests | None = None,
+    *,
+    device: str | None = None,
+    attention: Attention = "engine",
+    checkpoint_every: int | None = None,
+    deadline: float = math.inf,
+    save_model: bool = False,
+    report: Report = lambda stage, done, total, entry: None,
+) -> dict[str, Any]:
+    """Train the model in `out`, or continue; return the record that training.json holds.
+
+    Args:
+        device: Default: a GPU if there is one.
+        attention: How patched layers compute attention while training, as in `train_lm`.
+        checkpoint_every: Steps between checkpoints (default: only where training is stopped).
+        deadline: As `time.monotonic` counts; training stops there.
+
+    Raises:
+        ImportError: accelerate is not installed.
+        ValueError: Wrong settings, a folder with another run, or a loss that is not finite.
+        OutOfTimeError: The deadline passed; the same call continues.
+        TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
+    """
+    check_accelerate()
+    tests = tests or ClrsTests()
+    check_normalizer(recipe.as_lm())
+    check_attention(attention, recipe.as_lm())
+    torch_device = chosen_device(device)
+    identity = {
+        **recipe.as_dict(pretrained=base.path is not None), "base": base.identity(), "data": data.source,
+        "tests": tests.as_dict(),
+    }  # fmt: skip
+    with only_process(out):
+        record = open_run(out, identity, resume=True)
+        if record["result"]:
+            return record
+        with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
+            run = ClrsRun(out, base, recipe, data, accelerator, attention=attention)
+            report("training", run.step, recipe.steps, None)
+            for entry in run.steps(deadline, stop, checkpoint_every):
+                report("training", run.step, recipe.steps, entry)
+        if stop.asked:
+            raise TrainingInterrupted(run.step)
+        if run.step < recipe.steps:
+            raise OutOfTimeError
+        report("testing", 0, 1, None)
+        result = {
+            "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
+            **measure(run.model, recipe, data, tests, torch_device, attention),
+            **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
+            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type,
+            "versions": training_versions(),
+        }  # fmt: skip
+        if save_model:
+            from attnorm.models.saving import save_pretrained
+
+            save_pretrained(run.model, out / MODEL)
+        record = {**record, "result": result}
+        write_json(out / RECORD, record)
+    return record
+
+
+def measure(
+    model: Any, recipe: ClrsRecipe, data: ClrsData, tests: ClrsTests, device: torch.device, attention: Attention
+) -> dict[str, Any]:
+    """Return the held-out loss and, by test normalizer, exact matches (algorithm -> size -> bits) and entropies."""
+    began = time.monotonic()
+
+    def answered(examples: Sequence[EncodedExample]) -> tuple[Matches, float]:
+        with in_training(model, attention=attention):
+            return check_answers(model, examples, device, recipe.dtype, recipe.tokens_at_once)
+
+    matches, loss = answered(data.held_out)
+    result: dict[str, Any] = {
+        "held_out_loss": round(loss, 5) if math.isfinite(loss) else None,
+        "held_out_exact": round(float(matches.mean()), 5),
+    }
+    if tests.test:
+        coefficients = fitted_coefficients(model, data.held_out, device) if REFITTED in tests.others else ()
+        if coefficients:
+            result["coefficients"] = list(coefficients)
+        result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
+        for name in (OWN, *tests.others):
+            with _tested_with(model, name, coefficients):
+                found, loss = answered(data.test)
+                result["exact"][name] = bits_by_cell(data.test, found)
+                result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
+                if tests.observed:
+                    result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
+    return {**result, "test_seconds": round(time.monotonic() - began, 1)}
+
+
+def _tested_with(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
+    from attnorm.models.patch import swap
+
+    if name == OWN:
+        return nullcontext()
+    other: str | Normalizer | Mechanism = adaptive_temperature(coefficients) if name == REFITTED else name
+    return swap(model, other, warm_start=False)
+
+
+def learned_values(model: Any) -> dict[str, list[float]]:
+    """Return the parameters of the normalizers by layer."""
+    from attnorm.models.dispatch import NORMALIZER
+
+    return {
+        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
+        for name, parameter in model.named_parameters()
+        if NORMALIZER in name.split(".")
+    }
+
+
+def accuracy_by_size(cells: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return algorithm -> size -> right answers and questions, from the bits of a record."""
+    return {
+        algorithm: {int(size): (bits.count("1"), len(bits)) for size, bits in sizes.items()}
+        for algorithm, sizes in cells.items()
+    }

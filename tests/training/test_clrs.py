@@ -1,0 +1,276 @@
+"""CLRS-Text: only answers are in the loss, one pass decides greedy decoding, and a stopped run resumes exactly."""
+
+import json
+import lzma
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.checkpoints import StopRequest
+from attnorm.training.clrs import data as clrs_data
+from attnorm.training.clrs.data import (
+    Characters,
+    ClrsData,
+    ClrsExample,
+    encode_examples,
+    groups_by_length,
+    padded,
+    prepare_data,
+    quick_examples,
+    read_examples,
+    simple_examples,
+    step_indices,
+)
+from attnorm.training.clrs.evaluate import (
+    answer_entropy,
+    answer_logits,
+    bits_by_cell,
+    check_answers,
+    fitted_coefficients,
+    greedy_answer,
+)
+from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
+from attnorm.training.clrs.run import OWN, REFITTED, ClrsTests, OutOfTimeError, train_clrs
+from attnorm.training.clrs.train import ClrsRun
+from attnorm.training.device import accelerated
+
+CPU = torch.device("cpu")
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "clrs-text"
+TINY = ClrsRecipe(steps=4, batch=6, learning_rate=1e-2, warmup=1, layers=1, heads=2, width=16, tokens_at_once=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data() -> ClrsData:
+    train, test = quick_examples(0)
+    return prepare_data(train[::6], test[::4], Characters(), held_out=8, source={"made": 0})
+
+
+def test_the_simple_tasks_have_the_format_and_the_right_answers() -> None:
+    minimum, sort = (
+        next(one for one in simple_examples((4,), 1, 0) if one.algorithm == name)
+        for name in ("minimum", "insertion_sort")
+    )
+    keys = [float(word) for word in minimum.question.split("[")[1].split("]")[0].split()]
+    assert minimum.question.startswith("minimum:\nkey: [")
+    assert minimum.question.endswith("]\nmin:\n")
+    assert minimum.answer == f"{int(np.argmin(keys))}\n\n"
+    numbers = [float(word) for word in sort.answer.strip("[]\n").split()]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == sort.size == 4
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the CLRS-Text files are not beside this checkout")
+def test_the_simple_tasks_agree_with_the_published_data() -> None:
+    for one in read_examples(PUBLISHED / "test.jsonl.xz", ["minimum", "insertion_sort"])[::16]:
+        keys = [float(word) for word in one.question.split("[")[1].split("]")[0].split()]
+        question, answer = clrs_data.SIMPLE[one.algorithm](keys)
+        assert (f"{one.algorithm}:\n{question}\n", f"{answer}\n\n") == (one.question, one.answer)
+
+
+def test_files_are_read_plain_and_compressed_and_checked(tmp_path: Path) -> None:
+    record = {"algorithm": "minimum", "size": 2, "question": "q\n", "answer": "0\n\n"}
+    lines = json.dumps(record) + "\n" + json.dumps({**record, "algorithm": "bfs"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(lines)
+    with lzma.open(tmp_path / "a.jsonl.xz", "wt") as file:
+        file.write(lines)
+    both = [read_examples(tmp_path / name) for name in ("a.jsonl", "a.jsonl.xz")]
+    assert both[0] == both[1]
+    assert [one.algorithm for one in read_examples(tmp_path / "a.jsonl", ["bfs"])] == ["bfs"]
+    with pytest.raises(ValueError, match=r"'bsf'.*bfs"):
+        read_examples(tmp_path / "a.jsonl", ["bsf"])
+    (tmp_path / "b.jsonl").write_text('{"algorithm": "x"}\n')
+    with pytest.raises(ValueError, match=r"record 1.*'size'"):
+        read_examples(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match=r"none\.jsonl"):
+        read_examples(tmp_path / "none.jsonl")
+
+
+def test_a_test_question_in_the_training_file_is_an_error() -> None:
+    examples = simple_examples((3,), 10, 0)
+    with pytest.raises(ValueError, match="1 test questions"):
+        prepare_data(examples, examples[:1], Characters(), held_out=2, source={})
+
+
+def test_the_held_out_part_is_disjoint_and_the_same_for_all_seeds(data: ClrsData) -> None:
+    texts = [{one.tokens.tobytes() for one in part} for part in (data.train, data.held_out)]
+    assert len(data.held_out) == 8
+    train, test = quick_examples(0)
+    again = prepare_data(train[::6], test[::4], Characters(), held_out=8, source={})
+    assert [one.tokens.tobytes() for one in again.held_out] == [one.tokens.tobytes() for one in data.held_out]
+    assert len(data.train) + 8 == len(train[::6])
+    assert texts[1]
+
+
+def test_steps_visit_every_example_once_per_epoch() -> None:
+    seen = [index for step in range(5) for index in step_indices(10, 4, 3, step)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+    assert step_indices(10, 4, 4, 0) != step_indices(10, 4, 3, 0)
+
+
+def test_groups_hold_each_example_once_within_the_budget(data: ClrsData) -> None:
+    groups = list(groups_by_length(data.train, 256))
+    assert sorted(index for group in groups for index in group) == list(range(len(data.train)))
+    for group in groups:
+        assert len(group) == 1 or padded([data.train[i] for i in group]).tokens.numel() <= 256
+    assert len(list(groups_by_length(data.train, 1))) == len(data.train)
+
+
+def test_only_answer_tokens_are_predicted_and_padding_changes_nothing() -> None:
+    short, long = encode_examples(
+        [ClrsExample("a", 1, "ab\n", "c\n\n"), ClrsExample("a", 1, "ab\n" * 20, "defg\n\n")], Characters()
+    )
+    model = ClrsBase().build(TINY, CPU)
+    together, targets = answer_logits(model, padded([long, short]))
+    assert bytes(targets.tolist()) == b"defg\n\nc\n\n"
+    alone, _ = answer_logits(model, padded([short]))
+    assert torch.allclose(together[-3:], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "adaptive_temperature", "entmax15"])
+def test_one_pass_gives_the_exact_match_of_greedy_decoding(normalizer: str) -> None:
+    """Constant answers are learned in a few steps; one task has answers that cannot be known."""
+    examples = [
+        ClrsExample(name, n, f"{n}{name}", f"{'xy' if name == 'k' else (7 * n) % 10}\n\n")
+        for name in ("k", "u") for n in range(12)
+    ]  # fmt: skip
+    encoded = encode_examples(examples, Characters())
+    recipe = with_normalizer(replace(TINY, width=32, tokens_at_once=512), normalizer)
+    model = ClrsBase().build(recipe, CPU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        logits, targets = answer_logits(model, padded(encoded))
+        torch.nn.functional.cross_entropy(logits, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    matches, loss = check_answers(model, encoded, CPU, "float32", 512)
+    greedy = [greedy_answer(model, one, CPU) == one.tokens[one.answer_from :].tolist() for one in encoded]
+    assert matches.tolist() == greedy
+    assert 0 < matches.sum() < len(matches), "both outcomes must occur"
+    assert math.isfinite(loss)
+    assert bits_by_cell(encoded, matches)["k"]["3"] == str(int(matches[3]))
+
+
+def test_groups_of_a_step_sum_to_the_loss_of_the_whole_batch(data: ClrsData, tmp_path: Path) -> None:
+    """In one group or in many, the gradient is the mean over all answer tokens of the step."""
+    weights = []
+    for most in (1, 10**6):
+        with accelerated(CPU, "float32") as accelerator, StopRequest() as stop:
+            run = ClrsRun(tmp_path / str(most), ClrsBase(), replace(TINY, tokens_at_once=most), data, accelerator)
+            entries = list(run.steps(math.inf, stop, None))
+        weights.append((entries[-1]["loss"], torch.cat([p.detach().flatten() for p in run.model.parameters()])))
+    assert weights[0][0] == pytest.approx(weights[1][0], rel=1e-4)
+    assert torch.allclose(weights[0][1], weights[1][1], atol=2e-4)
+
+
+def test_a_run_that_ran_out_of_time_resumes_to_the_same_result(data: ClrsData, tmp_path: Path) -> None:
+    recipe = with_normalizer(TINY, "ssmax")
+    tests = ClrsTests(observed=0)
+    whole = train_clrs(tmp_path / "whole", ClrsBase(), recipe, data, tests, device="cpu")
+    with pytest.raises(OutOfTimeError):
+        train_clrs(tmp_path / "parts", ClrsBase(), recipe, data, tests, device="cpu", deadline=time.monotonic())
+    parts = train_clrs(tmp_path / "parts", ClrsBase(), recipe, data, tests, device="cpu")
+    for name in ("steps", "tokens", "held_out_loss", "exact", "test_loss", "learned"):
+        assert parts["result"][name] == whole["result"][name], name
+    assert train_clrs(tmp_path / "parts", ClrsBase(), recipe, data, tests, device="cpu") == parts
+    with pytest.raises(ValueError, match="seed is 1 here and 0 there"):
+        train_clrs(tmp_path / "parts", ClrsBase(), replace(recipe, seed=1), data, tests, device="cpu")
+
+
+def test_a_softmax_model_is_also_tested_with_both_adaptive_temperatures(data: ClrsData, tmp_path: Path) -> None:
+    tests = ClrsTests(others=("adaptive_temperature", REFITTED), observed=1)
+    few = replace(data, test=data.test[::5], held_out=data.held_out[:4])
+    result = train_clrs(tmp_path, ClrsBase(), TINY, few, tests, device="cpu", attention="dense")["result"]
+    assert list(result["exact"]) == [OWN, "adaptive_temperature", REFITTED]
+    assert len(result["coefficients"]) == 5
+    assert len({json.dumps(result["entropy"][name]) for name in result["exact"]}) == 3
+    assert result["test_loss"][OWN] != result["test_loss"]["adaptive_temperature"]
+    cells = {(one["algorithm"], one["size"]) for one in result["entropy"][OWN]}
+    assert cells == {(one.algorithm, one.size) for one in few.test}
+
+
+def test_all_heads_are_replaced_in_training(data: ClrsData, tmp_path: Path) -> None:
+    recipe = with_normalizer(replace(TINY, layers=2), "adaptive_temperature", {"monotone": True})
+    model = ClrsBase().build(recipe, CPU)
+    assert [normalizer_of(module).name for module in patched_modules(model).values()] == ["adaptive_temperature"] * 2
+
+
+def test_a_pretrained_folder_is_fine_tuned_with_its_own_weights_and_grouped_heads(
+    data: ClrsData, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    pretrained: Any = transformers.LlamaForCausalLM(config)
+    pretrained.save_pretrained(tmp_path / "base")
+    base = ClrsBase(tmp_path / "base")
+    recipe = with_normalizer(TINY, "adaptive_temperature")
+    built = base.build(recipe, CPU)
+    assert torch.equal(built.model.embed_tokens.weight, pretrained.model.embed_tokens.weight)
+    results = [
+        train_clrs(tmp_path / way, base, recipe, data, ClrsTests(observed=0), device="cpu", attention=way)["result"]
+        for way in ("engine", "dense")  # type: ignore[arg-type]
+    ]
+    assert results[0]["held_out_loss"] == pytest.approx(results[1]["held_out_loss"], abs=1e-3)
+    assert set(base.identity()) == {"name", "model.safetensors"}
+
+
+def test_the_fit_reads_answer_rows_and_the_entropy_is_that_of_the_rows(data: ClrsData) -> None:
+    model = ClrsBase().build(TINY, CPU)
+    first, again = (fitted_coefficients(model, data.held_out, CPU) for _ in range(2))
+    assert first == pytest.approx(again, rel=1e-3)
+    assert len(first) == 5
+    (record, *_) = answer_entropy(model, data.test[:1], 1, CPU)
+    one = data.test[0]
+    keys = np.arange(one.answer_from, len(one.tokens))  # visible keys of the rows that predict the answer
+    assert record["keys"] == pytest.approx(keys.mean())
+    assert record["entropy_nats"] <= np.log(keys).mean() + 1e-6
+    assert record["entropy_nats"] > 0.9 * np.log(keys).mean(), "random weights are nearly uniform"
+
+
+def test_generating_needs_dm_clrs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clrs_data, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install dm-clrs"):
+        clrs_data.dm_clrs_examples([], (4,), 1, 0)
+
+
+def test_what_dm_clrs_generates_becomes_examples_without_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Generators:
+        @staticmethod
+        def clrs_generator(wanted: Any, num_samples: int, seed: int) -> Any:
+            asked.update(wanted)
+            for question in ("a", "b", "a", "c")[:num_samples]:
+                yield {"algo_name": "bfs", "length": 4, "question": question, "answer": "0\n\n"}
+
+    monkeypatch.setattr(clrs_data, "find_spec", lambda name: object())
+    monkeypatch.setattr(clrs_data, "import_module", lambda name: Generators)
+    made = clrs_data.dm_clrs_examples(["bfs"], (4, 5), 4, 0, known=["c"])
+    assert [(one.algorithm, one.size, one.question) for one in made] == [("bfs", 4, "a"), ("bfs", 4, "b")]
+    assert asked == {"bfs": [4, 5]}
+
+
+@pytest.mark.parametrize("bad", [{"tokens_at_once": 0}, {"steps": 0}, {"learning_rate": 0.0}, {"dtype": "int8"}])
+def test_bad_values_are_named(bad: dict[str, Any]) -> None:
+    (value,) = bad.values()
+    with pytest.raises(ValueError, match=str(value)):
+        replace(TINY, **bad)
