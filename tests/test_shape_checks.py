@@ -1,7 +1,6 @@
 """The runtime shape checks of the test run bite, and leave alone what they must not touch."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from attnorm.theory.dispersion import entropy_nats
+from tests.fresh import run_fresh
 from tests.shape_checks import check_shapes_in
 
 MODULE = """
@@ -121,5 +121,4 @@ def test_the_package_is_checked() -> None:
 
 def test_users_pay_for_no_checks() -> None:
     code = "import sys, attnorm; print('beartype' in sys.modules, hasattr(attnorm.normalize, '__wrapped__'))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False", "False"]
+    assert run_fresh(code).stdout.split() == ["False", "False"]

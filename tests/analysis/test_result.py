@@ -1,7 +1,6 @@
 """An Analysis can be saved, read again, merged, exported and shown, and loses nothing on the way."""
 
 import json
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +17,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS, with_quantiles
 from attnorm.analysis.verdicts import VERDICTS, Thresholds
 from tests.analysis.tiny_models import gpt2, ids
+from tests.fresh import run_fresh
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&<script>alert(2)</script>"
 
@@ -111,7 +111,7 @@ def test_a_merged_analysis_can_be_saved_and_read(analysis: Analysis, tmp_path: P
 
 def test_a_run_that_measured_less_is_named_by_what_it_lacks() -> None:
     core, full = (analyze(gpt2(layers=1), ids(16), metrics=groups) for groups in ("core", ("core", "vectors")))
-    with pytest.raises(ValueError, match="got vectors in some"):
+    with pytest.raises(ValueError, match="vectors"):
         Analysis.merged([core, full])
 
 
@@ -120,11 +120,11 @@ def test_what_cannot_be_merged_is_refused() -> None:
         Analysis.merged([])
     options: dict[str, Any] = {"metrics": "core", "top_n": (1,)}
     here = analyze(gpt2(layers=1), ids(16), **options)
-    with pytest.raises(ValueError, match=r"on one model.*attnorm compare"):
+    with pytest.raises(ValueError, match="attnorm compare"):
         Analysis.merged([here, analyze(gpt2(layers=1, seed=1), ids(16), **options)])
-    with pytest.raises(ValueError, match=r"got float32, bfloat16.*attnorm compare"):
+    with pytest.raises(ValueError, match=r"float32, bfloat16.*attnorm compare"):
         Analysis.merged([here, analyze(gpt2(layers=1).bfloat16(), ids(16), **options)])
-    with pytest.raises(ValueError, match=r"in one run and .*different names"):
+    with pytest.raises(ValueError, match="names"):
         Analysis.merged([here, analyze(gpt2(layers=1), ids(16, seed=1), **options)])
 
 
@@ -252,4 +252,4 @@ def test_reading_an_analysis_needs_no_transformers(analysis: Analysis, tmp_path:
         "import sys, attnorm; a = attnorm.Analysis.load(sys.argv[1]); a.summary(); a._repr_html_(); "
         "assert 'transformers' not in sys.modules, 'transformers was loaded'"
     )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+    run_fresh(code, str(folder))

@@ -1,8 +1,6 @@
 """Calls for the Triton kernels, on a GPU or in Triton's interpreter, and their comparison with float64."""
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,11 +8,15 @@ import torch
 from torch import Tensor
 
 import attnorm
+from tests.fast_interpreter import speed_up_interpreter
+from tests.fresh import run_fresh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
+
+speed_up_interpreter()
 
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
 
@@ -63,5 +65,4 @@ def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def assert_compiles(script: str) -> None:
     """Run a script that compiles kernels, without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_fresh(script, environment=environment)

@@ -6,8 +6,6 @@ import lzma
 import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from attnorm.cli import app
 from attnorm.cli.analysis_options import texts_of
 from attnorm.cli.progress import duration, memory_words
 from tests.cli.saved_model import save_model, save_text
+from tests.fresh import run_fresh
 
 runner = CliRunner()
 QUICK = ["--lengths", "32", "--metrics", "core,gradient", "--threads", "1"]
@@ -202,7 +201,7 @@ def test_a_wrong_name_is_refused_before_transformers_is_imported(wrong: str) -> 
         "assert result.exit_code == 2 and 'nonsense' in result.output, result.output; "
         "assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_fresh(code)
 
 
 def test_the_version_and_an_example_are_found() -> None:
@@ -250,7 +249,7 @@ def test_a_name_that_leads_nowhere_is_refused_before_transformers_is_loaded(tmp_
         "finally:\n    print('heavy:', *({'transformers', 'pyarrow', 'scipy'} & set(sys.modules)))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = run_fresh(code, environment=environment, check=False)
     assert done.returncode == 2, done.stderr
     assert "'bundled'" in flat(done.stderr)
     assert done.stdout.split() == ["heavy:"]

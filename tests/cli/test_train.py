@@ -1,8 +1,6 @@
 """`attnorm train lm` from the command line: a table and a folder, JSON for machines, errors that help."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +11,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm import run as trainer
+from tests.fresh import run_fresh
 
 runner = CliRunner()
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--vocab", "300", "--batch", "4"]
@@ -129,7 +128,5 @@ def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
 
 
 def test_the_package_itself_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "attnorm", "train", "--help"], check=True, capture_output=True, text=True
-    )
+    done = run_fresh("import runpy; runpy.run_module('attnorm', run_name='__main__')", "train", "--help")
     assert "lm" in done.stdout

@@ -1,7 +1,6 @@
 """A machine that only trains the plan needs torch and what the trainer needs, no library for figures and tables."""
 
-import subprocess
-import sys
+from tests.fresh import run_fresh
 
 HEAVY = ("matplotlib", "pyarrow", "scipy")
 
@@ -11,8 +10,7 @@ def test_the_plan_needs_no_library_for_figures() -> None:
         "import sys; from attnorm.experiments.retrieval.plan import collect, plan; plan(); "
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert run_fresh(code).stdout.strip() == "[]"
 
 
 def test_the_experiment_is_found_under_its_name() -> None:

@@ -1,6 +1,5 @@
 """Normalizers by name: lazy, open to others by decorator or entry point, and helpful when a name is wrong."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from attnorm.normalizers import (
     registry,
 )
 from attnorm.normalizers.topk import TopK
+from tests.fresh import run_fresh
 from tests.normalizers.variants import ROW_NAMES
 
 MECHANISMS = ["gaussian", "soft", "linear", "selective", "differential"]
@@ -264,6 +264,4 @@ registry.get("hard")
 after = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in sys.modules}
 print(sorted(before), sorted(after))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "[] ['hard']"
+    assert run_fresh(code).stdout.strip() == "[] ['hard']"

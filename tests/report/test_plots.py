@@ -1,8 +1,6 @@
 """analysis.plot(): figures without a display, of the numbers in the tables."""
 
 import doctest
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from attnorm.analysis import result
 from attnorm.analysis.result import Analysis
 from attnorm.report.plots import plot
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
+from tests.fresh import run_fresh
 from tests.report.html.sample import CAST, HOSTILE, hostile, sample
 
 
@@ -80,7 +79,7 @@ def test_hostile_names_are_text_in_a_figure() -> None:
 
 def test_pyplot_and_a_display_are_not_needed() -> None:
     code = "import sys; import attnorm.report.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_fresh(code)
 
 
 def test_the_examples_in_the_docstrings_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """All trainers run on accelerate; what the environment or other code of the process configured changes nothing."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from attnorm.training.needle.train import NeedleTask
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.run import train_retrieval
+from tests.fresh import run_fresh
 from tests.training.conftest import tiny
 from tests.training.retrieval_stack import CPU, trained
 
@@ -179,4 +179,4 @@ def test_accelerate_is_imported_only_to_train() -> None:
         "import attnorm.training.retrieval.run\n"
         "sys.exit('accelerate' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_fresh(code)
