@@ -18,6 +18,8 @@ INSTALLED := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Some containers set it. Without cached bytecode every test process compiles the package and rewrites the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint format demo docs nightly bench clean
 

@@ -10,6 +10,9 @@ from attnorm.engines.device_sync import arrival
 from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import binned
 from attnorm.metrics.summary import QUANTILES, _summarise_on_device, summarise, summarise_all
+from tests.fast_interpreter import speed_up_interpreter
+
+speed_up_interpreter()
 
 BINS = [(5, 8), (1, 4), (100, 200)]
 
