@@ -82,7 +82,7 @@ def test_compressed_text_and_records_are_read_like_plain_ones(tmp_path: Path) ->
     with open_text(marked) as file:
         assert file.read() == "book"
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"a\.jsonl\.xz cannot be read"):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.xz"):
         read_jsonl(packed)
 
 

@@ -42,7 +42,7 @@ def test_settings_that_differ_are_named_and_equal_ones_are_not() -> None:
         "text is a.txt here and there, but with another content"
     ]
     require_same_run(here, dict(here), "out holds another run", "Remedy")
-    with pytest.raises(ValueError, match=r"^out holds another run: seed is 1 here and 0 there; .*\. Remedy$"):
+    with pytest.raises(ValueError, match=r"^out\b.*seed.*\b1\b.*\b0\b.*Remedy$"):
         require_same_run(here, there, "out holds another run", "Remedy")
 
 
@@ -53,7 +53,7 @@ def test_a_damaged_record_is_an_error_and_a_missing_one_is_none(tmp_path: Path, 
     path.write_text('{"run": {"seed": 0}}')
     assert read_record(path, ("run",), "remove it") == {"run": {"seed": 0}}
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"is damaged .*remove it"):
+    with pytest.raises(ValueError, match=r"record.json.*remove it"):
         read_record(path, ("run",), "remove it")
 
 

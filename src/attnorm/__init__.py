@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from attnorm.models.saving import from_pretrained as from_pretrained
     from attnorm.models.saving import save_pretrained as save_pretrained
     from attnorm.monitor.monitor import AttentionMonitor as AttentionMonitor
-    from attnorm.monitor.qk_clip import QKClip as QKClip
 
 try:
     __version__ = version("attnorm")
@@ -56,7 +55,6 @@ __all__ = [
     "Normalizer",
     "Positions",
     "Properties",
-    "QKClip",
     "ScaleRule",
     "Selection",
     "Sink",
@@ -87,7 +85,6 @@ _LAZY = {
     "Analysis": "attnorm.analysis.result",
     "AttentionMonitor": "attnorm.monitor.monitor",
     "AttentionStatistics": "attnorm.metrics.attention_statistics",
-    "QKClip": "attnorm.monitor.qk_clip",
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
     "attention_statistics": "attnorm.metrics.attention_statistics",

@@ -110,7 +110,7 @@ def test_empty_input_and_one_name_twice_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         lengths_of([])
     twice = [*texts_from({"a": ids(20)}), *texts_from({"a": ids(30)})]
-    with pytest.raises(ValueError, match="two texts are named 'a'"):
+    with pytest.raises(ValueError, match="'a'"):
         plan(load(gpt2()), twice, None)
 
 
@@ -128,7 +128,7 @@ def test_a_dict_of_model_inputs_is_measured_as_it_is() -> None:
     assert lengths_of({"pixel_values": torch.zeros(1, 3, 16, 16)}, model=vit()) == [None]
     assert lengths_of({"input_ids": ids(20, batch=2)}) == [None]
     assert lengths_of({"input_ids": ids(20, batch=2)}, (16,)) == [16]
-    with pytest.raises(ValueError, match="no input_ids to cut"):
+    with pytest.raises(ValueError, match="input_ids"):
         lengths_of({"pixel_values": torch.zeros(1, 3, 16, 16)}, (16,), vit())
 
 

@@ -115,7 +115,7 @@ def test_labels_with_room_stay_where_they_are() -> None:
     assert spread([0.9, 0.5, 0.1], [0.1, 0.1, 0.1]) == pytest.approx([0.9, 0.5, 0.1])
     assert spread([0.9, 0.5], [0.1, 0.1], highest=0.8) == pytest.approx([0.8, 0.5])
     assert spread([0.9, 0.9], [0.2, 0.2], highest=0.9) == pytest.approx([0.9, 0.7])
-    with pytest.raises(ValueError, match="2 labels and 1 heights"):
+    with pytest.raises(ValueError, match=r"2.*1"):
         spread([0.5, 0.4], [0.1])
 
 

@@ -167,10 +167,10 @@ def test_a_damaged_record_is_named_and_replaced_by_fresh(toy: Toy, tmp_path: Pat
 def test_a_folder_of_someone_else_is_not_taken(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds no finished experiment"):
+    with pytest.raises(ValueError, match=str(tmp_path / "toy")):
         reproduce(["toy"], SUBJECT, tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file; name a folder"):
+    with pytest.raises(ValueError, match=str(tmp_path / "file")):
         reproduce(["toy"], SUBJECT, tmp_path / "file")
     assert toy.runs == 0
 
@@ -197,11 +197,9 @@ def test_several_models_are_refused_by_what_takes_one(
     for name in ("first", "second"):
         Toy(name, needs_model=True).enter(monkeypatch)
     both = replace(SUBJECT, others=("somewhere/else",))
-    with pytest.raises(
-        ValueError, match=r"first, second take one model at a time, and bundled, somewhere/else"
-    ) as error:
+    with pytest.raises(ValueError, match=r"first, second.*bundled, somewhere/else") as error:
         reproduce(["first", "second", "spread"], both, tmp_path / "out")
-    assert "Several are taken by spread" in str(error.value)
+    assert "spread" in str(error.value)
     assert not (tmp_path / "out").exists()
     assert toy.runs == 0
 

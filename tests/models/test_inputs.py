@@ -149,13 +149,13 @@ def test_a_text_that_is_too_short(loaded: LoadedModel) -> None:
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer .*token ids"):
+    with pytest.raises(ValueError, match=r"tokenizer.*ids"):
         prepared(Text("t", "hello"), load(tiny("llama")), None)
 
 
 @pytest.mark.parametrize("wrong", [-1, 99])
 def test_ids_of_another_vocabulary(loaded: LoadedModel, wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"token id {wrong}, but LlamaForCausalLM knows 0 to 98"):
+    with pytest.raises(ValueError, match=rf"{wrong}\b.*LlamaForCausalLM.*\b98\b"):
         prepared(Text("t", torch.tensor([0, wrong])), loaded, None)
 
 

@@ -1,6 +1,7 @@
 """load(): a model from a folder, from memory or from the package; plain words where there is none."""
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_a_half_precision_checkpoint_runs_in_float32_on_a_cpu(tmp_path: Path) ->
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta:x"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
-    with pytest.raises(CannotLoad, match=f"cannot use the device '{device}'.*use 'cpu'"):
+    with pytest.raises(CannotLoad, match=f"'{device}'.*'cpu'"):
         load("bundled", device=device)
 
 
@@ -146,7 +147,7 @@ def test_the_bundled_model_learns_without_a_warning(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c", "", "  "])
 def test_no_such_folder(name: str) -> None:
-    with pytest.raises(CannotLoad, match="there is no folder"):
+    with pytest.raises(CannotLoad, match=re.escape(repr(name))):
         load(name)
 
 
@@ -187,7 +188,7 @@ def test_weights_that_are_cut_short(folder: Path, keep: int) -> None:
 def test_weights_of_another_model(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(CannotLoad, match=r"no value for \d+ weights"):
+    with pytest.raises(CannotLoad, match=r"\b\d+ weights"):
         load(folder)
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     with pytest.raises(CannotLoad, match="my-model"):

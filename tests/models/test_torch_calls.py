@@ -363,7 +363,7 @@ def test_a_site_with_a_cache_stays_a_decoder_layer() -> None:
 
 def test_an_exception_of_the_model_restores_everything_and_the_next_watch_works() -> None:
     model, x = Model(), torch.randn(1, 5, 16)
-    with pytest.raises(ValueError, match="of the model itself"):
+    with pytest.raises(ValueError, match="of the model"):
         seen_in(lambda: model(x, fails=True))
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert not torch.nn.modules.module._global_forward_hooks
@@ -374,7 +374,7 @@ def test_an_exception_inside_a_pass_that_the_caller_catches_does_not_confuse_the
     model, x = Model(), torch.randn(1, 5, 16)
 
     def run() -> None:
-        with pytest.raises(ValueError, match="of the model itself"):
+        with pytest.raises(ValueError, match="of the model"):
             model(x, fails=True)
         model(x)
 

@@ -70,11 +70,11 @@ def test_the_papers_reading_distinguishable_keys_of_what_the_heads_select() -> N
 def test_rows_without_a_key_to_cover_are_nan_and_impossible_input_is_refused() -> None:
     covered, reference = torch.ones(2, 3, 4, dtype=torch.bool), torch.tensor([[True] * 4, [False] * 4])
     assert coverage.union_coverage(covered, reference).union.isnan().tolist() == [False, True]
-    with pytest.raises(ValueError, match="has a key to cover"):
+    with pytest.raises(ValueError, match="key"):
         coverage.union_coverage(covered, torch.zeros(4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"heads.*0"):
         coverage.independent_coverage(0.5, 0)
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=r"0.*1"):
         coverage.independent_union(torch.tensor([0.5, 1.5]))
     with pytest.raises(ValueError, match=r"top_n.*0"):
         coverage.top_n_coverage(torch.rand(2, 4), 0)

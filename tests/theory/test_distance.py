@@ -389,9 +389,9 @@ def test_impossible_input_is_refused_by_name() -> None:
         random_set.random_set_monte_carlo(select(weights, vectors, 1), draws=1)
     with pytest.raises(ValueError, match="got -1"):
         random_set.theorem1_random_bounds(select(weights, vectors, 1), heaviest=-1)
-    with pytest.raises(ValueError, match="three or more lengths"):
+    with pytest.raises(ValueError, match=r"three.*lengths"):
         distance.fit_power_law(torch.ones(2), torch.ones(2))
-    with pytest.raises(ValueError, match="positive lengths and values"):
+    with pytest.raises(ValueError, match="positive"):
         distance.fit_power_law(torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 0, 3]))
 
 

@@ -231,7 +231,7 @@ def test_starting_over_forgets_the_earlier_steps(train: Train, uninterrupted: Pa
 
 
 def test_a_loss_that_breaks_down_is_said_and_never_saved(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"loss is (nan|inf).*lower learning rate \(now 1e\+30\)"):
+    with pytest.raises(ValueError, match=r"loss.*(nan|inf).*learning.rate.*1e\+30"):
         train(tmp_path / "run", learning_rate=1e30, warmup=0, options={"checkpoint_every": 3})
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
