@@ -6,12 +6,13 @@
 Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and real numbers (plus 1; times 1.01),
 `and` to `or`, `not x` to `x`.
 
-Before the mutants of an area, each of its test files runs once, unchanged, to record which functions each test calls
-(OUT/calls). A mutant of a function is put into the imported code and tried on the tests that call the function and
-pass. One that acts on import is imported in a new process. Test files named after the source file come first, cheap
-tests before expensive ones, up to --test-seconds; the first failure ends the run. Processes that tests start run the
-original code. A mutant that uses ten times the processor time of its tests is endless and counts as killed. One that
-reaches --timeout on the clock is not decided.
+Before the mutants of an area, each of its test files runs once, unchanged, to record which lines each test runs
+(OUT/calls, once per version of the sources and of the test file). A mutant is put into the imported function and tried
+on the tests that run its statement and pass. One that acts on import is imported in a new process and tried on the
+tests that run a line which names the constant. Up to --test-seconds, tests in files named after the source file come
+first, cheap tests before expensive ones, and one case of each test before further cases of the same test; the first
+failure ends the run. Processes that tests start run the original code. A mutant that uses ten times the processor time
+of its tests is endless and counts as killed. One that reaches --timeout on the clock is not decided.
 
 OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
 with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in
@@ -28,14 +29,13 @@ import random
 import re
 import sys
 import time
-import tomllib
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = str(ROOT / "src")
 
+from tests.mutation import equivalents  # noqa: E402
 from tests.mutation.mutants import Mutant, function_at, import_as, mutants_of  # noqa: E402
 from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRecords, MutantSession, in_a_fork  # noqa: E402
 
@@ -43,22 +43,10 @@ from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRe
 AREAS = {
     "theory": "theory", "normalizers": "normalizers", "engines": "attention", "metrics": "metrics", "models": "models",
 }  # fmt: skip
-EQUIVALENTS = ROOT / "tests" / "mutation" / "equivalents.toml"
 PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
              "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"]  # fmt: skip
 USAGE_ERROR = 4  # exit code of pytest
 OUTCOMES = {0: "survived", KILLED: "killed", ENDED: "endless", NOT_DECIDED: "timeout"}
-
-
-def equivalents() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8"))["equivalent"]
-    return found
-
-
-def names(entry: dict[str, Any], mutant: Mutant) -> bool:
-    """Whether an entry of the equivalents is about this mutant."""
-    same = (entry["path"], entry["line"], entry["change"]) == (mutant.path, mutant.text, mutant.change)
-    return same and entry.get("which", mutant.which) == mutant.which
 
 
 def preload() -> None:
@@ -184,12 +172,11 @@ def main() -> int:
 
     folders = [ROOT / "src" / "attnorm" / area for area in AREAS if area in given.areas]
     every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
-    known = equivalents()
     chosen = every
     if given.sample is not None:
         chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
     drawn = len(chosen)
-    chosen = [mutant for mutant in chosen if not any(names(entry, mutant) for entry in known)]
+    chosen = [mutant for mutant in chosen if equivalents.reason(mutant) is None]
     left_out = drawn - len(chosen)
     part, parts = map(int, given.shard.split("/"))
     chosen = chosen[part - 1 :: parts]

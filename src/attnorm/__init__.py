@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from attnorm.models.saving import from_pretrained as from_pretrained
     from attnorm.models.saving import save_pretrained as save_pretrained
     from attnorm.monitor.monitor import AttentionMonitor as AttentionMonitor
+    from attnorm.monitor.qk_clip import QKClip as QKClip
 
 try:
     __version__ = version("attnorm")
@@ -55,6 +56,7 @@ __all__ = [
     "Normalizer",
     "Positions",
     "Properties",
+    "QKClip",
     "ScaleRule",
     "Selection",
     "Sink",
@@ -85,6 +87,7 @@ _LAZY = {
     "Analysis": "attnorm.analysis.result",
     "AttentionMonitor": "attnorm.monitor.monitor",
     "AttentionStatistics": "attnorm.metrics.attention_statistics",
+    "QKClip": "attnorm.monitor.qk_clip",
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
     "attention_statistics": "attnorm.metrics.attention_statistics",

@@ -52,6 +52,10 @@ TYPICAL = [case for case in DECLARED if case in reference.TYPICAL]
 MORE: dict[str, Any] = {
     "polynomial": lambda: attnorm.get("kernel", function="polynomial", offset=0.5),
     "softpick behind ssmax": lambda: attnorm.compose("softpick", scale="ssmax"),
+    "softpick behind a cap and ssmax": lambda: attnorm.compose(
+        "softpick", scale=[attnorm.get("softcap", cap=2.0), "ssmax"]
+    ),
+    "distances behind a cap": lambda: attnorm.compose(scale=[attnorm.get("softcap", cap=2.0), "scale_invariant"]),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
 
@@ -89,8 +93,17 @@ def test_every_map_and_every_call(case: Case, call: tuple[Any, ...]) -> None:
 def test_the_maps_that_have_a_kernel() -> None:
     names = ["softmax", "ssmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu", "softpick"]
     assert list(dict.fromkeys(case.name for case in DECLARED)) == [
-        *names, "log_scaled", "scale_invariant", "kernel", "local",
+        *names, "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
+        "odd_polynomial",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("map_", ["relu", "sigmoid", "threshold_relu"])
+def test_a_rule_of_distances_runs_in_blocks_in_front_of_maps_that_count_keys(map_: str) -> None:
+    """The kernels apply the rule last, but the factor or shift of such a map belongs behind it."""
+    normalizer = attnorm.compose(map_, scale="scale_invariant")
+    call = validate_inputs(*draw(GROUPS), mask=None, causal=True, scale=None, positions=None)
+    assert one_pass.lowered(normalizer, call) is None
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -1,6 +1,7 @@
 """observe() leaves nothing behind, however it ends, and never shows nothing without saying so."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -66,13 +67,19 @@ def test_a_model_can_be_observed_again() -> None:
     assert [call.layer for call in calls] == [0, 1, 0, 1]
 
 
-def test_observing_twice_at_once_is_refused() -> None:
-    model, calls = tiny("llama"), []
-    with observe(model, calls.append):
-        with pytest.raises(RuntimeError, match="observed already"), observe(model.model, calls.append):
-            pass
-        model(input_ids=ids())
-    assert len(calls) == 2
+def test_two_observers_at_once_see_every_call_and_leave_in_any_order() -> None:
+    model, first, second = tiny("llama"), [], []
+    expected = model(input_ids=ids()).logits
+    outer, inner = ExitStack(), ExitStack()
+    outer.enter_context(observe(model, first.append))
+    inner.enter_context(observe(model.model, second.append))
+    assert torch.equal(model(input_ids=ids()).logits, expected)
+    outer.close()
+    model(input_ids=ids())
+    inner.close()
+    model(input_ids=ids())
+    assert ([call.layer for call in first], [call.layer for call in second]) == ([0, 1], [0, 1, 0, 1])
+    assert hooks(model) == 0
 
 
 def test_another_model_is_not_seen() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
@@ -165,6 +166,38 @@ def _holds(node: ast.AST, line: int, column: int) -> bool:
     decorators = [one.lineno for one in getattr(node, "decorator_list", [])]
     start = (min([node.lineno, *decorators]), 0 if decorators else node.col_offset)
     return start <= (line, column) <= (node.end_lineno or 0, node.end_col_offset or 0)
+
+
+def statement_at(path: Path, line: int, column: int) -> tuple[int, int]:
+    """First and last line of the innermost statement around a place; of `if` and the like without their bodies."""
+    first, last = line, line
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) <= (line, column):
+            body = getattr(node, "body", None)
+            end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or 0
+            if line <= (node.end_lineno or 0) and node.lineno <= line <= end:
+                first, last = node.lineno, end  # ast.walk comes from the outside
+    return first, last
+
+
+def uses_of(mutant: Mutant) -> Iterator[tuple[str, int]]:
+    """Path and number of the lines that name what a change outside functions acts on: a constant or a field."""
+    source = mutant.file.read_bytes()
+    targets = [
+        target.attr if isinstance(target, ast.Attribute) else target.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= mutant.line <= (node.end_lineno or 0)
+        for listed in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in ast.walk(listed)
+        if isinstance(target, ast.Name | ast.Attribute)
+    ]
+    if not targets:
+        return
+    named = re.compile(rf"\b({'|'.join(targets)})\b")
+    for path in sorted((ROOT / "src" / "attnorm").rglob("*.py")):
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if named.search(text):
+                yield path.relative_to(ROOT).as_posix(), number
 
 
 def import_as(mutant: Mutant) -> None:

@@ -1,9 +1,10 @@
 """One pytest session that tries many mutants: tests are collected once, and each mutant runs in a fork of the session.
 
-First every test file runs unchanged, to record which functions of attnorm each test calls and what it costs. A mutant
-is then tried on the tests that call its function and pass, until one fails.
+First every test file runs unchanged, to record which lines of attnorm each test runs and what it costs. A mutant is
+then tried on the tests that run its line and pass, until one fails.
 """
 
+import hashlib
 import json
 import os
 import resource
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.mutants import ROOT, Function, Mutant, put_into_functions
+from tests.mutation.mutants import ROOT, Function, Mutant, put_into_functions, statement_at, uses_of
 
 SOURCE = str(ROOT / "src" / "attnorm") + os.sep
 IMPORTS = "imports"  # stands for a test: what importing and collecting the tests calls
@@ -28,51 +29,68 @@ IMPORTS = "imports"  # stands for a test: what importing and collecting the test
 KILLED, ENDED, NOT_DECIDED, IMPORT_IT, BROKEN = 1, 10, 11, 12, 13
 
 
-class Calls:
-    """Which functions are called; "path:qualified name" of each."""
+class Lines:
+    """Which lines of attnorm run; {"path:qualified name" of a function: its lines}."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._known: dict[int, tuple[CodeType, str | None]] = {}  # holds the code, so that its id stays its own
+        self.seen: dict[str, set[int]] = {}
+        self._known: dict[
+            int, tuple[CodeType, str | None, set[int]]
+        ] = {}  # holds the code, so that its id stays its own
 
     def start(self) -> None:
-        self.names.clear()
-        threading.settrace(self._trace)  # type: ignore[arg-type]
-        sys.settrace(self._trace)  # type: ignore[arg-type]
+        self.seen = {}
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
 
-    def stop(self) -> set[str]:
+    def stop(self) -> dict[str, set[int]]:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-        return set(self.names)
+        return self.seen
 
-    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         code = frame.f_code
         known = self._known.get(id(code))
         if known is None:
             inside = code.co_filename.startswith(SOURCE)
             name = f"{Path(code.co_filename).relative_to(ROOT).as_posix()}:{code.co_qualname}" if inside else None
-            known = self._known[id(code)] = (code, name)
-        if known[1] is not None:
-            self.names.add(known[1])
+            known = self._known[id(code)] = (code, name, {line for _, _, line in code.co_lines() if line is not None})
+        _, name, lines = known
+        if name is None:
+            return None
+        seen = self.seen.setdefault(name, set())
+        seen.add(frame.f_lineno)
+        if lines <= seen:
+            return None  # nothing new can come
+
+        def line(frame: FrameType, event: str, argument: object) -> Any:
+            seen.add(frame.f_lineno)
+            return line
+
+        return line
 
 
 class CallRecords:
-    """What each test calls and what it costs."""
+    """Which lines each test runs and what it costs."""
 
     def __init__(self, records: Iterable[dict[str, Any]]) -> None:
         self.seconds: dict[str, float] = {}
         self.by_function: dict[str, set[str]] = defaultdict(set)
         self.by_file: dict[str, set[str]] = defaultdict(set)
+        self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
         self.at_import: set[str] = set()
         for record in records:
             for test, entry in record.items():
                 if test == IMPORTS:
-                    self.at_import |= set(entry["functions"])
+                    self.at_import |= set(entry["lines"])
                     continue
                 self.seconds[test] = entry["seconds"]
-                for function in entry["functions"]:
+                for function, lines in entry["lines"].items():
+                    path = function.partition(":")[0]
                     self.by_function[function].add(test)
-                    self.by_file[function.partition(":")[0]].add(test)
+                    self.by_file[path].add(test)
+                    for line in lines:
+                        self.by_line[path, line].add(test)
 
     def needs_import(self, mutant: Mutant, function: Function) -> bool:
         """Whether the change acts while the file is imported or tests are collected."""
@@ -81,25 +99,34 @@ class CallRecords:
         return function.runs_once or any(f"{mutant.path}:{name}" in self.at_import for name in around)
 
     def of(self, mutant: Mutant, function: Function, most_seconds: float) -> list[str]:
-        """The tests to try on a mutant, in the order in which to try them: the nearest and cheapest first."""
-        tests = self.by_function[f"{mutant.path}:{function.name}"]
-        if self.needs_import(mutant, function):
-            tests = tests or self.by_file[mutant.path]
-        by_test_file = defaultdict(list)
-        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
-            by_test_file[test.partition("::")[0]].append(test)
-
-        def cost(item: tuple[str, list[str]]) -> tuple[bool, float]:
-            return Path(mutant.path).stem not in item[0], sum(self.seconds[test] for test in item[1])
-
-        chosen, total = [], 0.0
-        for _, inside in sorted(by_test_file.items(), key=cost):
-            for test in inside:
-                total += self.seconds[test]
-                if chosen and total > most_seconds:
-                    return chosen
+        """The tests to try on a mutant, in the order in which to try them: near, cheap and different ones first."""
+        counts: dict[str, int] = defaultdict(int)
+        costs: dict[str, float] = {}
+        for test in sorted(self._that_run(mutant, function), key=lambda test: (self.seconds[test], test)):
+            file, _, case = test.partition("::")
+            same = file + case.partition("[")[0]  # the parameters of one test notice mostly the same
+            counts[same] += 1
+            away = 1 if Path(mutant.path).stem in file else 3
+            costs[test] = (self.seconds[test] + 0.02) * counts[same] * away
+        chosen, total = list[str](), 0.0
+        for test in sorted(costs, key=lambda test: (costs[test], test)):
+            if not chosen or total + self.seconds[test] <= most_seconds:
                 chosen.append(test)
-        return chosen
+                total += self.seconds[test]
+        files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))  # a file's fixtures are set up once
+        return sorted(chosen, key=lambda test: files.index(test.partition("::")[0]))
+
+    def _that_run(self, mutant: Mutant, function: Function) -> set[str]:
+        """The tests that run the changed line or, where it acts on import, the lines that use its result."""
+        called = self.by_function[f"{mutant.path}:{function.name}"]
+        if not function.runs_once:
+            first, last = statement_at(mutant.file, mutant.line, mutant.column)
+            running = set[str]().union(*(self.by_line[mutant.path, line] for line in range(first, last + 1))) & called
+        else:
+            running = set[str]().union(*(self.by_line[place] for place in uses_of(mutant)))
+        if self.needs_import(mutant, function):
+            return running or called or self.by_file[mutant.path]
+        return running
 
 
 class MutantSession:
@@ -109,8 +136,8 @@ class MutantSession:
         self.calls, self.work, self.timeout = calls, work, timeout
         self.items: dict[str, pytest.Item] = {}
         self.failed = ""
-        self._recorder = Calls()
-        self._by_fixture: dict[str, set[str]] = {}
+        self._recorder = Lines()
+        self._by_fixture: dict[str, dict[str, set[int]]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
@@ -125,9 +152,13 @@ class MutantSession:
         by_file = defaultdict(list)
         for item in session.items:
             by_file[item.nodeid.partition("::")[0]].append(item)
-        records: list[dict[str, Any]] = [{IMPORTS: {"functions": sorted(self._at_import)}}]
+        records: list[dict[str, Any]] = [{IMPORTS: {"lines": sorted(self._at_import)}}]
+        sources = digest((ROOT / "src" / "attnorm").rglob("*.py"))
         for name, items in by_file.items():
-            path = self.calls / (name.removesuffix(".py").replace("/", ".") + ".json")
+            folder = (ROOT / name).parent
+            helpers = [path for path in folder.rglob("*.py") if not path.name.startswith("test_")]
+            version = f"{sources}.{digest([ROOT / name, *helpers, *(ROOT / 'tests').glob('*.py')])}"
+            path = self.calls / f"{name.removesuffix('.py').replace('/', '.')}.{version}.json"
             if not path.exists():
                 code = in_a_fork(lambda items=items, path=path: self._record(items, path), 3600, 3600)
                 if code:
@@ -174,12 +205,13 @@ class MutantSession:
         start = time.process_time()
         self._recorder.start()
         for item, failed in zip(items, self._run(items), strict=True):
-            functions = self._recorder.stop()
+            lines = self._recorder.stop()
             for fixture in getattr(item, "fixturenames", ()):
-                functions |= self._by_fixture.get(fixture, set())
+                _add(lines, self._by_fixture.get(fixture, {}))
             if not failed:
                 seconds = round(time.process_time() - start, 3)
-                found[item.nodeid] = {"seconds": seconds, "functions": sorted(functions)}
+                named = {function: sorted(numbers) for function, numbers in sorted(lines.items())}
+                found[item.nodeid] = {"seconds": seconds, "lines": named}
             start = time.process_time()
             self._recorder.start()
         self._recorder.stop()
@@ -190,15 +222,27 @@ class MutantSession:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
-        """What a shared fixture calls counts for every test that uses it."""
-        before = set(self._recorder.names)
-        self._recorder.names.clear()
+        """What a shared fixture runs counts for every test that uses it."""
+        before, self._recorder.seen = self._recorder.seen, {}
         try:
             return (yield)
         finally:
             if fixturedef.scope != "function":
-                self._by_fixture.setdefault(fixturedef.argname, set()).update(self._recorder.names)
-            self._recorder.names.update(before)
+                _add(self._by_fixture.setdefault(fixturedef.argname, {}), self._recorder.seen)
+            _add(self._recorder.seen, before)
+
+
+def _add(lines: dict[str, set[int]], more: dict[str, set[int]]) -> None:
+    for function, numbers in more.items():
+        lines.setdefault(function, set()).update(numbers)
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Of the files' contents: records of other versions do not count."""
+    whole = hashlib.sha256()
+    for path in sorted(paths):
+        whole.update(hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()[:8]
 
 
 def in_a_fork(work: Callable[[], int], processor: float, clock: float) -> int:

@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 
 from attnorm.theory import coverage
-from tests.mutation.mutants import ROOT, Function, Mutant, function_at, mutants_of, put_into_functions
+from tests.mutation import equivalents
+from tests.mutation.mutants import (
+    ROOT,
+    Function,
+    Mutant,
+    function_at,
+    mutants_of,
+    put_into_functions,
+    statement_at,
+    uses_of,
+)
 from tests.mutation.script import mutate
-from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, in_a_fork
+from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, Lines, in_a_fork
 
 FILES = sorted(path for area in mutate.AREAS for path in (ROOT / "src" / "attnorm" / area).rglob("*.py"))
 
@@ -72,22 +82,58 @@ def mutant_of(name: str, change: str = "") -> tuple[Mutant, Function]:
     return next((one, function) for one, function in every if function.name == name and change in one.change)
 
 
-def test_a_mutant_is_tried_on_the_tests_that_call_its_function_the_nearest_and_cheapest_first() -> None:
-    inside, outside = f"{COVERAGE}:union_bounds", f"{COVERAGE}:union_coverage"
+def test_a_mutant_is_tried_on_the_tests_that_run_its_statement_near_cheap_and_different_ones_first() -> None:
+    (mutant, function), (other, _) = mutant_of("union_bounds"), mutant_of("union_coverage")
+    inside, outside = (f"{COVERAGE}:union_bounds", mutant.line), (f"{COVERAGE}:union_coverage", other.line)
     calls = {
         "tests/a/test_other.py::test_cheap": (0.1, [inside]),
         "tests/a/test_coverage.py::test_slow": (5.0, [inside, outside]),
-        "tests/a/test_coverage.py::test_quick": (1.0, [inside]),
-        "tests/a/test_coverage.py::test_unrelated": (0.1, [outside]),
+        "tests/a/test_coverage.py::test_quick[0]": (1.0, [inside]),
+        "tests/a/test_coverage.py::test_quick[1]": (1.1, [inside]),
+        "tests/a/test_coverage.py::test_as_quick": (1.2, [inside]),
+        "tests/a/test_coverage.py::test_another_line": (0.1, [(inside[0], mutant.line + 1)]),
+        "tests/a/test_coverage.py::test_another_function": (0.1, [outside]),
     }
-    record = {name: {"seconds": seconds, "functions": functions} for name, (seconds, functions) in calls.items()}
-    tests = CallRecords([record])
-    order = [name.partition("::")[2] for name in tests.of(*mutant_of("union_bounds"), 60.0)]
-    assert order == ["test_quick", "test_slow", "test_cheap"]
-    assert len(tests.of(*mutant_of("union_bounds"), 3.0)) == 1
+    tests = CallRecords(
+        [
+            {
+                name: {"seconds": seconds, "lines": {f: [line] for f, line in lines}}
+                for name, (seconds, lines) in calls.items()
+            }
+        ]
+    )
+    order = [name.partition("::")[2] for name in tests.of(mutant, function, 60.0)]
+    assert order == ["test_cheap", "test_quick[0]", "test_as_quick", "test_quick[1]", "test_slow"]
+    assert len(tests.of(mutant, function, 3.0)) == 3
     assert not tests.of(*mutant_of("independent_coverage"), 60.0)
-    assert not tests.needs_import(*mutant_of("union_bounds"))
-    assert CallRecords([{IMPORTS: {"functions": [inside]}}]).needs_import(*mutant_of("union_bounds"))
+    assert not tests.needs_import(mutant, function)
+    assert CallRecords([{IMPORTS: {"lines": [inside[0]]}}]).needs_import(mutant, function)
+
+
+def test_a_changed_constant_is_tried_on_the_tests_that_run_a_line_which_names_it() -> None:
+    path = ROOT / "src/attnorm/models/recipe.py"
+    mutant = next(one for one in mutants_of(path) if one.text.startswith("MOST_HEADS"))
+    used = [(place, line) for place, line in uses_of(mutant) if line != mutant.line]
+    assert used
+    assert all("MOST_HEADS" in (ROOT / place).read_text().splitlines()[line - 1] for place, line in used)
+
+
+def test_the_statement_of_a_place_ends_before_the_body(tmp_path: Path) -> None:
+    path = tmp_path / "rule.py"
+    path.write_text(
+        "def f(x):\n    if (x > 1\n            and x < 3):\n        return [\n            x]\n", encoding="utf-8"
+    )
+    assert [statement_at(path, line, 20) for line in (2, 3, 4, 5)] == [(2, 3), (2, 3), (4, 5), (4, 5)]
+
+
+def test_the_lines_that_run_are_recorded() -> None:
+    lines = Lines()
+    lines.start()
+    coverage.independent_coverage(0.5, 2)
+    found = lines.stop()
+    mutant, _ = mutant_of("independent_coverage")
+    assert mutant.line in found[f"{COVERAGE}:independent_coverage"]
+    assert f"{COVERAGE}:union_bounds" not in found
 
 
 def test_a_mutant_is_put_into_imported_functions() -> None:
@@ -140,11 +186,20 @@ def test_the_folders_of_tests_exist() -> None:
 
 
 def test_every_equivalent_has_a_reason_and_names_a_mutant() -> None:
-    for entry in mutate.equivalents():
-        named = [mutant for mutant in mutants_of(ROOT / entry["path"]) if mutate.names(entry, mutant)]
+    for entry in equivalents.entries("equivalent"):
+        named = [mutant for mutant in mutants_of(ROOT / entry["path"]) if equivalents.names(entry, mutant)]
         assert named, entry
-        assert entry["reason"], entry
+        assert all(equivalents.reason(mutant) for mutant in named), entry
         assert len(named) == 1 or "which" not in entry
+
+
+def test_a_listed_constant_stands_for_the_mutants_of_its_definition_alone() -> None:
+    for entry in equivalents.entries("constant"):
+        lines = [set(equivalents.definition(entry["path"], name)) for name in entry["names"]]
+        assert all(lines), entry
+        left_out = {one.line for one in mutants_of(ROOT / entry["path"]) if equivalents.reason(one) == entry["reason"]}
+        assert entry["reason"]
+        assert left_out == set().union(*lines)
 
 
 def test_the_command_line_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

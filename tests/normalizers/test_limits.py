@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnorm.normalizers import compose, get, mixture
+from attnorm.normalizers import Block, compose, get, mixture
 from attnorm.normalizers.composition import Sink
 from attnorm.normalizers.kernel import FUNCTIONS, polynomial
 from attnorm.normalizers.ssmax import neutral_s
@@ -97,6 +97,74 @@ def test_the_kernels_get_the_scale_of_distances() -> None:
 
 def test_scale_invariant_with_tau_to_infinity_is_softmax(z: Tensor) -> None:
     close(get("scale_invariant", tau=1e15)(z), get("softmax")(z))
+
+
+def test_a_cap_far_above_the_logits_is_no_cap_and_no_logit_passes_it(z: Tensor) -> None:
+    close(get("softcap", cap=1e9)(z), get("softmax")(z))
+    spread = 1e4 * z
+    (rule,) = get("softcap", cap=2.0).rules
+    assert rule(Block.of(spread)).abs().max() == 2
+
+
+def test_a_cap_comes_in_front_of_any_map_in_the_order_given(z: Tensor) -> None:
+    capped, scaled = get("softcap", cap=1.5), get("softmax", temperature=0.5)
+    close(compose("entmax15", scale=[capped, scaled])(z), get("entmax15")(2 * 1.5 * torch.tanh(z / 1.5)), 1e-7)
+    close(compose("entmax15", scale=[scaled, capped])(z), get("entmax15")(1.5 * torch.tanh(2 * z / 1.5)), 1e-7)
+
+
+def test_ssa_starts_as_softmax_and_ends_as_one_plus_log_n(z: Tensor) -> None:
+    close(get("ssa", beta=5.0)(z), get("softmax")(z))
+    close(get("ssa", beta=-40.0)(z), torch.softmax((1 + math.log(KEYS)) * z, -1))
+    (rule,) = get("ssa").rules
+    assert rule.gain(1024) == pytest.approx(1.0043, abs=5e-5)
+    assert get("ssa").properties.swap_untrained
+    assert not get("ssa", beta=0.0).properties.swap_untrained
+
+
+def test_norm_softmax_does_not_depend_on_the_size_of_the_logits(z: Tensor) -> None:
+    for size in (1e-3, 1.0, 1e6):
+        close(get("norm_softmax")(size * z), get("norm_softmax")(z), 1e-5)
+    unit = (z - z.mean(-1, keepdim=True)) / z.std(-1, keepdim=True, correction=0)
+    close(get("norm_softmax", temperature=0.5)(z), torch.softmax(2 * unit, -1), 1e-9)
+
+
+def test_norm_softmax_gives_all_weight_to_the_only_leader_of_a_long_row_and_none_to_equal_keys() -> None:
+    leader = torch.zeros(1, 10_000, dtype=torch.float64).index_fill(1, torch.tensor([7]), 1e-3)
+    assert get("norm_softmax")(leader)[0, 7] > 0.999
+    even = torch.full((1, 5), 3.0, requires_grad=True)
+    weights = get("norm_softmax")(even)
+    weights[0, 0].backward()
+    close(weights.detach(), torch.full((1, 5), 0.2))
+    assert even.grad.isfinite().all()
+
+
+def test_threshold_relu_of_rms_normed_vectors_is_tdas_formula_of_cosines() -> None:
+    """[cos - beta sqrt(2 log n / d)]_+^p with n = i + 1, as in snap-research/TDA."""
+    d, beta, power = 24, 0.4, 2.0
+    q, k = (torch.nn.functional.rms_norm(torch.randn(9, d, dtype=torch.float64), (d,)) for _ in range(2))
+    cosines = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).T
+    threshold = beta * torch.sqrt(2 * torch.log(torch.arange(1, 10).double()) / d)
+    expected = ((cosines - threshold[:, None]).relu() ** power).tril()
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    found = get("threshold_relu", beta=beta, power=power, width=d)(q @ k.T / d**0.5, causal)
+    close(found, expected, 1e-6)
+    assert (found > 0).any()
+
+
+def test_threshold_relu_without_a_threshold_is_relu_without_its_mean(z: Tensor) -> None:
+    close(get("threshold_relu", beta=0.0, power=2.0)(z), KEYS * get("relu", power=2.0)(z))
+
+
+def test_noise_passes_the_threshold_of_its_length_rarely() -> None:
+    noise = torch.randn(200, 4096, dtype=torch.float64)
+    assert (get("threshold_relu")(noise) > 0).sum(-1).double().mean() < 0.5
+    assert (get("threshold_relu", beta=0.5)(noise) > 0).sum(-1).double().mean() > 10
+
+
+def test_an_odd_polynomial_keeps_signs_and_divides_by_the_root_of_n(z: Tensor) -> None:
+    close(get("odd_polynomial")(-z), -get("odd_polynomial")(z))
+    close(get("odd_polynomial", power=1)(z), z / KEYS**0.5)
+    assert get("odd_polynomial").properties.signed
 
 
 # Sinks.

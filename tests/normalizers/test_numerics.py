@@ -20,7 +20,10 @@ HOSTILE = {
     "alternating ties": [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0],
 }
 # Powers of 1e30 are no longer finite numbers in float32.
-POWERS = ("relu,power=2.0", "kernel,function=polynomial", "kernel,function=polynomial,power=4")
+POWERS = (
+    "relu,power=2.0", "kernel,function=polynomial", "kernel,function=polynomial,power=4", "threshold_relu",
+    "threshold_relu,beta=0.5,power=3.0,width=16", "odd_polynomial", "odd_polynomial,power=5",
+)  # fmt: skip
 CASES = [
     (v, name)
     for name in HOSTILE

@@ -16,7 +16,8 @@ from torch import Tensor
 from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
-from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule
+from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
+from attnorm.normalizers.softcap import Softcap
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
@@ -33,6 +34,7 @@ class Lowered:
     rule: str = "none"
     parameter: float = 0.0
     window: int | None = None
+    softcap: float | None = None  # the model's own, or that of a rule
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -51,16 +53,18 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
         return None
     if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
         return None
-    form = Lowered(map_)
-    last = normalizer.rules[-1] if normalizer.rules else None
-    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules[:-1]):
+    cap, rules = _own_softcap(inputs, normalizer)
+    form = Lowered(map_, softcap=inputs.softcap if cap is None else cap)
+    last = rules[-1] if rules else None
+    if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
         return None
     if last is not None and (rule := last.kernel_rule()) is not None:
-        if inputs.positions is not None:
+        # The kernels apply the rule behind the factor and the shift of a row; those of a map come after its rules.
+        if inputs.positions is not None or map_.row_factor is not None or map_.row_shift is not None:
             return None
         form = replace(form, rule=rule[0], parameter=rule[1])
     elif isinstance(last, EntropyRule):
-        if map_.map != "softmax" or normalizer.sink is not None or inputs.softcap is not None:
+        if map_.map != "softmax" or normalizer.sink is not None or form.softcap is not None:
             return None
     elif last is not None and not isinstance(last, ScaleRule):
         return None
@@ -70,6 +74,14 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
             return None
         form = replace(form, window=min(window, form.window or window))
     return form
+
+
+def _own_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, list[LogitRule]]:
+    """The cap of a softcap that comes before all other rules, and those others: the kernels have one for models."""
+    rules = normalizer.rules
+    if rules and isinstance(rules[0], Softcap) and inputs.softcap is None:
+        return rules[0].cap, rules[1:]
+    return None, rules
 
 
 def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
@@ -123,7 +135,7 @@ def _call(
     map_ = form.map
     output, reference, _ = _forward(
         inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, map_.map, map_.power, map_.floor, form.rule,
-        form.parameter, inputs.softcap, inputs.causal, form.window, inputs.scale, precise,
+        form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference
 

@@ -106,6 +106,9 @@ def polynomial_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def polynomial_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     x = z * LN2
+    if P == 1:
+        slope = tl.where(x == x, 1.0, x)
+        return x, slope, slope
     slope = _power(x, P - 1) * P
     return _power(x, P), slope, slope
 
@@ -181,6 +184,7 @@ MAPS: dict[str, TileMap] = {
     "polynomial": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=True),
     "sigmoid": TileMap(sigmoid_weights, sigmoid_slopes, Reference.NONE, normalised=False, lift=1024.0),
     "relu": TileMap(relu_weights, relu_slopes, Reference.NONE, normalised=False, lift=32.0),
+    "power": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=False),
 }
 
 RULES: dict[str, Any] = {"none": no_rule, "distance": distance_rule}

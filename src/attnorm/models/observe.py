@@ -36,7 +36,7 @@ __all__ = ["check_observable", "observe"]
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 
 _lock = threading.RLock()
-_watched: dict[nn.Module, "_Observation"] = {}  # attention module -> its observation
+_watched: dict[nn.Module, tuple["_Observation", ...]] = {}  # attention module -> who observes it, the first one first
 
 
 @contextmanager
@@ -154,17 +154,20 @@ _original: list[Any] = []  # AttentionInterface.get_interface, while it is repla
 
 def _register(observation: _Observation) -> None:
     with _lock:
-        if any(module in _watched for module in observation.sites):
-            raise RuntimeError("this model is observed already; leave the first observe() before entering another")
         if not _watched:
             _original.append(replace_get_interface(_get_interface))
-        _watched.update(dict.fromkeys(observation.sites, observation))
+        for module in observation.sites:
+            _watched[module] = (*_watched.get(module, ()), observation)
 
 
 def _forget(observation: _Observation) -> None:
     with _lock:
         for module in observation.sites:
-            del _watched[module]
+            others = tuple(one for one in _watched[module] if one is not observation)
+            if others:
+                _watched[module] = others
+            else:
+                del _watched[module]
         if not _watched:
             replace_get_interface(_original.pop())
 
@@ -175,10 +178,9 @@ def _get_interface(self: AttentionInterface, attn_implementation: str | None, de
 
 
 def _run(kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    observation = _watched.get(module)
-    if observation is None:  # of another model
-        return function(module, *args, **kwargs)
-    return observation.run(kernel, function, module, *args, **kwargs)
+    for observation in _watched.get(module, ()):  # none: a module of another model
+        function = partial(observation.run, kernel, function)
+    return function(module, *args, **kwargs)
 
 
 def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:

@@ -61,8 +61,8 @@ def projections(module: nn.Module, call: AttentionCall) -> Projections | None:
         None if key_bias is None else key_bias[: groups * width].unflatten(0, (groups, width)),
     )
     x = call.inputs_BKC[0, -call.query_BHQD.shape[2] :].float()
-    same = _projects_to(made.query_weight, made.query_bias, x, call.query_BHQD[0])
-    return made if same and _projects_to(made.key_weight, made.key_bias, call.inputs_BKC[0], call.key_BGKD[0]) else None
+    same = projects_to(made.query_weight, made.query_bias, x, call.query_BHQD[0])
+    return made if same and projects_to(made.key_weight, made.key_bias, call.inputs_BKC[0], call.key_BGKD[0]) else None
 
 
 def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
@@ -89,7 +89,8 @@ def _of(part: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias.detach().float() if isinstance(bias, Tensor) else None
 
 
-def _projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) -> bool:
+def projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) -> bool:
+    """Whether W x + b, weight (heads, width, inputs) and x (length, inputs), has the norms of the states `there`."""
     made = torch.einsum("hed,ld->hle", weight, x.float())
     made = made if bias is None else made + bias[:, None]
     a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (made, there))

@@ -7,7 +7,7 @@ steps cost nothing, and neither outputs nor gradients change.
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -66,6 +66,7 @@ class AttentionMonitor(TrainerCallback):
         self.numbers: dict[str, float] = {}  # of the last measurement
         self.per_head = check_per_head(per_head)
         self.history = History()  # every head of the last measurements
+        self.also_logged: list[Callable[[], dict[str, float]]] = []  # numbers of others, such as QKClip
         self.steps = 0  # of your own training loop
         self._called = False  # step, without `with` so far
         self._measurements = 0
@@ -145,6 +146,8 @@ class AttentionMonitor(TrainerCallback):
         self.history.add(step, layers)
         heads = dict(head_keys(layers, self.per_head, PREFIX))
         self.numbers = _keys(layers) | dict(worst_keys(layers, PREFIX)) | heads | self._judged(layers, step)
+        for numbers in self.also_logged:
+            self.numbers |= numbers()
         return dict(self.numbers)
 
     def to_pandas(self) -> Any:

@@ -41,6 +41,43 @@ def lightning_callback(monitor: Any) -> Any:
     return LightningAttentionMonitor()
 
 
+def lightning_clip_callback(clip: Any) -> Any:
+    """A QKClip as a callback that scales weights after every optimizer step, and writes to the loggers."""
+    callback = _callback_class()
+
+    class LightningQKClip(callback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.clip = clip
+            self._begun = -1
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._begun = -1  # steps restart at 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            step = _step(trainer)
+            if step != self._begun:  # an accumulated batch is one step
+                clip.begin(pl_module)
+                self._begun = step
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if _step(trainer) == self._begun:
+                return
+            clip.finish(self._begun)
+            due = trainer.log_every_n_steps and (self._begun + 1) % trainer.log_every_n_steps == 0
+            if due and clip.monitor is None:
+                numbers = clip.take_numbers()
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=self._begun)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            clip.close()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            clip.close()
+
+    return LightningQKClip()
+
+
 def _step(trainer: Any) -> int:
     """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
 
@@ -55,9 +92,7 @@ def _callback_class() -> Any:
             return importlib.import_module(f"{package}.callbacks").Callback
         except ImportError:
             continue
-    raise ImportError(
-        "AttentionMonitor.lightning() needs Lightning, which is not installed. Run: pip install lightning"
-    )
+    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning")
 
 
 def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:

@@ -101,6 +101,21 @@ BUILT_IN: dict[str, NormalizerEntry] = {
         ("kernel", "normalizers.kernel:kernel", "Mudarisov et al. 2025", _arxiv("2508.17821")),
         ("kneemax", "normalizers.kneemax:kneemax", "attnorm", "docs/theory/kneemax.md"),
         ("local", "normalizers.local:local", "Beltagy et al. 2020", _arxiv("2004.05150")),
+        ("softcap", "normalizers.softcap:softcap", "Gemma 2 2024", _arxiv("2408.00118")),
+        ("ssa", "normalizers.ssa:ssa", "Zhang et al. 2024", _arxiv("2411.12892")),
+        (
+            "norm_softmax",
+            "normalizers.norm_softmax:norm_softmax",
+            "Jiang et al. 2022",
+            "https://openreview.net/forum?id=4g7nCbpjNwd",
+        ),
+        ("threshold_relu", "normalizers.threshold_relu:threshold_relu", "Huang et al. 2026", _arxiv("2601.12145")),
+        (
+            "odd_polynomial",
+            "normalizers.odd_polynomial:odd_polynomial",
+            "Saratchandran et al. 2024",
+            _arxiv("2410.18613"),
+        ),
         ("gaussian", "mechanisms.gaussian:Gaussian", "Lu et al. 2021", _arxiv("2110.11945")),
         ("soft", "mechanisms.soft:Soft", "Lu et al. 2022", _arxiv("2207.03341")),
         ("linear", "mechanisms.linear:Linear", "Katharopoulos et al. 2020", _arxiv("2006.16236")),
@@ -113,7 +128,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
 RowName = Literal[
     "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
-    "kneemax", "local",
+    "kneemax", "local", "softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial",
 ]  # fmt: skip
 MechanismName = Literal["gaussian", "soft", "linear", "selective", "differential"]
 

@@ -1,0 +1,281 @@
+"""QKClip: keep attention logits below a limit by scaling the weights that make queries and keys, after each step.
+
+    gamma_h = min(1, tau / S_h),   W_q and W_k of head h times sqrt(gamma_h)
+
+S_h is the largest logit of head h over all rows of the step, exactly. Kimi Team 2025, https://arxiv.org/abs/2507.20534
+(MuonClip); query heads that share a key head share the smallest gamma, as in Megatron's qk_clip. Moments of the
+optimizer stay as they are, as in both.
+"""
+
+import math
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import MODEL
+from attnorm.metrics.rows import measure_rows
+from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable
+from attnorm.models.observe import observe
+from attnorm.models.query_key_weights import QueryKeyWeights, query_key_weights
+from attnorm.monitor.monitor import PREFIX, AttentionMonitor
+from attnorm.monitor.trainers import keep_off_the_terminal, lightning_clip_callback
+from attnorm.monitor.watch import trained_model
+
+KEPT_CLIPS = 10_000
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One head whose weights were scaled."""
+
+    step: int
+    layer: str  # as in the keys of the monitor: layer_03
+    head: int
+    largest_logit: float
+    gamma: float  # what the head's logits were multiplied by
+
+
+class QKClip(TrainerCallback):
+    """After each training step, scale the query and key weights of heads whose largest logit exceeds tau.
+
+    monitor: an AttentionMonitor that logs what was clipped with its own numbers. on_alert: do nothing, at no cost,
+    until that monitor raises its alert "exploding_logits".
+
+    >>> clip = QKClip(tau=100).attach(trainer)
+    >>> trainer.train()
+    >>> clip.clips
+    """
+
+    def __init__(self, tau: float = 100.0, *, monitor: AttentionMonitor | None = None, on_alert: bool = False) -> None:
+        if not isinstance(tau, int | float) or isinstance(tau, bool) or not tau > 0 or math.isinf(tau):
+            raise ValueError(f"expected tau as a positive number, got {tau!r}.")
+        if monitor is not None and not isinstance(monitor, AttentionMonitor):
+            raise TypeError(f"expected monitor as an attnorm.AttentionMonitor, got {monitor!r}.")
+        if on_alert and monitor is None:
+            raise ValueError("expected a monitor with on_alert=True, got None. Pass monitor=AttentionMonitor(...).")
+        self.tau = float(tau)
+        self.monitor = monitor
+        self.on_alert = on_alert
+        self.clips: deque[Clip] = deque(maxlen=KEPT_CLIPS)  # the last ones
+        self.steps = 0  # of your own training loop
+        self._weights: weakref.WeakKeyDictionary[nn.Module, QueryKeyWeights] = weakref.WeakKeyDictionary()
+        self._largest: dict[nn.Module, Tensor] = {}  # (H,), of this step
+        self._names: dict[nn.Module, tuple[str, int]] = {}
+        self._running: nn.Module | None = None
+        self._counts = False
+        self._open: ExitStack | None = None
+        self._unlogged: dict[str, float] = {}
+        if monitor is not None:
+            monitor.also_logged.append(self.take_numbers)
+
+    def __repr__(self) -> str:
+        return f"QKClip(tau={self.tau:g}, on_alert={self.on_alert}): {len(self.clips)} clips"
+
+    @contextmanager
+    def step(self, model: nn.Module) -> Iterator[None]:
+        """One step of your own training loop, optimizer.step() included; weights are scaled on exit."""
+        self.steps += 1
+        self.begin(model)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+        self.finish(self.steps)
+
+    def begin(self, model: nn.Module) -> None:
+        """Measure the training forwards of the model from now on."""
+        self.close()
+        if self.on_alert and not self._alerted():
+            return
+        check_observable(model)
+        model = trained_model(model)
+        sites = attention_sites(model)
+        unknown = any(module not in self._weights for module in sites)
+        with ExitStack() as opened:
+            opened.enter_context(observe(model, self._on_call, inputs=unknown, check=unknown))
+            hooks = [model.register_forward_pre_hook(self._forward_begins)]
+            hooks += [module.register_forward_pre_hook(self._module_begins) for module in sites]
+            for hook in hooks:
+                opened.callback(hook.remove)
+            self._open = opened.pop_all()
+
+    def finish(self, step: int) -> list[Clip]:
+        """Scale the weights of all heads whose largest logit since `begin` exceeds tau; call it after the optimizer."""
+        self.close()
+        found = []
+        several = len({kind for kind, _ in self._names.values()}) > 1
+        for module, largest in _over_all_processes(self._largest).items():
+            if not bool((largest > self.tau).any()):
+                continue
+            kind, layer = self._names[module]
+            name = f"{kind}/" * several + f"layer_{layer:02}"
+            if not bool(largest.isfinite().all()):
+                warnings.warn(f"step {step}: {name} has logits that are not finite; it is not clipped", stacklevel=2)
+                continue
+            gamma = self._weights[module].scale_((self.tau / largest).clamp(max=1.0))
+            found += [
+                Clip(step, name, head, float(largest[head]), float(one))
+                for head, one in enumerate(gamma.tolist())
+                if one < 1
+            ]
+        self._count(found)
+        self._largest.clear()
+        self.clips.extend(found)
+        return found
+
+    def take_numbers(self) -> dict[str, float]:
+        """What was clipped since the last call, by logging key."""
+        taken, self._unlogged = self._unlogged, {}
+        return taken
+
+    def _count(self, clips: list[Clip]) -> None:
+        known = self._unlogged
+        largest = [value for found in self._largest.values() for value in found.tolist() if math.isfinite(value)]
+        if largest:
+            key = f"{PREFIX}qk_clip/largest_logit"
+            known[key] = max(known.get(key, -math.inf), *largest)
+        heads, smallest = f"{PREFIX}qk_clip/clipped_heads", f"{PREFIX}qk_clip/gamma_min"
+        known[heads] = known.get(heads, 0.0) + len(clips)
+        known[smallest] = min([known.get(smallest, 1.0), *(clip.gamma for clip in clips)])
+
+    def close(self) -> None:
+        """Stop observing the model."""
+        opened, self._open, self._running, self._counts = self._open, None, None, False
+        if opened is not None:
+            opened.close()
+
+    def _alerted(self) -> bool:
+        assert self.monitor is not None
+        return any(alert.kind == "exploding_logits" for alert in self.monitor.alerts)
+
+    def _forward_begins(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._counts = torch.is_grad_enabled()  # generation inside a training step does not count
+
+    def _module_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._running = module
+
+    def _on_call(self, call: AttentionCall) -> None:
+        module = self._running
+        if not self._counts or module is None:
+            return
+        if module not in self._weights:
+            self._weights[module] = _weights(module, call)
+        self._names[module] = call.kind, call.layer
+        largest = largest_logits(call, self.tau)
+        known = self._largest.get(module)
+        self._largest[module] = largest if known is None else torch.maximum(known, largest)
+
+    def attach(self, trainer: Any) -> "QKClip":
+        """Add the callback to a transformers Trainer, in front of the others: they get its numbers."""
+        if not hasattr(trainer, "callback_handler"):
+            raise TypeError(
+                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
+                "`with clip.step(model):`, in Lightning Trainer(callbacks=[clip.lightning()])"
+            )
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"expected one GPU per process, got {trainer.args.n_gpu} in this Trainer, which copies the model. "
+                "Start one process per GPU (torchrun)."
+            )
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
+        keep_off_the_terminal(callbacks, PREFIX)
+        return self
+
+    def lightning(self) -> Any:
+        """The same as a Lightning callback."""
+        return lightning_clip_callback(self)
+
+    @property
+    def setup(self) -> NoReturn:
+        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
+        raise AttributeError("in Lightning write Trainer(callbacks=[clip.lightning()])")
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.begin(others["model"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        self.finish(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        if logs is not None and self.monitor is None:
+            numbers = self.take_numbers()
+            logs.update(numbers)
+            if state.log_history:  # written before callbacks are called
+                state.log_history[-1].update(numbers)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()  # of a run that an exception ended
+        self._largest.clear()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+
+@torch.no_grad()
+def largest_logits(call: AttentionCall, tau: float) -> Tensor:
+    """(H,): the largest scaled dot product of each head over all rows and the keys they see; infinite where it is NaN.
+
+    Before a softcap and a position bias, which no weight of q and k decides. On a CPU norms are looked at first: where
+    no |q| |k| exceeds tau no logit does, the dot products are not computed, and the result is -infinity.
+    """
+    query, key = call.query_BHQD.detach(), call.key_BGKD.detach()
+    if not query.is_cuda:
+        norms = [torch.linalg.vector_norm(t.float(), dim=-1).amax((0, 2)) for t in (query, key)]
+        bound = abs(call.scale) * norms[0] * norms[1].repeat_interleave(len(norms[0]) // len(norms[1]))
+        if bool((bound <= tau).all()):
+            return torch.full_like(bound, -math.inf)
+    plain = replace(
+        call, query_BHQD=query, key_BGKD=key, softcap=None, bias=None, sinks_H=None, normalizer=None, inputs_BKC=None
+    )
+    rows = torch.arange(query.shape[2])
+    found = measure_rows(plain, [None], rows, (), names=("max_logit",))[MODEL]
+    largest = found.values["max_logit"].masked_fill(found.n < 1, -math.inf)
+    return largest.masked_fill(found.broken, math.inf).amax((0, 2))
+
+
+def _weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights:
+    found = query_key_weights(module, call)
+    if found is None:
+        raise UnsupportedModel(
+            f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip scales. "
+            "It normalizes them afterwards (QK-norm, which bounds logits by itself), or builds them in a way that is "
+            "not known. Use the normalizer 'softcap' instead."
+        )
+    for part in (*found.query, *found.key):
+        weight = part.projection.weight
+        if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+            raise UnsupportedModel(
+                f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} of "
+                f"{weight.dtype}. QK-clip does not know sharded or quantized weights."
+            )
+    return found
+
+
+def _over_all_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Tensor]:
+    """The largest over all processes of torch.distributed, so that all of them scale alike."""
+    if not largest or not (distributed.is_available() and distributed.is_initialized()):
+        return largest
+    heads = [len(found) for found in largest.values()]
+    together = torch.cat([*largest.values()])
+    distributed.all_reduce(together, op=distributed.ReduceOp.MAX)
+    return dict(zip(largest, together.split(heads), strict=True))

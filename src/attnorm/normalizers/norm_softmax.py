@@ -1,0 +1,54 @@
+"""NormSoftmax: softmax((z - mean) / (sigma T)), mean and standard deviation sigma over the visible keys of the row.
+
+Jiang, Gu & Pan 2022, https://openreview.net/forum?id=4g7nCbpjNwd: the input of softmax is brought to unit variance, so
+that neither the length of q and k nor 1/sqrt(d) matters. Multiplying all logits of a row by a positive number changes
+nothing. A single key that leads n - 1 equal ones is always sqrt(n) deviations above them: its weight approaches 1 with
+n however small its lead is.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import LogitRule, Normalizer
+from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.softmax import Softmax, softmax_row
+
+LEAST_VARIANCE = 1e-12  # added to the variance: equal logits have a gradient, 0
+
+
+class UnitVariance(LogitRule):
+    length = "variance of the row"
+    swap_untrained = False
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        if not temperature > 0 or math.isinf(temperature):
+            raise ValueError(f"expected a positive temperature, got {temperature}")
+        self.temperature = float(temperature)
+
+    def forward(self, block: Block) -> Tensor:
+        n = block.n.clamp(min=1)
+        centred = block.hide(block.logits - block.logits.sum(-1, keepdim=True) / n)
+        variance = centred.square().sum(-1, keepdim=True) / n
+        return centred * torch.rsqrt(variance + LEAST_VARIANCE) / self.temperature
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}"
+
+
+def _reference(row: Row, temperature: float = 1.0) -> Tensor:
+    centred = row.z - row.z.mean()
+    return softmax_row(centred / torch.sqrt((centred**2).mean() + LEAST_VARIANCE) / temperature)
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"temperature": 0.5}],
+    warm_start=WarmStart("far", "nothing to set: rows of every spread get the same one"),
+)
+def norm_softmax(temperature: float = 1.0) -> Normalizer:
+    """softmax of logits brought to unit variance: sharpness no longer depends on the size of q and k."""
+    return Normalizer(Softmax(), scale=[UnitVariance(temperature)], name="norm_softmax")

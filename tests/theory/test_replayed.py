@@ -1,0 +1,33 @@
+"""Addresses of cases name the same rows, with the same ratios, as when replayed.json was written."""
+
+import json
+
+import pytest
+import torch
+
+from attnorm.theory import claims
+from tests.theory.replayed import ROUNDS, STORED, outlines, ratios
+
+STORED_NUMBERS = json.loads(STORED.read_text(encoding="utf-8"))
+CLAIMS = {claim.id: claim for claim in claims() if claim.searched}
+
+
+def test_cases_are_drawn_as_they_were() -> None:
+    for found, stored in zip(outlines(), STORED_NUMBERS["cases"], strict=True):
+        assert found.keys() == stored.keys()
+        for name, numbers in stored.items():
+            assert found[name] == pytest.approx(numbers, rel=1e-6, abs=1e-6), name
+
+
+def test_every_claim_is_stored() -> None:
+    assert STORED_NUMBERS["ratios"].keys() == CLAIMS.keys(), "run python -m tests.theory.replayed"
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("name", CLAIMS)
+def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
+    for round_number, stored in zip(ROUNDS, STORED_NUMBERS["ratios"][name], strict=True):
+        found = ratios(CLAIMS[name], round_number)
+        known = torch.tensor([[x is not None for x in row] for row in stored])
+        expected = torch.tensor([[0.0 if x is None else x for x in row] for row in stored], dtype=torch.float64)
+        torch.testing.assert_close(found[known], expected[known], rtol=1e-6, atol=1e-8, equal_nan=True)
