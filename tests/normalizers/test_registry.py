@@ -126,7 +126,7 @@ def test_a_name_is_taken_once() -> None:
         ("sofmax", "'sofmax'.*'softmax'"),
         ("entmax_15", "'entmax15'"),
         ("stickbreaking", "'stick_breaking'"),
-        ("xyz", "'xyz'.*adaptive_temperature, asentmax"),
+        ("xyz", "'xyz'.*adaptive_temperature, "),
         (15, "15"),
     ],
 )

@@ -116,6 +116,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
             "Saratchandran et al. 2024",
             _arxiv("2410.18613"),
         ),
+        ("alibi", "normalizers.alibi:alibi", "Press et al. 2022", _arxiv("2108.12409")),
         ("gaussian", "mechanisms.gaussian:Gaussian", "Lu et al. 2021", _arxiv("2110.11945")),
         ("soft", "mechanisms.soft:Soft", "Lu et al. 2022", _arxiv("2207.03341")),
         ("linear", "mechanisms.linear:Linear", "Katharopoulos et al. 2020", _arxiv("2006.16236")),
@@ -128,7 +129,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
 RowName = Literal[
     "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
-    "kneemax", "local", "softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial",
+    "kneemax", "local", "softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial", "alibi",
 ]  # fmt: skip
 MechanismName = Literal["gaussian", "soft", "linear", "selective", "differential"]
 

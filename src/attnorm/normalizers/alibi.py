@@ -1,0 +1,74 @@
+"""ALiBi: every key loses `slope` per position of distance from the query, in front of any map.
+
+Press, Smith & Lewis 2022, https://arxiv.org/abs/2108.12409. Each head has a slope of its own: 2^(-8 h / H) for head h
+of H = 2, 4, 8, ... heads. The penalty limits how far a head looks, whatever the length, so that a row does not become
+flatter with n beyond that distance.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import LogitRule, Mechanism, Normalizer, per_head
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.registry import get
+from attnorm.normalizers.softmax import softmax_row
+
+
+class LinearBias(LogitRule):
+    """z - slope |distance|, with the paper's slopes for this number of heads."""
+
+    length = "distance"
+    permutation_equivariant = False
+    swap_untrained = False
+    slopes: Tensor
+
+    def __init__(self, heads: int | None = None) -> None:
+        super().__init__()
+        if heads is not None and heads < 1:
+            raise ValueError(f"expected heads of at least 1, got {heads}. None gives all heads the same slope.")
+        values = torch.tensor(slopes(heads or 1), dtype=torch.float32)
+        self.register_buffer("slopes", values[0] if heads is None else values)
+
+    def forward(self, block: Block) -> Tensor:
+        slope = per_head(self.slopes, block.logits).to(block.logits.dtype)
+        return block.logits - slope * block.positions.distance.abs()
+
+    def gain(self, n: int) -> float | None:
+        return 1.0
+
+
+def slopes(heads: int) -> list[float]:
+    """The slopes of the paper's code. Other than powers of two take every second slope of the next power of two."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
+    between = [2.0 ** (-8 * (head + 1) / (2 * power)) for head in range(0, 2 * power, 2)]
+    return first + between[: heads - power]
+
+
+def _reference(row: Row, map: str = "softmax", heads: int | None = None) -> Tensor:
+    z = row.z - slopes(heads or 1)[row.head if heads else 0] * row.distance.abs().to(row.z.dtype)
+    return softmax_row(z) if map == "softmax" else get(map)(z[None])[0]
+
+
+def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+    return {"heads": layer.heads}
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"heads": HEADS}, {"map": "sparsemax", "heads": HEADS}],
+    warm_start=WarmStart("far", "nothing to set: for models trained without positions, or with ALiBi", options=_start),
+)
+def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
+    """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
+    if not isinstance(map, str) or map == "alibi":
+        raise ValueError(f"expected the name of a row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
+    inner = get(map)
+    if isinstance(inner, Mechanism):
+        raise ValueError(f"expected a row normalizer as map, got the mechanism {map!r}. Write e.g. map='entmax15'.")
+    return Normalizer(
+        inner.map, scale=[*inner.rules, LinearBias(heads)], select=inner.selections, sink=inner.sink, name="alibi"
+    )
