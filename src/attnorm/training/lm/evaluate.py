@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch.nn import functional as F
 
 from attnorm.training.lm.data import Tokens, check_length, validation_windows
-from attnorm.training.lm.model import ROTARY, LMSettings
+from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 
 EVALUATION_BATCH = 16
 LONGER = (1, 2, 4)  # times the training length
@@ -89,11 +89,11 @@ def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
     for length in lengths:
         if length < 1:
             raise ValueError(f"a length to evaluate at must be at least 1, got {length}")
-        if length > settings.context and not ROTARY[settings.architecture]:
-            rotary = " or ".join(name for name, has_angles in ROTARY.items() if has_angles)
+        if length > settings.context and not ANY_LENGTH[settings.architecture]:
+            others = " or ".join(name for name, unlimited in ANY_LENGTH.items() if unlimited)
             raise ValueError(
                 f"{settings.architecture} has {settings.context} positions and none beyond, so it cannot be evaluated "
-                f"at {length}; remove that length, or train a model with rotary positions ({rotary})"
+                f"at {length}; remove that length, or train another architecture ({others})"
             )
 
 
@@ -106,7 +106,7 @@ def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid
         ValueError: The text is shorter than one of the lengths.
     """
     if wanted is None:
-        times = LONGER if ROTARY[settings.architecture] else LONGER[:1]
+        times = LONGER if ANY_LENGTH[settings.architecture] else LONGER[:1]
         longer = [factor * settings.context for factor in times]
         return [length for length in longer if length == settings.context or length < len(valid) - 1]
     for length in wanted:

@@ -18,7 +18,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
 LARGEST_VOCABULARY = 2**16  # tokens are stored as uint16
 DTYPES = ("float32", "bfloat16")
 RECORD = "training.json"  # in the folder of a run: its settings and, at the end, its result
-ROTARY = {"gpt2": False, "llama": True}  # architecture -> whether positions are angles, which have no largest value
+ANY_LENGTH = {"gpt2": False, "llama": True, "nope": True}  # architecture -> whether it has no largest position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class LMSettings:
     recipe with one normalizer for all layers becomes `normalizer`."""
 
     def __post_init__(self) -> None:
-        if self.architecture not in ROTARY:
-            raise ValueError(f"unknown architecture {self.architecture!r}; {did_you_mean(self.architecture, ROTARY)}")
+        if self.architecture not in ANY_LENGTH:
+            raise ValueError(f"unknown architecture {self.architecture!r}; {did_you_mean(self.architecture, ANY_LENGTH)}")
         for name in ("layers", "heads", "width", "context", "steps", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -59,7 +59,7 @@ class LMSettings:
                 f"width must be a multiple of heads, so that every head gets the same share; got width {self.width} "
                 f"and {self.heads} heads, try width {self.heads * max(1, round(self.width / self.heads))}"
             )
-        if ROTARY[self.architecture] and self.width // self.heads % 2:
+        if ANY_LENGTH[self.architecture] and self.width // self.heads % 2:
             raise ValueError(
                 f"{self.architecture} turns the coordinates of a head in pairs, so width / heads must be even; got "
                 f"width {self.width} and {self.heads} heads, try width {self.width + self.heads}"
@@ -151,7 +151,20 @@ def _build_llama(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any
     import transformers
 
     build: Any = transformers.LlamaForCausalLM  # as above
-    config = transformers.LlamaConfig(
+    return build(_llama_config(transformers.LlamaConfig, settings, vocabulary, end_of_text))
+
+
+def _build_nope(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any:
+    """SmolLM3 is Llama with layers that leave out the rotation; here all do."""
+    import transformers
+
+    build: Any = transformers.SmolLM3ForCausalLM  # as above
+    none: dict[str, Any] = {"no_rope_layers": [0] * settings.layers, "pad_token_id": None}
+    return build(_llama_config(transformers.SmolLM3Config, settings, vocabulary, end_of_text, **none))
+
+
+def _llama_config(config: Any, settings: LMSettings, vocabulary: int, end_of_text: int, **others: Any) -> Any:
+    return config(
         vocab_size=vocabulary,
         max_position_embeddings=settings.context,
         hidden_size=settings.width,
@@ -163,8 +176,8 @@ def _build_llama(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         tie_word_embeddings=True,
+        **others,
     )
-    return build(config)
 
 
 ARCHITECTURES = {
@@ -177,6 +190,11 @@ ARCHITECTURES = {
         build=_build_llama,
         blocks=lambda model: model.model.layers,
         description="Llama: rotary positions, RMS norm before each part, SwiGLU, no biases, tied embeddings",
+    ),
+    "nope": Architecture(
+        build=_build_nope,
+        blocks=lambda model: model.model.layers,
+        description="Llama without positions (NoPE): RMS norm before each part, SwiGLU, no biases, tied embeddings",
     ),
 }
 

@@ -15,7 +15,7 @@ from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.lm.attention import without_compiled_blocks
 from attnorm.training.lm.data import Tokens, encode
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, LONGER, check_lengths
-from attnorm.training.lm.model import RECORD, ROTARY, LMSettings
+from attnorm.training.lm.model import ANY_LENGTH, RECORD, LMSettings
 from attnorm.training.needle.data import Puzzles, Wording, puzzles_at, training_puzzles
 from attnorm.training.needle.train import NeedleTask, answer_logits, fine_tune, split_filler
 
@@ -171,12 +171,12 @@ def folder_of(model: str | Path) -> Path:
 
 
 def usual_longer(model: str | Path) -> tuple[int, ...]:
-    """Return the default test lengths as multiples of the training length: only 1 without rotary positions.
+    """Return the default test lengths as multiples of the training length: only 1 if positions are learned.
 
     Raises:
         ValueError: The folder holds no model of `train lm`.
     """
-    return LONGER if ROTARY[settings_of(folder_of(model)).architecture] else LONGER[:1]
+    return LONGER if ANY_LENGTH[settings_of(folder_of(model)).architecture] else LONGER[:1]
 
 
 def settings_of(folder: Path) -> LMSettings:
