@@ -24,7 +24,9 @@ def lm(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.")],
     valid: Annotated[Path, typer.Option(metavar="FILE", help="Held-out text for the validation loss.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the model; the same command resumes from it.")],
-    architecture: Annotated[str, typer.Option(help="gpt2, llama (rotary positions) or nope (llama without positions).")] = "gpt2",
+    architecture: Annotated[
+        str, typer.Option(help="gpt2, llama (rotary positions) or nope (llama without positions).")
+    ] = "gpt2",
     normalizer: Annotated[str, typer.Option(metavar="NAME", help="Normalizer; see `attnorm normalizers`.")] = "softmax",
     normalizer_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3.")] = "",
     recipe: Annotated[

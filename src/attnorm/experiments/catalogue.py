@@ -61,6 +61,15 @@ TRAINED = {
         "small language models of every normalizer",
         {TEXT: None, VALID: None, ONLY: None},
     ),
+    "temperature": ExperimentEntry(
+        "attnorm.experiments.model_grid.temperature", "models trained at fixed temperatures", {TEXT: None, VALID: None}
+    ),
+    "positions": ExperimentEntry(
+        "attnorm.experiments.model_grid.positions", "rotary, ALiBi, learned or no positions", {TEXT: None, VALID: None}
+    ),
+    "heads": ExperimentEntry(
+        "attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", {TEXT: None, VALID: None}
+    ),
 }
 EXPERIMENTS = {**PAPERS, **TRAINED}
 

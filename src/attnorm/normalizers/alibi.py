@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import LogitRule, Mechanism, Normalizer, per_head
+from attnorm.normalizers.composition import behind
+from attnorm.normalizers.contract import LogitRule, Normalizer, per_head
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import softmax_row
@@ -64,11 +65,4 @@ def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
 )
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
     """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
-    if not isinstance(map, str) or map == "alibi":
-        raise ValueError(f"expected the name of a row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
-    inner = get(map)
-    if isinstance(inner, Mechanism):
-        raise ValueError(f"expected a row normalizer as map, got the mechanism {map!r}. Write e.g. map='entmax15'.")
-    return Normalizer(
-        inner.map, scale=[*inner.rules, LinearBias(heads)], select=inner.selections, sink=inner.sink, name="alibi"
-    )
+    return behind(LinearBias(heads), map, name="alibi")

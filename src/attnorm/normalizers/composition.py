@@ -84,6 +84,14 @@ def compose(
     )
 
 
+def behind(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
+    """A whole normalizer with one more rule in front of its map, after its own rules."""
+    if not isinstance(map, str | Normalizer) or map == name:
+        raise ValueError(f"expected another row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
+    inner = _row(map)
+    return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
+
+
 def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None = None) -> Normalizer:
     """share * first + (1 - share) * second, the share learned, per head if `heads` is given."""
     return Normalizer(Mixture(_row(first), _row(second), share=share, heads=heads), name="mixture")

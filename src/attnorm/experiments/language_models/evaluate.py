@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model
-from attnorm.experiments.language_models.workspace import SOFTMAX
+from attnorm.experiments.language_models.workspace import SOFTMAX, ModelPlan
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import length_bins, spread
@@ -45,7 +45,8 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
         began = time.monotonic()
         with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
             losses = {
-                name: losses_at(worker, model, settings, tokens) for name, tokens in worker.texts.held_out.items()
+                name: losses_at(worker.workspace.plan, model, settings, tokens, worker.device)
+                for name, tokens in worker.texts.held_out.items()
             }
             statistics = attention_statistics(
                 model,
@@ -101,9 +102,10 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     free_memory()
 
 
-def losses_at(worker: Worker, model: Any, settings: LMSettings, tokens: Tokens) -> dict[str, float]:
+def losses_at(
+    plan: ModelPlan, model: Any, settings: LMSettings, tokens: Tokens, device: torch.device
+) -> dict[str, float]:
     """Return nats per token by window length, over the same tokens at every length."""
-    plan = worker.workspace.plan
     longest = max(plan.longer) * settings.context
     chunks = spread_chunks(tokens, longest, plan.chunks)
     dtype = getattr(torch, settings.dtype)
@@ -112,7 +114,7 @@ def losses_at(worker: Worker, model: Any, settings: LMSettings, tokens: Tokens) 
         length = times * settings.context
         windows = [chunk[start : start + length + 1] for chunk in chunks for start in range(0, longest, length)]
         together = max(1, EVALUATION_BATCH * settings.context // length)
-        found[str(length)] = round(validation_loss(model, windows, worker.device, dtype, together), 5)
+        found[str(length)] = round(validation_loss(model, windows, device, dtype, together), 5)
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,46 @@ SOFTMAX = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelPlan:
+class ModelPlan:
+    """Shape and training of models that are compared under equal conditions, and the tests of their losses."""
+
+    layers: int = 8
+    heads: int = 8
+    width: int = 512
+    context: int = 1024
+    vocab: int = 8192
+    batch: int = 16
+    """Windows per step. With 64, the short runs would have too few steps to choose a learning rate."""
+    warmup_share: float = 0.1
+    weight_decay: float = 0.1
+    longer: tuple[int, ...] = (1, 2, 4)
+    chunks: int = 40
+    """Pieces of text, each as long as the longest window, for the losses at all lengths."""
+    observed: int = 2
+    """Windows for the attention statistics."""
+    dtype: str = "bfloat16"
+    compiled: bool = True
+
+    def model_settings(self, normalizer: str, *, rate: float, tokens: int, seed: int, **others: Any) -> LMSettings:
+        """normalizer: its specification. others: settings that differ from the plan, e.g. architecture or heads."""
+        steps = max(1, math.ceil(tokens / (self.batch * self.context)))
+        name, options = parse_spec(normalizer)
+        return LMSettings(
+            **{
+                "architecture": "llama", "layers": self.layers, "heads": self.heads, "width": self.width,
+                "context": self.context, "vocab": self.vocab, "steps": steps, "batch": self.batch,
+                "learning_rate": rate, "warmup": max(1, round(self.warmup_share * steps)),
+                "weight_decay": self.weight_decay, "seed": seed, "dtype": self.dtype, "normalizer": name,
+                "normalizer_options": options, **others,
+            }
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelPlan(ModelPlan):
     """Equal conditions for every normalizer: only the normalizer and its learning rate differ."""
 
     normalizers: tuple[str, ...] = (
@@ -38,36 +77,13 @@ class LanguageModelPlan:
     )  # fmt: skip
     at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
     """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
-    layers: int = 8
-    heads: int = 8
-    width: int = 512
-    context: int = 1024
-    vocab: int = 8192
-    batch: int = 16
-    """Windows per step. With 64, the short runs would have too few steps to choose a learning rate."""
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     rate_tokens: int = 5_200_000
     main_tokens: int = 50_331_648
-    warmup_share: float = 0.1
-    weight_decay: float = 0.1
-    longer: tuple[int, ...] = (1, 2, 4)
-    chunks: int = 40
-    """Pieces of text, each as long as the longest window, for the losses at all lengths."""
-    observed: int = 2
-    """Windows for the attention statistics."""
     needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
-    dtype: str = "bfloat16"
-    compiled: bool = True
 
     def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
-        steps = max(1, math.ceil(tokens / (self.batch * self.context)))
-        name, options = parse_spec(normalizer)
-        return LMSettings(
-            architecture="llama", layers=self.layers, heads=self.heads, width=self.width, context=self.context,
-            vocab=self.vocab, steps=steps, batch=self.batch, learning_rate=rate,
-            warmup=max(1, round(self.warmup_share * steps)), weight_decay=self.weight_decay, seed=seed,
-            dtype=self.dtype, normalizer=name, normalizer_options=options,
-        )  # fmt: skip
+        return self.model_settings(normalizer, rate=rate, tokens=tokens, seed=seed)
 
     def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
         """Return the selected normalizers, or all if none is given.
@@ -82,10 +98,8 @@ class LanguageModelPlan:
             raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
         return tuple(names)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
+AnyPlan = TypeVar("AnyPlan", bound=ModelPlan)
 FULL = LanguageModelPlan()
 QUICK = LanguageModelPlan(
     normalizers=(SOFTMAX, "ssmax", "entmax15"),
@@ -96,7 +110,7 @@ QUICK = LanguageModelPlan(
 )  # fmt: skip
 
 
-def on_this_machine(plan: LanguageModelPlan) -> LanguageModelPlan:
+def on_this_machine(plan: AnyPlan) -> AnyPlan:
     """Return the plan for this machine: without a GPU, float32 and nothing compiled."""
     import torch
 
@@ -133,12 +147,12 @@ SEED = 0  # of the tokenizer's sample: all models have the same tokens, whatever
 
 
 @dataclass(frozen=True)
-class LMWorkspace:
+class Workspace(Generic[AnyPlan]):
     folder: Path
-    plan: LanguageModelPlan
+    plan: AnyPlan
 
     @classmethod
-    def open(cls, folder: Path, plan: LanguageModelPlan) -> "LMWorkspace":
+    def open(cls, folder: Path, plan: AnyPlan) -> "Workspace[AnyPlan]":
         """
         Raises:
             ValueError: The folder holds another plan.
@@ -186,6 +200,9 @@ class LMWorkspace:
         return self.folder / "locks" / f"{_as_file(work)}.lock"
 
 
+LMWorkspace = Workspace[LanguageModelPlan]
+
+
 def _as_file(name: str) -> str:
     """Return a name that is valid on every file system: kneemax:knee=0.25 -> kneemax-knee=0.25."""
     return name.replace(":", "-")
@@ -203,7 +220,7 @@ class Texts:
         return self.corpus.valid
 
 
-def prepare_texts(workspace: LMWorkspace, train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
+def prepare_texts(workspace: Workspace[Any], train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
     """Train the tokenizer and encode all texts once; then compute the unigram and bigram baselines.
 
     Raises:
@@ -230,7 +247,7 @@ def prepare_texts(workspace: LMWorkspace, train: Sequence[Path], valid: Path, ot
     return texts
 
 
-def read_texts(workspace: LMWorkspace) -> Texts:
+def read_texts(workspace: Workspace[Any]) -> Texts:
     """
     Raises:
         ValueError: The texts are not encoded yet.

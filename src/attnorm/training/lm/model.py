@@ -50,7 +50,8 @@ class LMSettings:
 
     def __post_init__(self) -> None:
         if self.architecture not in ANY_LENGTH:
-            raise ValueError(f"unknown architecture {self.architecture!r}; {did_you_mean(self.architecture, ANY_LENGTH)}")
+            name = self.architecture
+            raise ValueError(f"unknown architecture {name!r}; {did_you_mean(name, ANY_LENGTH)}")
         for name in ("layers", "heads", "width", "context", "steps", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -1,0 +1,162 @@
+"""`attnorm reproduce heads`: models of equal size with 4 to 32 heads per layer.
+
+Mudarisov et al. 2025 suggest more heads, or another normalizer, against the loss of separability. They do not try it.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
+from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
+from attnorm.experiments.model_grid.summary import Number, chosen, loss, mean, spread, table
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+
+NORMALIZERS = ("softmax", "entmax15", "ssmax")
+HEADS = (4, 8, 16, 32)
+TOP_N = 5  # keys per head
+CLEAR = 0.02
+STYLES = dict(zip(NORMALIZERS, (MEASURED, CORRECTED, PRINTED), strict=True))
+
+
+def models(normalizers: Sequence[str], heads: Sequence[int]) -> tuple[GridModel, ...]:
+    return tuple(
+        GridModel({"heads_per_layer": count, "map": name}, name, {"heads": count})
+        for count in heads
+        for name in normalizers
+    )
+
+
+FULL = GridPlan(models=models(NORMALIZERS, HEADS), metrics="all")
+QUICK = GridPlan(
+    models=models(("softmax",), (2, 4)), layers=1, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2,
+    longer=(1,), chunks=2, observed=1, dtype="float32", compiled=False, metrics="all",
+)  # fmt: skip
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    plan = QUICK if subject.quick else FULL
+    return outcome(records_of(plan, subject, progress, parts), plan)
+
+
+def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
+    small = plan is QUICK
+    return Outcome(
+        summary=summary(records) + (" Models this small show only that everything runs." * small),
+        findings=findings(records, small=small),
+        figures={"heads": figure(records)},
+        tables={"models": table(records, **NUMBERS)},
+        parameters=plan.as_dict(),
+    )
+
+
+def excess(record: Record) -> float:
+    """Separability above its null at TOP_N keys, mean over heads: above 0 the values help to tell keys apart."""
+    return _mean_difference(record.get("top_n"), "separability", "separability_null")
+
+
+def union(record: Record) -> float:
+    """The share of keys that the heads of a layer cover together, mean over layers."""
+    return _mean_of(record.get("coverage"), "union")
+
+
+def overlap(record: Record) -> float:
+    """How much less the heads cover together than independent heads would, mean over layers."""
+    return -_mean_difference(record.get("coverage"), "union", "independent")
+
+
+def _mean_difference(rows: dict[str, list[float]] | None, first: str, second: str) -> float:
+    return _mean_of(rows, first) - _mean_of(rows, second)
+
+
+def _mean_of(rows: dict[str, list[float]] | None, column: str) -> float:
+    if not rows:
+        return math.nan
+    at = np.array(rows["top_n"]) == TOP_N
+    numbers = np.array(rows[column], dtype=np.float64)[at]
+    return float(np.nanmean(numbers)) if np.isfinite(numbers).any() else math.nan
+
+
+NUMBERS: dict[str, Number] = {"separability_excess": excess, "union_coverage": union, "overlap": overlap}
+
+
+def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
+    """Compare most with fewest heads for each map, and every other map with softmax at equal heads."""
+    counts = sorted({record["heads_per_layer"] for record in records})
+    maps = list(dict.fromkeys(record["map"] for record in records))
+    found = []
+    for name in maps:
+        few, many = (
+            mean(chosen(records, heads_per_layer=count, map=name), excess) for count in (counts[0], counts[-1])
+        )
+        found.append(
+            _finding(
+                f"more heads restore separability ({name})", f"{counts[0]} heads", few, f"{counts[-1]}", many, small
+            )
+        )
+    for name in maps[1:]:
+        here, softmax = (mean(chosen(records, map=one), excess) for one in (name, maps[0]))
+        found.append(_finding(f"{name} restores separability", maps[0], softmax, name, here, small))
+    return tuple(found)
+
+
+def _finding(claim: str, first: str, before: float, second: str, after: float, small: bool) -> ExperimentFinding:
+    verdict: Verdict = "reproduces" if after > before + CLEAR else "does not"
+    return ExperimentFinding(
+        claim=claim,
+        ours=f"Ns/N above its null at N = {TOP_N}: {before:+.3f} with {first}, {after:+.3f} with {second}",
+        verdict="not tested" if small or not math.isfinite(before + after) else verdict,
+        why="too small to judge" if small else f"clear if above {CLEAR}",
+    )
+
+
+def summary(records: Sequence[Record]) -> str:
+    sentences = []
+    for name in dict.fromkeys(record["map"] for record in records):
+        by = {record["heads_per_layer"]: loss(record) for record in chosen(records, map=name)}
+        sentences.append(
+            f"{name}: " + ", ".join(f"{value:.3f} with {count} heads" for count, value in by.items()) + "."
+        )
+    return "Nats per token at equal parameters. " + " ".join(sentences)
+
+
+def figure(records: Sequence[Record]) -> Figure:
+    drawn = Figure(figsize=(10.5, 3.4))
+    panels = drawn.subplots(1, 3)
+    numbers: list[tuple[str, str, Number]] = [
+        ("loss", "nats per token", loss),
+        ("separability above its null", f"Ns/N minus null, N = {TOP_N}", excess),
+        ("keys covered by all heads of a layer", f"share, {TOP_N} keys per head", union),
+    ]
+    counts = sorted({record["heads_per_layer"] for record in records})
+    for axes, which, (title, label, number) in zip(panels, "abc", numbers, strict=True):
+        for name in dict.fromkeys(record["map"] for record in records):
+            groups = [chosen(records, heads_per_layer=count, map=name) for count in counts]
+            bars = [np.nan_to_num(spread(group, number)) for group in groups]
+            axes.errorbar(
+                counts, [mean(group, number) for group in groups], bars, label=name, capsize=2, **STYLES[name]
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_xlabel("heads per layer")
+        axes.set_ylabel(label)
+        letter(axes, which, title)
+        tidy(axes)
+    panels[0].legend()
+    note(drawn, "Models of equal width and parameters. attnorm reproduce heads")
+    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    return drawn
+
+
+EXPERIMENT = Experiment(
+    name="heads",
+    title="More heads of less width",
+    source="Mudarisov et al. 2025, guidelines",
+    question="Do more heads or another normalizer restore separability?",
+    run=run,
+    needs_model=False,
+)

@@ -1,0 +1,155 @@
+"""`attnorm reproduce positions`: which effects of length belong to the normalizer, and which to the positions.
+
+Velickovic et al. 2024 leave positions out of their theory. Here models differ in both: rotary positions, ALiBi, learned
+positions or none, each with softmax, ssmax and entmax15.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
+from attnorm.experiments.model_grid.summary import (
+    Number,
+    chosen,
+    explained,
+    loss,
+    loss_at,
+    mean,
+    over_heads,
+    share_beyond_horizon,
+    table,
+)
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+
+NORMALIZERS = ("softmax", "ssmax", "entmax15")
+LONGER = (1, 2, 4, 8)
+STYLES = {"rotary": MEASURED, "ALiBi": CORRECTED, "learned": PRINTED, "none": NULL}
+
+
+def models(normalizers: Sequence[str]) -> tuple[GridModel, ...]:
+    """Learned positions are those of GPT-2, whose blocks differ from Llama's; the others differ in positions alone."""
+    ways = {
+        "rotary": ("llama", "{}"),
+        "ALiBi": ("nope", "alibi:map={}"),
+        "none": ("nope", "{}"),
+        "learned": ("gpt2", "{}"),
+    }
+    return tuple(
+        GridModel({"positions": way, "map": name}, spec.format(name), {"architecture": architecture})
+        for way, (architecture, spec) in ways.items()
+        for name in normalizers
+    )
+
+
+FULL = GridPlan(models=models(NORMALIZERS), longer=LONGER)
+QUICK = GridPlan(
+    models=models(("softmax",)), layers=1, heads=2, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2,
+    longer=(1, 2), chunks=2, observed=1, dtype="float32", compiled=False,
+)  # fmt: skip
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    plan = QUICK if subject.quick else FULL
+    return outcome(records_of(plan, subject, progress, parts), plan)
+
+
+def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
+    small = plan is QUICK
+    numbers = effects(max(plan.longer))
+    losses = {f"loss_at_{times}x": partial(loss_at, times=times) for times in plan.longer}
+    return Outcome(
+        summary=summary(records, max(plan.longer)) + (" Models this small show only that everything runs." * small),
+        findings=findings(records, numbers, small=small),
+        figures={"positions": figure(records, plan.longer)},
+        tables={"models": table(records, **losses, **numbers)},
+        parameters=plan.as_dict(),
+    )
+
+
+def effects(times: int) -> dict[str, Number]:
+    """The effects of length, by name."""
+    return {
+        f"rise of the loss to {times} times the length": lambda record: loss_at(record, times) - loss_at(record, 1),
+        "slope of the effective gap": lambda record: over_heads(record, "gap_slope"),
+        "share of heads beyond their horizon": share_beyond_horizon,
+    }
+
+
+def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bool) -> tuple[ExperimentFinding, ...]:
+    """Compare how much of the variance of each effect the positions and the normalizer explain."""
+    found = []
+    for name, number in numbers.items():
+        # Learned positions end at the training length, so that a rise of the loss leaves them out.
+        shares = explained(records, ("positions", "map"), number)
+        if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
+            continue
+        found.append(
+            ExperimentFinding(
+                claim=f"the {name} belongs to the normalizer, not to the positions",
+                ours=f"of the variance between models: positions {shares['positions']:.0%}, "
+                f"normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}",
+                verdict="not tested" if small else _verdict(shares["map"], shares["positions"]),
+                why="too small to judge" if small else f"{len(records)} models",
+            )
+        )
+    return tuple(found)
+
+
+def _verdict(map_: float, positions: float) -> Verdict:
+    return "reproduces" if map_ > 2 * positions else "does not" if positions > 2 * map_ else "partly"
+
+
+def summary(records: Sequence[Record], times: int) -> str:
+    sentences = []
+    for way in dict.fromkeys(record["positions"] for record in records):
+        by = {record["map"]: (loss(record), loss_at(record, times)) for record in chosen(records, positions=way)}
+        listed = "; ".join(
+            f"{name} {short:.3f}" + (f" and {long:.3f}" if math.isfinite(long) else "")
+            for name, (short, long) in by.items()
+        )
+        sentences.append(f"{way}: {listed}.")
+    return f"Nats per token at the training length and at {times} times it. " + " ".join(sentences)
+
+
+def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
+    maps = list(dict.fromkeys(record["map"] for record in records))
+    drawn = Figure(figsize=(3.4 * len(maps) + 3.4, 3.4))
+    panels = drawn.subplots(1, len(maps) + 1, squeeze=False)[0]
+    for axes, which, name in zip(panels, "abcdefgh", maps, strict=False):
+        for way, look in STYLES.items():
+            here = chosen(records, positions=way, map=name)
+            axes.plot(longer, [mean(here, partial(loss_at, times=times)) for times in longer], label=way, **look)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(longer, [f"{times}x" for times in longer])
+        axes.set_xlabel("length of the window, in training lengths")
+        axes.set_ylabel("nats per token")
+        letter(axes, which, name)
+        tidy(axes)
+    panels[0].legend()
+    last = panels[-1]
+    for index, (way, look) in enumerate(STYLES.items()):
+        slopes = [mean(chosen(records, positions=way, map=name), lambda r: over_heads(r, "gap_slope")) for name in maps]
+        last.plot([place + 0.06 * (index - 1.5) for place in range(len(maps))], slopes, **{**look, "linestyle": ""})
+    last.set_xticks(range(len(maps)), maps)
+    last.set_ylabel("slope, mean over heads")
+    letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")
+    tidy(last)
+    note(drawn, "Learned positions end at the training length. attnorm reproduce positions")
+    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    return drawn
+
+
+EXPERIMENT = Experiment(
+    name="positions",
+    title="Positions and normalizers",
+    source="no paper: Velickovic et al. 2024 leave positions out",
+    question="Which effects of length belong to the normalizer and which to the positions?",
+    run=run,
+    needs_model=False,
+)

@@ -1,0 +1,178 @@
+"""`attnorm reproduce temperature`: models trained at fixed and learned temperatures, for three maps.
+
+Nair 2025 bounds the Jacobian of softmax at temperature T by 1/(2T), and Mudarisov et al. 2025 advise against T of
+0.1 and less, since the Jacobian norm explodes. Neither trains a model.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
+from attnorm.experiments.model_grid.summary import chosen, loss, mean, over_heads, spread, table, values
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+
+MAPS = ("softmax", "entmax15", "kneemax")
+TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+LEARNED = "learned"
+GUIDELINE = 0.1
+WORSE = 0.05  # nats: more than seeds of one model differ by
+STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
+
+
+def models(maps: Sequence[str], temperatures: Sequence[float]) -> tuple[GridModel, ...]:
+    fixed = [
+        GridModel({"map": name, "temperature": str(T)}, f"tempered:map={name}:temperature={T}")
+        for T in temperatures
+        for name in maps
+    ]
+    learned = [
+        GridModel({"map": name, "temperature": LEARNED}, f"tempered:map={name}:temperature=1:learned=true")
+        for name in maps
+    ]
+    return (*fixed, *learned)
+
+
+FULL = GridPlan(
+    models=models(MAPS, TEMPERATURES), seeds=(0, 1, 2), layers=4, heads=8, width=256, context=512, batch=32,
+    tokens=10_485_760, looks=True,
+)  # fmt: skip
+QUICK = GridPlan(
+    models=models(("softmax",), (0.05, 1.0)), layers=1, heads=2, width=16, context=32, vocab=300, batch=4, tokens=1_500,
+    rate=1e-2, chunks=2, observed=1, dtype="float32", compiled=False, looks=True,
+)  # fmt: skip
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    plan = QUICK if subject.quick else FULL
+    return outcome(records_of(plan, subject, progress, parts), plan)
+
+
+def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
+    small = plan is QUICK
+    return Outcome(
+        summary=summary(records, small=small),
+        findings=findings(records, small=small),
+        figures={"temperature": figure(records)},
+        tables={"models": table(records, largest_gradient=largest_gradient, jacobian_norm=jacobian_norm)},
+        parameters=plan.as_dict(),
+    )
+
+
+def largest_gradient(record: Record) -> float:
+    """The largest logged norm of the gradient after the warmup, before clipping."""
+    norms = [norm for step, _, _, norm in record["course"] if step > record["settings"]["warmup"]]
+    return max(norms, default=math.nan)
+
+
+def jacobian_norm(record: Record) -> float:
+    """The mean over all heads of the trained model."""
+    return over_heads(record, "jacobian_norm")
+
+
+def fixed(records: Sequence[Record], map_: str) -> list[float]:
+    """The fixed temperatures of a map, in rising order."""
+    found = {record["temperature"] for record in chosen(records, map=map_)} - {LEARNED}
+    return sorted(float(T) for T in found)
+
+
+def broken(records: Sequence[Record], map_: str, temperature: str) -> bool:
+    """Whether some run diverges, or the mean loss is clearly above the best of the map."""
+    here = chosen(records, map=map_, temperature=temperature)
+    means = [mean(chosen(records, map=map_, temperature=str(T)), loss) for T in fixed(records, map_)]
+    best = min((value for value in means if math.isfinite(value)), default=math.nan)
+    return any(record["diverged"] for record in here) or not mean(here, loss) < best + WORSE
+
+
+def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
+    found = []
+    for map_ in dict.fromkeys(record["map"] for record in records):
+        temperatures = fixed(records, map_)
+        bad = [T for T in temperatures if broken(records, map_, str(T))]
+        ended = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in temperatures}
+        losses = ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items())
+        diverged = sum(record["diverged"] for record in chosen(records, map=map_))
+        found.append(
+            ExperimentFinding(
+                claim=f"training with {map_} breaks at temperatures of {GUIDELINE:g} and less, and only there",
+                ours=f"nats per token: {losses}; {diverged} of {len(chosen(records, map=map_))} runs diverged or "
+                "ended above the loss of word counts",
+                verdict="not tested" if small else _verdict(temperatures, bad),
+                why="too small to judge" if small else f"worse by {WORSE} nats or diverged: {_listed(bad)}",
+            )
+        )
+    return tuple(found)
+
+
+def _verdict(temperatures: Sequence[float], bad: Sequence[float]) -> Verdict:
+    low = [T for T in temperatures if T <= GUIDELINE]
+    if not any(T in bad for T in low):
+        return "does not"
+    return "reproduces" if all(T in bad for T in low) and not any(T > GUIDELINE for T in bad) else "partly"
+
+
+def _listed(temperatures: Sequence[float]) -> str:
+    return ", ".join(f"T = {T:g}" for T in temperatures) or "none"
+
+
+def summary(records: Sequence[Record], *, small: bool) -> str:
+    sentences = []
+    for map_ in dict.fromkeys(record["map"] for record in records):
+        by = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in fixed(records, map_)}
+        ended = {T: value for T, value in by.items() if math.isfinite(value)}
+        if ended:
+            best = min(ended, key=lambda T: ended[T])
+            sentences.append(f"{map_} has its lowest loss, {ended[best]:.3f} nats per token, at T = {best:g}.")
+        learned = mean(chosen(records, map=map_, temperature=LEARNED), loss)
+        if math.isfinite(learned):
+            sentences.append(f"With a learned temperature it has {learned:.3f}.")
+    return " ".join(sentences) + (" Models this small show only that everything runs." if small else "")
+
+
+def figure(records: Sequence[Record]) -> Figure:
+    drawn = Figure(figsize=(10.5, 3.4))
+    loss_axes, gradient_axes, norm_axes = drawn.subplots(1, 3)
+    for map_ in dict.fromkeys(record["map"] for record in records):
+        T = fixed(records, map_)
+        here = [chosen(records, map=map_, temperature=str(one)) for one in T]
+        bars = [np.nan_to_num(spread(group, loss)) for group in here]
+        loss_axes.errorbar(T, [mean(group, loss) for group in here], bars, label=map_, capsize=2, **STYLES[map_])
+        gradient_axes.plot(T, [mean(group, largest_gradient) for group in here], label=map_, **STYLES[map_])
+        norm_axes.plot(T, [mean(group, jacobian_norm) for group in here], label=map_, **STYLES[map_])
+        diverged = [one for one, group in zip(T, here, strict=True) if any(record["diverged"] for record in group)]
+        ended = values(chosen(records, map=map_), loss)
+        if diverged and ended:
+            loss_axes.scatter(diverged, [max(ended)] * len(diverged), marker="x", color="#b3261e", zorder=5)
+    T = sorted({float(r["temperature"]) for r in records if r["temperature"] != LEARNED})
+    norm_axes.plot(T, [1 / (2 * one) for one in T], label="bound of softmax, 1/(2T)", **NULL)
+    titles = ("final loss", "largest norm of the gradient", "Jacobian norm of the attention")
+    labels = ("nats per token", "before clipping", "mean over heads")
+    for axes, which, title, label in zip((loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True):
+        axes.set_xscale("log")
+        axes.set_xlabel("temperature T")
+        axes.set_ylabel(label)
+        letter(axes, which, title)
+        tidy(axes)
+    gradient_axes.set_yscale("log")
+    norm_axes.set_yscale("log")
+    norm_axes.legend()
+    seeds = len({record["seed"] for record in records})
+    bars_and_crosses = "bars: standard deviation; crosses: a run diverged"
+    note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {bars_and_crosses}. attnorm reproduce temperature")
+    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    return drawn
+
+
+EXPERIMENT = Experiment(
+    name="temperature",
+    title="Training at fixed and learned temperatures",
+    source="Mudarisov et al. 2025, guideline 2; Nair 2025, Theorem 1",
+    question="Does the bound 1/(2T) on the Jacobian predict where training breaks?",
+    run=run,
+    needs_model=False,
+)

@@ -1,0 +1,148 @@
+"""Grids of small models: what is trained, what is not trained again, and how records become findings."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnorm.experiments.catalogue import experiment
+from attnorm.experiments.model_grid import grid, heads, positions, temperature
+from attnorm.experiments.model_grid.summary import explained, loss_at, share_beyond_horizon
+from attnorm.experiments.subject import ExperimentSubject
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.training.lm.model import LMSettings, build_model
+
+SUBJECT = ExperimentSubject(quick=True)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress bar."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[grid.Record]]:
+    parts = tmp_path_factory.mktemp("out") / "parts" / "temperature"
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+    return parts, grid.records_of(plan, SUBJECT, silent, parts)
+
+
+def test_a_model_is_trained_watched_and_measured(trained: tuple[Path, list[grid.Record]]) -> None:
+    _, records = trained
+    assert [record["label"] for record in records] == [
+        "map softmax, temperature 1.0", "map softmax, temperature learned",
+    ]  # fmt: skip
+    for record in records:
+        assert record["looks"][-1]["step"] == record["settings"]["steps"]
+        assert 0 < record["looks"][-1]["jacobian_norm"] <= 0.5
+        assert math.isfinite(loss_at(record, 1))
+        assert len(record["heads"]["jacobian_norm"]) == 2
+    assert not records[0]["learned"]
+    assert len(records[1]["learned"]) == 1
+
+
+def test_finished_models_are_not_trained_again(
+    trained: tuple[Path, list[grid.Record]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, records = trained
+    monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+    assert grid.records_of(plan, SUBJECT, silent, parts) == records
+
+
+def test_records_from_elsewhere_are_used(
+    trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, records = trained
+    append_jsonl(tmp_path / grid.RECORDS, records)
+    monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+    assert grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature") == records
+    assert read_jsonl(tmp_path / grid.RECORDS) == records
+
+
+def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> grid.Record:
+    return {
+        "map": map_, "temperature": str(T), "seed": seed, "valid_loss": loss, "diverged": loss is None,
+        "settings": {"warmup": 1, "context": 32}, "course": [[1, 5.0, None, 90.0], [20, 4.0, loss, 2.0]],
+        "heads": {"jacobian_norm": [0.1, 0.3]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ({0.05: None, 0.1: 4.3, 0.5: 4.0, 1.0: 4.01}, "reproduces"),
+        ({0.05: 4.0, 0.1: 4.02, 0.5: 4.0, 1.0: 4.01}, "does not"),
+        ({0.05: None, 0.1: 4.02, 0.5: 4.0, 1.0: 4.01}, "partly"),
+        ({0.05: None, 0.1: 4.3, 0.5: 4.0, 1.0: 4.5}, "partly"),
+    ],
+)
+def test_the_guideline_is_judged_by_where_training_breaks(losses: dict[float, float | None], verdict: str) -> None:
+    records = [tempered("softmax", T, loss) for T, loss in losses.items()]
+    (finding,) = temperature.findings(records, small=False)
+    assert finding.verdict == verdict
+    assert temperature.largest_gradient(records[0]) == 2.0  # without the warmup
+
+
+def placed(way: str, map_: str, rise: float, horizon: list[float | None]) -> grid.Record:
+    return {
+        "positions": way, "map": map_, "valid_loss": 4.0, "settings": {"context": 32},
+        "losses": {"text": {"32": 4.0, "64": 4.0 + rise}},
+        "heads": {"gap_slope": [0.1, 0.2], "horizon": horizon, "n_high": [32.0, 32.0]},
+    }  # fmt: skip
+
+
+def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
+    records = [
+        placed(way, name, 0.5 * (way == "none") + 0.1 * (name == "ssmax"), [10.0, None])
+        for way in ("rotary", "none")
+        for name in ("softmax", "ssmax")
+    ]
+    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)}, small=False)
+    shares = explained(records, ("positions", "map"), lambda r: loss_at(r, 2))
+    assert shares == pytest.approx({"positions": 0.25 / 0.26, "map": 0.01 / 0.26, "the rest": 0.0}, abs=1e-9)
+    assert finding.verdict == "does not"
+    assert share_beyond_horizon(records[0]) == 0.5  # a head without a horizon is not beyond it
+    assert math.isnan(loss_at(records[0], 4))
+
+
+def test_heads_are_compared_by_separability_above_its_null() -> None:
+    def of(count: int, separability: float) -> grid.Record:
+        rows: dict[str, Any] = {
+            "top_n": [1, 5], "separability": [0.0, separability], "separability_null": [0.0, 0.5],
+        }  # fmt: skip
+        return {"heads_per_layer": count, "map": "softmax", "valid_loss": 4.0, "top_n": rows}
+
+    (finding,) = heads.findings([of(4, 0.55), of(32, 0.7)], small=False)
+    assert finding.verdict == "reproduces"
+    assert "+0.050" in finding.ours
+    assert "+0.200" in finding.ours
+    (finding,) = heads.findings([of(4, 0.55), of(32, 0.56)], small=False)
+    assert finding.verdict == "does not"
+
+
+@pytest.mark.parametrize("name", ["temperature", "positions", "heads"])
+def test_the_full_plan_has_models_that_can_be_built(name: str) -> None:
+    plan: grid.GridPlan = {"temperature": temperature, "positions": positions, "heads": heads}[name].FULL
+    assert experiment(name).name == name
+    assert len({model.label for model in plan.models}) == len(plan.models)
+    sizes = set()
+    for model in plan.models:
+        few = {"layers": 1, "width": 64, "context": 16, "vocab": 300, **(model.settings or {})}
+        settings = plan.model_settings(model.normalizer, rate=1e-3, tokens=16, seed=0, **few)
+        built = build_model(settings, 300, 0)
+        sizes.add((settings.architecture == "gpt2", sum(p.numel() for p in built.parameters() if p.dim() > 1)))
+    assert len(sizes) == (2 if name == "positions" else 1)  # equal parameters
+
+
+def test_without_positions_a_single_layer_does_not_see_the_order() -> None:
+    settings = LMSettings(architecture="nope", layers=1, heads=2, width=16, context=8, vocab=300)
+    first, second = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[5, 3, 4, 6]])
+    for normalizer, sees in (("softmax", False), ("alibi", True)):
+        model = build_model(replace(settings, normalizer=normalizer), 300, 0).eval()
+        with torch.no_grad():
+            one, other = (model(ids).logits[0, -1] for ids in (first, second))
+        assert torch.allclose(one, other, atol=1e-6) == (not sees)
