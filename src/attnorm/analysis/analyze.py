@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnorm.analysis import store
+from attnorm.analysis import circuits, store
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.manifest import finished_manifest, new_manifest
 from attnorm.analysis.merge import merge_parts
@@ -87,7 +87,8 @@ def analyze(
             above 1,024 keys, down to 4).
         metrics: "core" has all that verdicts need and takes at most twice the time of the plain forward pass on a CPU.
             The groups vectors (distances, separability, saturation), sensitivity and coverage, or "all", take several
-            times as long.
+            times as long. "circuits" is not in "all": it runs the model on random tokens and needles up to the longest
+            length, and adds induction, previous-token and retrieval scores.
         temperatures: Divisors of the logits for the group sensitivity.
         seed: Random seed for row sampling and permutations; verdicts do not depend on it.
         read_keys: Heaviest keys to store per listed row, with their text (tables `reads` and `tokens`); 0 stores no
@@ -157,7 +158,13 @@ def analyze(
     job = Job(loaded, named, settings)
     parts = measure_parts(job, parts_plan, manifest, folder, resume, progress or (lambda state: None))
     finished = finished_manifest(manifest, parts, unigram_entropies(parts_plan.parts))
-    analysis = Analysis.of(merge_parts(parts), finished, thresholds)
+    tables = merge_parts(parts)
+    if "circuits" in settings.metrics:
+        longest = max((part.length or 0 for part in parts_plan.parts), default=0)
+        lengths = circuits.probe_lengths(max(longest, circuits.SHORTEST))
+        found = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
+        tables["heads"] = circuits.with_circuits(tables["heads"], found)
+    analysis = Analysis.of(tables, finished, thresholds)
     if folder is not None:
         analysis.save(folder)
     return analysis

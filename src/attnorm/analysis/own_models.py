@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from attnorm.analysis.observation import Observation
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.settings import TEMPERATURES, TOP_N, Normalizers, Rows, named_normalizers, settings_of
+from attnorm.analysis.settings import (
+    PROBED_GROUPS,
+    TEMPERATURES,
+    TOP_N,
+    Normalizers,
+    Rows,
+    named_normalizers,
+    settings_of,
+)
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall
@@ -119,6 +127,8 @@ def _observation(
 ) -> Observation:
     named = named_normalizers(normalizers)
     settings = settings_of(normalizers=named, vectors="values", **options)
+    if probed := [group for group in settings.metrics if group in PROBED_GROUPS]:
+        raise ValueError(f"metrics: {probed[0]!r} runs a language model itself. Use attnorm.analyze(model) for it.")
     return Observation(settings, named, thresholds or Thresholds(), name)
 
 

@@ -14,6 +14,7 @@ from attnorm.normalizers.registry import entries, get, resolve
 from attnorm.suggest import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
+PROBED_GROUPS = ("circuits",)  # measured by passes of their own on a loaded model; "all" leaves them out
 USUAL_GROUPS = "core"  # all that verdicts need; analyze then takes at most twice the plain forward pass on a CPU
 Vectors = Literal["values", "inputs"]
 Rows = int | Literal["auto", "all", "last"]
@@ -120,14 +121,19 @@ def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
 
 
 def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the metric groups to measure for "all", one name or several; core and gradient are always measured."""
+    """Return the metric groups to measure for "all", one name or several; core and gradient are always measured.
+
+    "all" stands for the groups that are measured on the given texts, alone or among others.
+    """
     if metrics == "all":
         return GROUPS
     names = [metrics] if isinstance(metrics, str) else list(metrics)
+    known = (*GROUPS, *PROBED_GROUPS)
     for name in names:
-        if name not in GROUPS:
-            raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *GROUPS))}")
-    return tuple(name for name in GROUPS if name in ("core", "gradient", *names))
+        if name not in ("all", *known):
+            raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *known))}")
+    every = GROUPS if "all" in names else ()
+    return tuple(name for name in known if name in ("core", "gradient", *every, *names))
 
 
 def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
@@ -152,10 +158,13 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
     return named
 
 
-def started_at_length(named: Mapping[str, Normalizer | None], model: Any, given: Any) -> dict[str, Normalizer | None]:
+def started_at_length(
+    named: Mapping[str, Normalizer | None], model: Any, given: Any, length: int | None = None
+) -> dict[str, Normalizer | None]:
     """Start normalizers that are given by name at this model's context length, as attnorm.patch does.
 
-    Only the option that depends on the length is set. Normalizers given as objects stay as they are.
+    Only the option that depends on the length is set. Normalizers given as objects stay as they are. length: start
+    at this length instead.
     """
     from attnorm.models.warm_start import trained_length  # loads transformers
 
@@ -163,7 +172,8 @@ def started_at_length(named: Mapping[str, Normalizer | None], model: Any, given:
     if isinstance(given, Iterable) and not isinstance(given, str):
         names = {one for one in given if isinstance(one, str)}
     config = model.config.get_text_config(decoder=True)
-    layer = LayerFacts(heads=1, length=trained_length(config), causal=not getattr(config, "is_encoder_decoder", False))
+    length = trained_length(config) if length is None else length
+    layer = LayerFacts(heads=1, length=length, causal=not getattr(config, "is_encoder_decoder", False))
     started = dict(named)
     for name in names & set(named) & set(entries()):
         start = warm_start_of(entries()[name].factory())

@@ -54,7 +54,8 @@ Metrics = Annotated[
     typer.Option(
         metavar="GROUP,GROUP,...",
         help="Metric groups. core: all that verdicts need, at most twice the time of the plain forward pass on a CPU. "
-        "Slower: vectors (separability, saturation), sensitivity, coverage, or all (default: core).",
+        "Slower: vectors (separability, saturation), sensitivity, coverage, or all of these (default: core). circuits, "
+        "not in all: induction, previous-token and retrieval heads, found by extra passes.",
     ),
 ]
 Seed = Annotated[

@@ -51,6 +51,14 @@ PAPERS = {
         "attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"
     ),
 }
+# Questions behind the papers: they run only by name.
+MORE = {
+    "circuits": ExperimentEntry(
+        "attnorm.experiments.circuits.experiment",
+        "induction, previous-token and retrieval heads against length",
+        {**ONE_OF_EACH, LONGEST: 1},
+    ),
+}
 # Experiments that train models for hours: they run only by name.
 TRAINED = {
     "retrieval": ExperimentEntry(
@@ -71,7 +79,7 @@ TRAINED = {
         "attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", {TEXT: None, VALID: None}
     ),
 }
-EXPERIMENTS = {**PAPERS, **TRAINED}
+EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
 
 
 def named(names: Iterable[str]) -> list[Experiment]:

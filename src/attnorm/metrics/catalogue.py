@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Group = Literal["weights", "limits", "sink", "gradient", "rate", "vectors"]
+Group = Literal["weights", "limits", "sink", "gradient", "rate", "vectors", "circuits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +149,33 @@ METRICS: tuple[Metric, ...] = (
         name="smallest_distance", label="Smallest distance", unit="", group="vectors", per_row=False,
         meaning="Smallest distance between two of the vectors, over their mean norm.",
         reading="The papers' separability assumes it positive; 0 means repeated vectors.",
+    ),
+    Metric(
+        name="induction", label="Induction score", unit="", group="circuits", per_row=False, bounded=(0, 1),
+        meaning="Mean weight, on random tokens repeated once, on the token after the earlier occurrence of the query's "
+        "token; at the probed length where it is largest.",
+        reading="Near 1 the head continues what it has seen before: an induction head.",
+    ),
+    Metric(
+        name="previous_token", label="Previous-token score", unit="", group="circuits", per_row=False, bounded=(0, 1),
+        meaning="Mean weight on the token before the query, on the same random tokens.",
+        reading="Near 1 the head passes on the previous token, which induction heads need.",
+    ),
+    Metric(
+        name="retrieval", label="Retrieval score", unit="", group="circuits", per_row=False, bounded=(0, 1),
+        meaning="Mean weight on the next token of a needle inside a text while the model copies the needle.",
+        reading="Near 1 the head finds and copies what the question asks for: a retrieval head.",
+    ),
+    Metric(
+        name="circuit_reach", label="Sharp to", unit="keys", group="circuits", per_row=False, logarithmic=True,
+        meaning="Number of keys up to which the right key of the head's circuit has at least half of the weight; 0 if "
+        "it never has, circuit_probed if it always has.",
+        reading="Beyond it the head loses its target: plan the context below it, or change the normalizer.",
+    ),
+    Metric(
+        name="circuit_probed", label="Longest probe", unit="keys", group="circuits", per_row=False, logarithmic=True,
+        meaning="Number of keys of the longest probe of circuits.",
+        reading="A reach as large as this is a lower bound.",
     ),
 )  # fmt: skip
 

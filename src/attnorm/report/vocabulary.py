@@ -54,6 +54,7 @@ GROUPS: dict[Group, str] = {
     "sink": "Without the sink",
     "gradient": "How sensitive the weights are",
     "vectors": "The vectors that attention mixes",
+    "circuits": "Circuits: the weight on a known key",
 }
 
 KINDS: dict[str, str] = {

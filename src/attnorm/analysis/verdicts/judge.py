@@ -13,6 +13,7 @@ from scipy.special import ndtr, stdtrit
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
+from attnorm.analysis.verdicts.circuits import circuit_words
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
 from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, judged_keys, selects
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
@@ -101,7 +102,9 @@ def judge_head(case: Case) -> Judgement:
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
     evidence = found.get(verdict) or selects(case)
-    return Judgement(verdict, flags, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}.")
+    circuit = circuit_words(case.row)
+    sentence = f"{evidence}{'; not judged: ' if unknown else ''}{unknown}."
+    return Judgement(verdict, flags, f"{circuit[0].upper()}{circuit[1:]}. {sentence}" if circuit else sentence)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pyarrow as pa
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.ceiling import Ceiling, Rate, ceiling, rate
+from attnorm.analysis.verdicts.circuits import circuit_sentences
 from attnorm.analysis.verdicts.rows import Row, by_view, head_rows, representative
 from attnorm.analysis.verdicts.sentences import (
     caveats,
@@ -92,6 +93,7 @@ def model_verdict(
             *window_sentences(windowed),
             *rate_sentences(slopes),
             *saturation_sentences(heads, manifest, thresholds),
+            *circuit_sentences(heads),
             *length_sentences(all_heads, seeing_all, thresholds),
             *caveats(heads, changing, manifest),
             *threshold_sentences(thresholds, manifest),

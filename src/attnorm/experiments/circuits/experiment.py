@@ -1,0 +1,241 @@
+"""Circuits against length: do induction, previous-token and retrieval heads keep their key as the context grows?
+
+Velickovic et al. 2024 open with circuits that are believed to work on inputs of any size. Here the heads are found on
+the model itself (analysis/circuits.py), and the weight on the key that they need is followed over octaves of length.
+Other normalizers are applied to the same logits: they show what the scores allow, not what a patched model would do.
+ssmax and log_scaled start at the shortest length, as attnorm.patch starts them, and rescale the logits by log n.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from attnorm.analysis.circuits import SEQUENCES, SHORTEST, circuit_columns, measure_circuits, probe_lengths
+from attnorm.analysis.settings import named_normalizers, started_at_length
+from attnorm.analysis.verdicts.circuits import CIRCUITS, NAMED_FROM, SHARP, circuit_of
+from attnorm.analysis.verdicts.rows import keys
+from attnorm.experiments.circuits.figure import figure
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.files import atomic_replace
+from attnorm.models.describe import longest_context
+
+LONGEST, QUICK_LONGEST = 2048, 256
+WHAT_IFS = ("model", "ssmax", "log_scaled", "entmax15", "hard")
+FEW = 0.05  # share of heads below which Wu et al. call retrieval heads sparse
+
+
+@dataclass(frozen=True)
+class NamedHead:
+    """A head with a circuit, and its curves: one value per length."""
+
+    layer: int
+    head: int
+    circuit: str
+    reach: float
+    n: Floats
+    gap: Floats  # of the model
+    weights: Mapping[str, Floats]  # by normalizer
+
+    @property
+    def name(self) -> str:
+        return f"L{self.layer}H{self.head}"
+
+    def sharp(self, normalizer: str = "model") -> np.ndarray:
+        return self.weights[normalizer] >= SHARP
+
+    @property
+    def slope(self) -> float:
+        """Slope of the gap of the right key on log n; 1 keeps its weight, 0 disperses as theory predicts."""
+        known = np.isfinite(self.gap)
+        return float(np.polyfit(np.log(self.n[known]), self.gap[known], 1)[0]) if known.sum() > 1 else float("nan")
+
+
+def lengths_of(subject: ExperimentSubject) -> list[int]:
+    """Return octaves to 2,048 tokens (or --longest); up to twice the limit of a model whose positions do not end."""
+    limit, hard = longest_context(subject.loaded().model)
+    wanted = QUICK_LONGEST if subject.quick else subject.longest or LONGEST
+    most = wanted if limit is None else min(wanted, limit if hard else 2 * limit)
+    return probe_lengths(most)
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    loaded = subject.loaded()
+    names = WHAT_IFS
+    normalizers = started_at_length(named_normalizers(names), loaded.model, names, SHORTEST)
+    lengths = lengths_of(subject)
+    text = str(subject.passages()[0].content) if subject.texts else None
+    tables = []
+    for number, length in enumerate(lengths):
+        path = parts / f"{length}.parquet"
+        if path.is_file():
+            tables.append(pa.parquet.read_table(path))
+            continue
+        progress(f"{length:,} tokens", number, len(lengths))
+        tables.append(measure_circuits(loaded, normalizers, [length], seed=subject.seed, text=text))
+        parts.mkdir(parents=True, exist_ok=True)
+        with atomic_replace(path) as temporary:
+            pa.parquet.write_table(tables[-1], temporary)
+    table = pa.concat_tables(tables)
+    heads = named_heads(table)
+    total = len({(row["layer"], row["head"]) for row in table.select(["layer", "head"]).to_pylist()})
+    limit, _ = longest_context(loaded.model)
+    about = f"{loaded.name}, {total} heads, {lengths[0]} to {lengths[-1]:,} tokens, seed {subject.seed}"
+    return Outcome(
+        summary=summary(heads, total, lengths),
+        findings=judge_claims(heads, total),
+        figures={"circuits": figure(heads, about)},
+        tables={"curves": table, "heads": heads_table(heads)},
+        parameters={
+            "lengths": lengths, "made_for": limit, "sequences": SEQUENCES, "normalizers": names,
+            "named_from": NAMED_FROM, "sharp": SHARP, "seed": subject.seed,
+        },
+    )  # fmt: skip
+
+
+def named_heads(table: pa.Table) -> list[NamedHead]:
+    """Return the heads that belong to a circuit in the model as it runs, the sharpest first."""
+    curves: dict[tuple[int, int, str, str], list[tuple[float, float, float]]] = {}
+    for row in sorted(table.to_pylist(), key=lambda row: row["length"]):
+        key = row["layer"], row["head"], row["circuit"], row["normalizer"]
+        curves.setdefault(key, []).append((row["n"], row["weight"], row["gap"]))
+    heads = []
+    normalizers = list(dict.fromkeys(table["normalizer"].to_pylist()))
+    for (normalizer, layer, head), numbers in circuit_columns(table).items():
+        circuit = circuit_of(numbers) if normalizer == "model" else None
+        if circuit is None:
+            continue
+        n, _, gap = np.array(curves[layer, head, circuit, "model"]).T
+        weights = {name: np.array(curves[layer, head, circuit, name])[:, 1] for name in normalizers}
+        heads.append(NamedHead(layer, head, circuit, numbers["circuit_reach"], n, gap, weights))
+    return sorted(heads, key=lambda head: (-head.reach, -float(head.weights["model"].max())))
+
+
+def judge_claims(heads: Sequence[NamedHead], total: int) -> tuple[ExperimentFinding, ...]:
+    by = {name: [head for head in heads if head.circuit == name] for name in CIRCUITS}
+    return (
+        ExperimentFinding(
+            claim="Language models contain induction heads, fed by previous-token heads (Olsson et al. 2022)",
+            ours=f"{_count(by['induction'], total)} induction heads, {_count(by['previous_token'], total)} "
+            f"previous-token heads: mean weight on the right key of at least {NAMED_FROM:g} at some length",
+            verdict="reproduces"
+            if by["induction"] and by["previous_token"]
+            else "partly"
+            if by["induction"] or by["previous_token"]
+            else "does not",
+            why="found by their weights on repeated random tokens, which no text can teach",
+        ),
+        ExperimentFinding(
+            claim="Retrieval heads are sparse, fewer than 5 % of the heads (Wu et al. 2024)",
+            ours=f"{_count(by['retrieval'], total)} heads give a needle's next token their largest score",
+            verdict="not tested" if not by["retrieval"] else "reproduces" if len(by["retrieval"]) < FEW * total
+            else "does not",
+            why="" if by["retrieval"] else "no head of this model copies from a needle",
+        ),
+        _lost(heads),
+        _slopes(heads),
+        *(_what_if(heads, name) for name in WHAT_IFS if name != "model" and heads),
+    )  # fmt: skip
+
+
+def _lost(heads: Sequence[NamedHead]) -> ExperimentFinding:
+    at_first = [head for head in heads if head.sharp()[0]]
+    lost = [head for head in at_first if not head.sharp()[-1]]
+    verdict: Verdict = "not tested"
+    ours = "no head is sharp at the shortest length"
+    if at_first:
+        share = len(lost) / len(at_first)
+        verdict = "reproduces" if share > 0.5 else "partly" if lost else "does not"
+        reaches = [head.reach for head in lost]
+        n = at_first[0].n
+        ours = (
+            f"of {len(at_first)} heads with half of the weight on their key at {n[0]:.0f} keys, {len(lost)} have lost "
+            f"it at {n[-1]:,.0f}"
+            + (f" (they are sharp to {keys(float(np.median(reaches)))} keys in the median)" if lost else "")
+        )
+    return ExperimentFinding(
+        claim="Sharp circuits lose their focus as the input grows (Velickovic et al. 2024, introduction)",
+        ours=ours,
+        verdict=verdict,
+        why="a head keeps its key only while the key's logit rises with log n above the others",
+    )
+
+
+def _slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
+    slopes = np.array([head.slope for head in heads if np.isfinite(head.slope)])
+    if not len(slopes):
+        return ExperimentFinding("The gap of the right key does not grow with the length (Lemma 2.1)", "", "not tested")
+    middle = float(np.median(slopes))
+    return ExperimentFinding(
+        claim="The gap of the right key does not grow with the length (Lemma 2.1: bounded logits)",
+        ours=f"it grows by {middle:.2f} per e-fold of n in the median of {len(slopes)} heads, quartiles "
+        f"{np.quantile(slopes, 0.25):.2f} to {np.quantile(slopes, 0.75):.2f}",
+        verdict="reproduces" if middle < 0.25 else "partly" if middle < 0.9 else "does not",
+        why="slope 1 keeps the weight at every length, slope 0 disperses as fast as bounded logits allow",
+    )
+
+
+def _what_if(heads: Sequence[NamedHead], name: str) -> ExperimentFinding:
+    model, other = (sum(bool(head.sharp(one)[-1]) for head in heads) for one in ("model", name))
+    middle = [float(np.median([head.weights[one][-1] for head in heads])) for one in ("model", name)]
+    return ExperimentFinding(
+        claim=f"What if: {name} on the same logits keeps the key",
+        ours=f"{other} of {len(heads)} heads are sharp at {heads[0].n[-1]:,.0f} keys, {model} with softmax; median "
+        f"weight {middle[1]:.2f} against {middle[0]:.2f}",
+        verdict="reproduces" if other > model else "does not",
+        why="the scores already rank the key first in these rows" if name == "hard" else "",
+    )
+
+
+def _count(heads: Sequence[NamedHead], total: int) -> str:
+    return f"{len(heads)} of {total}"
+
+
+def heads_table(heads: Sequence[NamedHead]) -> pa.Table:
+    return pa.table(
+        {
+            "layer": [head.layer for head in heads],
+            "head": [head.head for head in heads],
+            "circuit": [head.circuit for head in heads],
+            "sharp_to_keys": [head.reach for head in heads],
+            "gap_slope": [head.slope for head in heads],
+            **{
+                f"weight_{name}_{end}": [float(head.weights[name][index]) for head in heads]
+                for name in (heads[0].weights if heads else ())
+                for end, index in (("shortest", 0), ("longest", -1))
+            },
+        }
+    )
+
+
+def summary(heads: Sequence[NamedHead], total: int, lengths: Sequence[int]) -> str:
+    if not heads:
+        return (
+            f"None of the {total} heads puts {NAMED_FROM:g} of its weight on the key of an induction, previous-token "
+            f"or retrieval circuit at any of the lengths {lengths[0]} to {lengths[-1]:,}."
+        )
+    parts = []
+    for name, words in CIRCUITS.items():
+        own = [head for head in heads if head.circuit == name]
+        if own:
+            still = sum(bool(head.sharp()[-1]) for head in own)
+            best = own[0]
+            word = f"{words.split(' ', 1)[1]}{'s' * (len(own) != 1)}"
+            parts.append(
+                f"{len(own)} {word}, {still} sharp at {best.n[-1]:,.0f} keys (best: {best.name}, sharp to "
+                f"{keys(best.reach)})"
+            )
+    return f"Of {total} heads: {'; '.join(parts)}."
+
+
+EXPERIMENT = Experiment(
+    name="circuits",
+    title="Circuits against length",
+    source="Velickovic et al. 2024, introduction; Olsson et al. 2022; Wu et al. 2024",
+    question="Do heads with a known task keep the right key as the context grows?",
+    run=run,
+)
