@@ -13,9 +13,17 @@ from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
-from attnorm.experiments.language_models.train import Worker, best_rate, choose_engines, trained_model
+from attnorm.experiments.language_models.train import (
+    RESCALED_SOFTMAX,
+    Worker,
+    best_rate,
+    choose_engines,
+    is_mechanism,
+    trained_model,
+)
 from attnorm.experiments.language_models.workspace import (
     FULL,
+    LARGE,
     QUICK,
     LanguageModelPlan,
     LMWorkspace,
@@ -25,6 +33,7 @@ from attnorm.experiments.language_models.workspace import (
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.lm.attention import Attention, in_training
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle.train import NeedleTask
 from tests.training.conftest import write_text
@@ -292,3 +301,28 @@ def test_the_published_lines_are_of_the_plan_that_the_command_runs() -> None:
     }
     observed = [line["attention_statistics"] for line in lines if line["stage"] == "measure"]
     assert {(each["windows"], each["length"]) for each in observed} == {(FULL.observed, FULL.context)}
+
+
+def test_a_given_tokenizer_encodes_the_texts(texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    own = prepare_texts(LMWorkspace.open(tmp_path / "own", TINY), texts[:1], texts[1]).corpus
+    own.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    other = LMWorkspace.open(tmp_path / "other", replace(TINY, vocab=999))
+    given = prepare_texts(other, texts[:1], texts[1], tokenizer=tmp_path / "tokenizer.json").corpus
+    assert given.vocabulary == own.vocabulary <= 300
+    assert given.train.tolist() == own.train.tolist()
+    with pytest.raises(ValueError, match="nowhere"):
+        prepare_texts(LMWorkspace.open(tmp_path / "none", TINY), texts[:1], texts[1], tokenizer=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("normalizer", LARGE.normalizers)
+def test_every_model_of_the_large_plan_can_be_built_and_trained(normalizer: str) -> None:
+    settings = LARGE.model_settings(
+        normalizer, rate=1e-3, tokens=16, seed=0, layers=1, width=24, context=16, vocab=300, dtype="float32"
+    )
+    model = build_model(settings, 300, 0)
+    way: Attention = "engine" if normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer) else "dense"
+    assert is_mechanism(normalizer) == (normalizer in ("gaussian", "linear"))
+    with in_training(model, attention=way):
+        loss = model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss
+        loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -88,6 +88,14 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="With --stage: change the plan, e.g. batch=16; repeatable."),
     ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="30M|124M", help="With --stage: size of the models (default: 30M)."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --stage prepare: a tokenizer to use (default: train one on the text)."),
+    ] = None,
     closest: Annotated[
         int | None,
         typer.Option(help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."),
@@ -113,13 +121,17 @@ def reproduce(
         _list(as_json)
         return
     normalizers = names_of(only)
-    stage_options = {"--seeds": seeds, "--minutes": minutes, "--set": changes, "--closest": closest}
+    stage_options = {
+        "--seeds": seeds, "--minutes": minutes, "--set": changes, "--size": size, "--tokenizer": tokenizer,
+        "--closest": closest,
+    }  # fmt: skip
     if stage is not None:
         refused = {"--model": model, "--longest": longest, "--fresh": fresh or None, "--json": as_json or None}
         with failures(lambda: f"Interrupted; {_KEPT}.", out_of_memory=_MEMORY):
             _check_stage(names, refused)
             finished = _run_stage(
-                stage, out, quick=quick, changes=changes or [], texts=text or [], held_out=valid or [],
+                stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
+                held_out=valid or [],
                 only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,), max_minutes=minutes, device=device,
                 count=3 if closest is None else closest,
             )  # fmt: skip
@@ -168,16 +180,19 @@ def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
         raise ValueError(f"--stage does not use {given[0]}. Remove it.")
 
 
-def _run_stage(stage: str, folder: Path, *, quick: bool, changes: list[str], **options: Any) -> bool:
+def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, changes: list[str], **options: Any) -> bool:
     from attnorm.experiments.language_models.stages import run_stage
-    from attnorm.experiments.language_models.workspace import FULL, QUICK, change_plan, on_this_machine
+    from attnorm.experiments.language_models.workspace import QUICK, SIZES, change_plan, on_this_machine
+
+    if size is not None and (quick or size not in SIZES):
+        raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
 
     started = time.monotonic()
 
     def log(words: str) -> None:
         say(f"[{time.monotonic() - started:6.1f} s] {words}")
 
-    plan = on_this_machine(change_plan(QUICK if quick else FULL, changes))
+    plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
     return run_stage(stage, folder, plan, log=log, **options)
 
 

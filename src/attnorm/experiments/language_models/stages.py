@@ -97,13 +97,14 @@ def run_stage(
     *,
     texts: Sequence[Path] = (),
     held_out: Sequence[Path] = (),
+    tokenizer: Path | None = None,
     only: Names = None,
     count: int = 3,
     **limits: Unpack[Limits],
 ) -> bool:
     """Run one of STAGES in a folder that several processes may share; return whether all of it is finished.
 
-    texts, held_out: for `prepare`; the first held-out text is the validation text.
+    texts, held_out: for `prepare`; the first held-out text is the validation text. tokenizer: also for `prepare`.
     count: for `second-seed`, which runs everything for seed 1: how many normalizers besides softmax, if none is named.
 
     Raises:
@@ -118,7 +119,7 @@ def run_stage(
         return True
     workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
-        prepare_texts(workspace, texts, held_out[0], held_out[1:])
+        prepare_texts(workspace, texts, held_out[0], held_out[1:], tokenizer)
         return True
     if stage == "try":
         choose_engines(

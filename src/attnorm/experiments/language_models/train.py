@@ -23,6 +23,8 @@ import torch
 from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
+from attnorm.normalizers.contract import Mechanism
+from attnorm.normalizers.registry import get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
 from attnorm.training.device import accelerated, chosen_device
@@ -68,7 +70,14 @@ class Worker:
     def attention(self, normalizer: str) -> Attention:
         path = self.workspace.folder / ATTENTION
         found: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found.get(normalizer, "engine" if normalizer in RESCALED_SOFTMAX else "dense")
+        without_matrix = normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer)
+        return found.get(normalizer, "engine" if without_matrix else "dense")
+
+
+def is_mechanism(normalizer: str) -> bool:
+    """Whether it needs q, k and v, so that there is no dense form."""
+    name, options = parse_spec(normalizer)
+    return isinstance(get(name, **options), Mechanism)
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -235,7 +244,8 @@ def choose_engines(
     deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     for normalizer in workspace.plan.chosen(list(normalizers or ())):
         speeds: dict[Attention, float] = {}
-        ways: tuple[Attention, ...] = ("engine",) if normalizer in RESCALED_SOFTMAX else ("dense", "engine")
+        alone = normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer)
+        ways: tuple[Attention, ...] = ("engine",) if alone else ("dense", "engine")
         with workspace.claimed(f"trial-{normalizer}") as mine:
             if not mine or workspace.results(stage="trial", normalizer=normalizer):
                 continue

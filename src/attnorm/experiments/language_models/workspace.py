@@ -101,6 +101,15 @@ class LanguageModelPlan(ModelPlan):
 
 AnyPlan = TypeVar("AnyPlan", bound=ModelPlan)
 FULL = LanguageModelPlan()
+# GPT-2's shape with rotary positions, so that longer windows can be tried. Its tokenizer is given with --tokenizer.
+LARGE = LanguageModelPlan(
+    normalizers=(
+        SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "gaussian",
+        "linear",
+    ),
+    layers=12, heads=12, width=768, vocab=50_257, batch=64, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
+    main_tokens=131_072_000,
+)  # fmt: skip
 QUICK = LanguageModelPlan(
     normalizers=(SOFTMAX, "ssmax", "entmax15"),
     layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
@@ -108,6 +117,9 @@ QUICK = LanguageModelPlan(
     needle=NeedleTask(steps=20, batch=8, questions=4, characters=2, longer=(1, 2), depths=(0.2, 0.8)),
     dtype="float32", compiled=False,
 )  # fmt: skip
+
+
+SIZES = {"30M": FULL, "124M": LARGE}
 
 
 def on_this_machine(plan: AnyPlan) -> AnyPlan:
@@ -220,8 +232,16 @@ class Texts:
         return self.corpus.valid
 
 
-def prepare_texts(workspace: Workspace[Any], train: Sequence[Path], valid: Path, others: Sequence[Path] = ()) -> Texts:
-    """Train the tokenizer and encode all texts once; then compute the unigram and bigram baselines.
+def prepare_texts(
+    workspace: Workspace[Any],
+    train: Sequence[Path],
+    valid: Path,
+    others: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+) -> Texts:
+    """Encode all texts once; then compute the unigram and bigram baselines.
+
+    tokenizer: one to read (default: train one on the training text).
 
     Raises:
         ValueError: A file is missing or not text, or two have the same name.
@@ -232,7 +252,7 @@ def prepare_texts(workspace: Workspace[Any], train: Sequence[Path], valid: Path,
         raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
     with workspace.locked("prepare"):
         if not (workspace.data / INDEX).exists():
-            corpus = prepare(train, valid, workspace.data, vocab=workspace.plan.vocab, seed=SEED)
+            corpus = prepare(train, valid, workspace.data, vocab=workspace.plan.vocab, seed=SEED, tokenizer=tokenizer)
             held_out = {names[0]: f"{corpus.folder.name}/valid.npy"}
             for name, path in zip(names[1:], others, strict=True):
                 with atomic_replace(workspace.data / f"{name}.npy") as draft:

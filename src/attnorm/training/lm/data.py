@@ -28,6 +28,7 @@ from attnorm.files import atomic_replace, open_text, write_json
 from attnorm.provenance import file_hash, settings_hash
 
 PIECE = 2**18  # characters
+LARGEST_VOCABULARY = 2**16  # tokens are stored as uint16
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECES = 1024
 SAMPLE_PIECE = 2**15  # characters; with the number of pieces: 32 MiB at most
@@ -113,6 +114,33 @@ def train_tokenizer(texts: Iterable[Path], vocab: int, seed: int) -> Any:
     return tokenizer
 
 
+def read_tokenizer(path: Path) -> Any:
+    """Read a byte-level BPE: tokenizer.json, or a folder with it or with GPT-2's vocab.json and merges.txt.
+
+    Raises:
+        ValueError: No such files, no end-of-text token, or more tokens than can be stored.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    vocab, merges = (path / name for name in ("vocab.json", "merges.txt"))
+    if file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+    elif vocab.is_file() and merges.is_file():
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    else:
+        raise ValueError(f"expected tokenizer.json, or vocab.json and merges.txt, in {path}, found neither.")
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ValueError(f"{path} has no token {END_OF_TEXT}, which separates texts. Add it to the tokenizer.")
+    size = tokenizer.get_vocab_size()
+    if size > LARGEST_VOCABULARY:
+        raise ValueError(f"expected a tokenizer of at most {LARGEST_VOCABULARY:,} tokens, got {size:,} in {path}.")
+    return tokenizer
+
+
 def as_transformers(tokenizer: Any, context: int) -> Any:
     """Wrap the tokenizer for transformers, so that it has `save_pretrained`."""
     import transformers
@@ -191,24 +219,30 @@ def prepare(
     *,
     vocab: int,
     seed: int,
+    tokenizer: Path | None = None,
     progress: Callable[[str, int], None] = lambda what, tokens: None,
 ) -> Corpus:
     """Return the corpus in `folder`; encode it first if it is not there.
+
+    tokenizer: one to read (default: train one of `vocab` tokens on the texts).
 
     Raises:
         ValueError: A file is missing or not text.
     """
     source = describe_texts(texts, valid)
     key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
+    given = None if tokenizer is None else read_tokenizer(tokenizer)
+    if given is not None:
+        key["tokenizer"] = settings_hash(given.get_vocab())
     corpus_folder = folder / settings_hash(key)[:16]
     if not corpus_folder.is_dir():
         with atomic_replace(corpus_folder) as draft:
             draft.mkdir()
             progress("tokenizer", 0)
-            tokenizer = train_tokenizer(texts, vocab, seed)
-            tokenizer.save(str(draft / "tokenizer.json"))
+            used = train_tokenizer(texts, vocab, seed) if given is None else given
+            used.save(str(draft / "tokenizer.json"))
             for name, paths in (("train", texts), ("valid", [valid])):
-                encode(tokenizer, paths, draft / f"{name}.npy", partial(progress, name))
+                encode(used, paths, draft / f"{name}.npy", partial(progress, name))
             write_json(draft / "source.json", key)
     return read_corpus(corpus_folder, source)
 

@@ -13,9 +13,9 @@ import torch
 from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
 from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
+from attnorm.training.lm.data import LARGEST_VOCABULARY
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
-LARGEST_VOCABULARY = 2**16  # tokens are stored as uint16
 DTYPES = ("float32", "bfloat16")
 RECORD = "training.json"  # in the folder of a run: its settings and, at the end, its result
 ANY_LENGTH = {"gpt2": False, "llama": True, "nope": True}  # architecture -> whether it has no largest position
