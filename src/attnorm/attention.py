@@ -186,7 +186,7 @@ _MISSING = {
 
 def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
     """The cheapest engine with the exact result: SDPA, and on a GPU our kernels, then FlexAttention, then blocks."""
-    if not inputs.q_BHQD.is_cuda:
+    if not inputs.q_BHQD.is_cuda or torch.compiler.is_exporting():  # an exported graph holds no kernel of ours
         return "fused" if fused.applies(inputs, normalizer) else "blocked"
     # SDPA would round q once more where a factor is folded into it, and a sink costs it one more key.
     order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex")

@@ -32,7 +32,8 @@ def blocked(
     run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
     q, k, v = _working(inputs)
-    if run.rows >= inputs.queries or transformed():  # no rule for transforms: in one block torch derives everything
+    # No rule for transforms: in one block torch derives everything. An exported graph has no loop over blocks.
+    if transformed() or torch.compiler.is_exporting() or run.rows >= inputs.queries:
         whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
     if inputs.dropout > 0:

@@ -160,6 +160,11 @@ def _run_mechanism(mechanism: Mechanism, inputs: Inputs, softcap: float | None, 
             f"{mechanism.name!r} has no logits to which the model's attention could apply {what}; "
             "take a normalizer (attnorm.available() lists them), or a model without it"
         )
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which looks at the "
+            "values of the mask. Export a model with a normalizer whose kind is row (attnorm normalizers lists them)."
+        )
     if mechanism.name == "selective" and inputs.queries != inputs.keys:
         raise ValueError(
             f"selective attention needs every earlier query, got {inputs.queries} for {inputs.keys} keys; "

@@ -54,8 +54,8 @@ def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: 
 
 def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | None) -> Tensor:
     steps = FIXED_STEPS
-    grouped, _ = _in_groups(y)
-    if grouped.shape[-1] >= LEAST_GROUPS:
+    grouped = None if torch.compiler.is_exporting() else _in_groups(y)[0]  # an exported length may vary
+    if grouped is not None and grouped.shape[-1] >= LEAST_GROUPS:
         leaders = first = grouped.amax(-2)
         for _ in range(FIXED_STEPS):
             leaders = leaders - newton_step(*evaluate(leaders, parameter, None))

@@ -1,0 +1,70 @@
+"""Patched models leave Python: torch.export and ONNX give eager's numbers, at other lengths than the traced one too."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnorm
+
+TRACED, LONGER = 9, 70
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def patched(normalizer: str, dtype: torch.dtype) -> Logits:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=50, initializer_range=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    attnorm.patch(model, normalizer, warm_start=False)
+    return Logits(model)
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(0, 50, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def exported(model: nn.Module) -> torch.export.ExportedProgram:
+    length = {1: torch.export.Dim("length", min=2, max=4096)}
+    return torch.export.export(model, (tokens(TRACED),), dynamic_shapes=(length,))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_an_exported_threshold_map_is_as_exact_as_eager_at_every_length() -> None:
+    model = patched("entmax15", torch.float64)
+    program = exported(model).module()
+    for length in (TRACED, LONGER):
+        torch.testing.assert_close(program(tokens(length)), model(tokens(length)), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_mechanism_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="gaussian"):
+        exported(patched("gaussian", torch.float32))
+
+
+@pytest.mark.nightly
+@torch.no_grad()
+def test_onnxruntime_computes_what_torch_computes(tmp_path) -> None:
+    pytest.importorskip("onnxscript", reason="pip install attnorm[onnx]")
+    runtime = pytest.importorskip("onnxruntime", reason="pip install attnorm[onnx]")
+    model = patched("kneemax", torch.float32)
+    exact = patched("kneemax", torch.float64)
+    torch.onnx.export(exported(model), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for length in (TRACED, LONGER):
+        given = {session.get_inputs()[0].name: tokens(length).numpy()}
+        found = torch.from_numpy(session.run(None, given)[0])
+        truth, eager = exact(tokens(length)), model(tokens(length))
+        assert (found - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-6
