@@ -113,7 +113,8 @@ def attention(
                 f"expected a row normalizer for dropout_p and return_weights, got the mechanism {chosen.name!r}. "
                 "Leave both out."
             )
-        output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        states = {"hidden_states": hidden_states} if chosen.reads_hidden_states else {}
+        output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, **states)
         return output
     inputs = validate_inputs(
         q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states

@@ -14,8 +14,10 @@ def assert_compiles(name: str, backend: str, **options: object) -> None:
     torch._dynamo.reset()
     normalizer = attnorm.get(name)
     tensors = Call(batch=1, queries=13, keys=13, width=8).tensors()[:3]
-    if name == "differential":
+    if name in ("differential", "tda"):
         tensors[2] = tensors[2][:, :2]
+    if name == "differential_v2":
+        tensors[1:] = [t[:, :2] for t in tensors[1:]]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attnorm.attention(q, k, v, normalizer, **options)

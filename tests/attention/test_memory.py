@@ -104,6 +104,8 @@ MECHANISMS: dict[str, tuple[Callable[[], attnorm.Mechanism], dict[str, Any]]] = 
     "selective": (lambda: attnorm.get("selective", block_elements=LENGTH * 16), {"causal": True}),
     "soft": (lambda: attnorm.get("soft", landmarks=16), {"mask": PADDING}),
     "differential": (lambda: attnorm.get("differential"), {"causal": True, "mask": PADDING}),
+    "laser": (lambda: attnorm.get("laser", normalizer="entmax15"), {"causal": True, "mask": PADDING}),
+    "forget": (lambda: attnorm.get("forget"), {"causal": True, "mask": PADDING}),
 }
 
 

@@ -15,8 +15,9 @@ DEVICE = os.environ.get("ATTNORM_TEST_DEVICE", "cuda")
 NEEDS_DEVICE = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FAMILIES = ["gpt2", "llama", "gemma3", "gpt_oss", "bert"]
-# 'soft' has no causal form, 'differential' is another architecture.
-NORMALIZERS = [name for name in attnorm.available() if name not in ("soft", "differential")]
+# 'soft' has no causal form, the other three are another architecture.
+OTHERS = ("soft", "differential", "differential_v2", "tda")
+NORMALIZERS = [name for name in attnorm.available() if name not in OTHERS]
 # One of each way through the engines: rescaled queries, blocks, a sink, distances.
 DIFFERENT = ["ssmax", "entmax15", "sink", "scale_invariant"]
 # So that the rows here are longer than the window or k.

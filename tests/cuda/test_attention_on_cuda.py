@@ -115,7 +115,7 @@ def test_adaptive_temperature_in_two_fused_passes(mask, causal):
     assert (found - expected).norm() / expected.norm() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["gaussian", "linear", "selective", "soft", "differential"])
+@pytest.mark.parametrize("name", ["gaussian", "linear", "selective", "soft", "differential", "laser", "forget"])
 def test_mechanisms_match_their_cpu_result(name):
     mechanism = attnorm.get(name) if name != "differential" else attnorm.get(name, width=32)
     q, k, v, _ = _inputs((96, 96), (4, 4), "none", torch.float32)

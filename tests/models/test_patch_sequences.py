@@ -14,7 +14,8 @@ from tests.models.tiny import llama, quiet_logits, tiny, tokens
 
 DECODERS = ["gpt2", "llama", "gemma2", "gemma3", "gpt_oss"]
 # Their own tests say why: no causal form, another architecture.
-NORMALIZERS = [name for name in attnorm.available() if name not in ("soft", "differential")]
+OTHERS = ("soft", "differential", "differential_v2", "tda")  # no causal form, or another architecture
+NORMALIZERS = [name for name in attnorm.available() if name not in OTHERS]
 WITH_CACHE = [name for name in NORMALIZERS if name != "selective"]
 # One of each way through the engines: rescaled queries, blocks, a sink, distances.
 DIFFERENT = ["ssmax", "entmax15", "sink", "scale_invariant"]

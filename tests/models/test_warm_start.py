@@ -28,8 +28,8 @@ THE_SAME: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_normalizer_but_differential_declares_its_start() -> None:
-    assert [name for name, start in STARTS.items() if start is None] == ["differential"]
+def test_every_normalizer_but_those_of_another_architecture_declares_its_start() -> None:
+    assert [name for name, start in STARTS.items() if start is None] == ["differential", "differential_v2", "tda"]
 
 
 @pytest.mark.parametrize("name", THE_SAME)
@@ -52,6 +52,7 @@ def change(name: str, before: Tensor, ids: Tensor, **options: Any) -> float:
         ("ssmax", {"train_length": 12}),
         ("sink", {}),
         ("scale_invariant", {}),
+        ("forget", {}),
         ("asentmax", {}),
         ("entmax", {"learned": True}),
     ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnorm.normalizers import Block, compose, get, mixture
 from attnorm.normalizers.composition import Sink
 from attnorm.normalizers.kernel import FUNCTIONS, polynomial
-from attnorm.normalizers.ssmax import neutral_s
+from attnorm.normalizers.ssmax import critical_s, neutral_s
 
 KEYS = 24
 
@@ -165,6 +165,18 @@ def test_an_odd_polynomial_keeps_signs_and_divides_by_the_root_of_n(z: Tensor) -
     close(get("odd_polynomial")(-z), -get("odd_polynomial")(z))
     close(get("odd_polynomial", power=1)(z), z / KEYS**0.5)
     assert get("odd_polynomial").properties.signed
+
+
+@pytest.mark.parametrize(("rho", "size"), [(0.0, 1.0), (0.6, 1.0), (0.6, 4.0), (-0.5, 2.0)])
+def test_at_the_critical_scale_one_key_balances_all_others_at_every_length(rho: float, size: float) -> None:
+    """n^(s size) = n n^(s rho size) at s = 1 / (size (1 - rho)); a tenth below the key vanishes, above it wins."""
+    s = critical_s(rho, size)
+    for n in (100, 100_000):
+        row = torch.full((1, n), rho * size, dtype=torch.float64)
+        row[0, 3] = size
+        assert get("ssmax", rho=rho, size=size)(row)[0, 3].item() == pytest.approx(0.5, abs=0.01)
+    assert get("ssmax", s=0.9 * s)(row)[0, 3] < 0.25
+    assert get("ssmax", s=1.1 * s)(row)[0, 3] > 0.75
 
 
 # Sinks.

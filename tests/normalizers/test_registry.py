@@ -26,7 +26,9 @@ from attnorm.normalizers.topk import TopK
 from tests.fresh import run_fresh
 from tests.normalizers.variants import ROW_NAMES
 
-MECHANISMS = ["gaussian", "soft", "linear", "selective", "differential"]
+MECHANISMS = [
+    "gaussian", "soft", "linear", "selective", "differential", "differential_v2", "tda", "laser", "forget",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -141,6 +141,10 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 # Mechanisms whose weights do not follow from a row of scores.
 NOT_ASKED = {
     "selective": "it depends on what earlier queries selected; if they selected nothing it is softmax",
+    "differential_v2": "its second query is free to cancel anything; with a lambda of 0 it is softmax",
+    "tda": "cosines lie between -1 and 1, so that no gap of logits applies; threshold_relu has its weights",
+    "laser": "its output is a smooth maximum of the values, with the weights of its normalizer",
+    "forget": "it depends on how many tokens lie between key and query; with gates of 1 it is softmax",
     "soft": "its landmarks are averages of keys, so the answer depends on where the keys lie, not on their scores",
 }
 

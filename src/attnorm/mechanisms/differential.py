@@ -26,6 +26,7 @@ class Differential(Mechanism):
 
     name = "differential"
     properties = Properties(row_sum="free", signed=True)
+    another_architecture = "takes the difference of paired heads that share their values"
 
     def __init__(self, *, width: int = 64, depth: int = 0, head_norm: bool = True) -> None:
         super().__init__()

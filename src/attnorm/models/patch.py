@@ -281,13 +281,19 @@ def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int |
 
 
 def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
-    if part.name == "differential":
+    if isinstance(part, Mechanism) and part.another_architecture:
         raise ValueError(
-            "'differential' takes the difference of paired heads that share their values: another architecture, which "
-            "no trained model has; build it with attnorm.attention and train it"
+            f"{part.name!r} {part.another_architecture}: another architecture, which no trained model has; build it "
+            "with attnorm.attention and train it"
+        )
+    if isinstance(part, Mechanism) and part.reads_hidden_states:
+        raise ValueError(
+            f"{part.name!r} reads the layer's input, which attention functions do not receive; leave width= out"
         )
     if part.name == "soft" and getattr(module, "is_causal", True):
         raise ValueError(f"'soft' has no causal form, and {place} is causal; take 'gaussian', or an encoder")
+    if part.name == "forget" and not getattr(module, "is_causal", True):
+        raise ValueError(f"'forget' has a causal form only, and {place} sees keys ahead of its queries")
     if any(getattr(inner, "from_hidden", None) is not None for inner in part.modules()):
         raise ValueError(
             f"{part.name!r} with width= reads the layer's input, which transformers does not hand to attention; "

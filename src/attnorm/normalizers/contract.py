@@ -266,6 +266,8 @@ class Mechanism(nn.Module):
 
     properties: Properties
     name: str = "custom"
+    reads_hidden_states: bool = False  # then `forward` takes hidden_states= as well
+    another_architecture: str = ""  # why it cannot replace softmax in a model; empty: it can
 
     def forward(
         self,

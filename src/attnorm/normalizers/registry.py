@@ -123,6 +123,15 @@ BUILT_IN: dict[str, NormalizerEntry] = {
         ("linear", "mechanisms.linear:Linear", "Katharopoulos et al. 2020", _arxiv("2006.16236")),
         ("selective", "mechanisms.selective:Selective", "Leviathan et al. 2024", _arxiv("2410.02703")),
         ("differential", "mechanisms.differential:Differential", "Ye et al. 2024", _arxiv("2410.05258")),
+        (
+            "differential_v2",
+            "mechanisms.differential_v2:DifferentialV2",
+            "Ye et al. 2026",
+            "https://github.com/microsoft/unilm/tree/master/Diff-Transformer/Diff-Transformer-V2",
+        ),
+        ("tda", "mechanisms.tda:ThresholdDifferential", "Huang et al. 2026", _arxiv("2601.12145")),
+        ("laser", "mechanisms.laser:Laser", "Duvvuri & Dhillon 2024", _arxiv("2411.03493")),
+        ("forget", "mechanisms.forget:Forget", "Lin et al. 2025", _arxiv("2503.02130")),
     ]
 }
 
@@ -132,7 +141,9 @@ RowName = Literal[
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
     "kneemax", "local", "softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial", "alibi", "tempered",
 ]  # fmt: skip
-MechanismName = Literal["gaussian", "soft", "linear", "selective", "differential"]
+MechanismName = Literal[
+    "gaussian", "soft", "linear", "selective", "differential", "differential_v2", "tda", "laser", "forget",
+]  # fmt: skip
 
 _registered: dict[str, NormalizerEntry] = {}
 

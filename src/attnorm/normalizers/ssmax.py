@@ -45,23 +45,49 @@ def neutral_s(train_length: int) -> float:
     return train_length / math.lgamma(train_length + 1)
 
 
-def _reference(row: Row, s: float | None = None, train_length: int = 1024, **_: Any) -> Tensor:
-    start = neutral_s(train_length) if s is None else s
+def critical_s(rho: float, size: float = 1.0) -> float:
+    """The critical s of Chen, Lin, Polyanskiy & Rigollet 2025 (https://arxiv.org/abs/2510.05554): 1 / (1 - rho).
+
+    There a key that equals the query has the logit 1 and all others rho: below this s the row spreads over all keys as
+    n grows, above it the row keeps to that one key. size: the logit of that key, |q| |k| / sqrt(d), where it is not 1.
+    """
+    if not rho < 1 or not size > 0 or math.isinf(rho) or math.isinf(size):
+        raise ValueError(f"expected a cosine rho below 1 and a positive size, got rho={rho} and size={size}.")
+    return 1 / (size * (1 - rho))
+
+
+def _started(s: float | None, rho: float | None, size: float, train_length: int) -> float:
+    if s is not None and rho is not None:
+        raise ValueError(f"expected s or rho, which sets it, got s={s} and rho={rho}.")
+    if rho is not None:
+        return critical_s(rho, size)
+    return neutral_s(train_length) if s is None else s
+
+
+def _reference(
+    row: Row, s: float | None = None, train_length: int = 1024, rho: float | None = None, size: float = 1.0, **_: Any
+) -> Tensor:
+    start = _started(s, rho, size, train_length)
     factor = row.value("scale.0.s", start) * math.log(row.n) + row.value("scale.0.bias", 0.0)
     return softmax_row(row.z * factor)
 
 
 def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+    if given.get("rho") is not None:
+        return {"heads": layer.heads}
     return {"s": 0.0 if given.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
 
 
 def _start_values(layer: LayerFacts, given: Options, options: Options) -> dict[str, float | Tensor]:
-    return {"scale.0.bias": 1 - options["s"] * layer.mean_log_n()} if given.get("bias") else {}
+    if not given.get("bias"):
+        return {}
+    s = critical_s(options["rho"], options.get("size", 1.0)) if options.get("s") is None else options["s"]
+    return {"scale.0.bias": 1 - s * layer.mean_log_n()}
 
 
 @declare(
     reference=_reference,
-    examples=[{}, {"s": 0.43}, {"s": 0.6, "bias": True, "heads": HEADS}],
+    examples=[{}, {"s": 0.43}, {"rho": 0.2, "size": 3.0}, {"s": 0.6, "bias": True, "heads": HEADS}],
     warm_start=WarmStart(
         "near at the training length",
         "s = 1 / mean log n over the rows of a text of train_length tokens: a factor of 1 on average there, of less in "
@@ -76,9 +102,15 @@ def ssmax(
     *,
     bias: bool = False,
     train_length: int = 1024,
+    rho: float | None = None,
+    size: float = 1.0,
     learned: bool = True,
     heads: int | None = None,
 ) -> Normalizer:
-    """softmax((s log n + b) z): the scale grows with the row's visible keys n; s learned."""
-    start = neutral_s(train_length) if s is None else s
+    """softmax((s log n + b) z): the scale grows with the row's visible keys n; s learned.
+
+    s starts at 1 on average over a causal sequence of train_length (default), or where rho sets it: the critical scale
+    of logits whose largest is `size` and whose others are rho times that.
+    """
+    start = _started(s, rho, size, train_length)
     return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")

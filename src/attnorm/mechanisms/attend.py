@@ -1,0 +1,21 @@
+"""Attention of a row normalizer for mechanisms that are built on one: on the cheapest engine that has it."""
+
+from torch import Tensor
+
+from attnorm.engines import fused
+from attnorm.engines.blocked import blocked
+from attnorm.engines.inputs import Inputs, without_autocast
+from attnorm.normalizers.contract import Normalizer
+
+
+def attend(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Output (B, H, Q, E)."""
+    with without_autocast(inputs.q_BHQD.device):
+        if inputs.q_BHQD.numel() == 0:
+            return blocked(inputs, normalizer)
+        if inputs.q_BHQD.is_cuda:
+            from attnorm.engines import one_pass  # loads Triton
+
+            if one_pass.applies(inputs, normalizer):
+                return one_pass.one_pass(inputs, normalizer)
+        return fused.fused(inputs, normalizer) if fused.applies(inputs, normalizer) else blocked(inputs, normalizer)

@@ -1,0 +1,73 @@
+"""Differential attention, version 2: o = a1 - sigmoid(w . x) a2, two query heads for each output head.
+
+Ye, Dong, Sun & Wei 2026, github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2. q (B, 2H, Q, D),
+k (B, G, K, D), v (B, G, K, E) -> (B, H, Q, E). The pair (2h, 2h + 1) shares key and value: a1 and a2 are ordinary
+attention, so one call computes both.
+Against version 1: no lambda_init, no norm of the heads, and lambda = sigmoid(w_h . x) per token and head, below 1.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from attnorm.engines.inputs import validate_inputs
+from attnorm.mechanisms.attend import attend
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer, Properties, per_head_parameter
+from attnorm.normalizers.softmax import Softmax
+
+
+class DifferentialV2(Mechanism):
+    """a1 - sigmoid(w . x) a2 of two query heads that share key and value; signed weights.
+
+    heads: output heads H, for a lambda of each. width: of the hidden states x from which lambda is read (default: a
+    learned number per head, or for all, that does not depend on x). It starts at 1/2.
+    """
+
+    name = "differential_v2"
+    properties = Properties(row_sum="free", signed=True)
+    another_architecture = "takes the difference of two query heads that share key and value"
+
+    def __init__(self, *, heads: int | None = None, width: int | None = None) -> None:
+        super().__init__()
+        if width is not None and heads is None:
+            raise ValueError(f"expected heads with width={width}: lambda is read per head. Pass heads=, half of q's.")
+        self.from_hidden = None if width is None or heads is None else nn.Linear(width, heads, bias=False)
+        self.logit = None if width is not None else per_head_parameter(0.0, heads)
+
+    @property
+    def reads_hidden_states(self) -> bool:  # type: ignore[override]
+        return self.from_hidden is not None
+
+    def share(self, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """lambda, broadcastable to (B, H, Q, 1)."""
+        if self.from_hidden is None:
+            assert self.logit is not None
+            logit = self.logit.to(dtype)
+            return torch.sigmoid(logit if logit.dim() == 0 else logit[:, None, None])
+        if hidden_states is None:
+            raise ValueError("expected hidden_states of shape (batch, queries, width), from which lambda is read.")
+        return torch.sigmoid(linear(hidden_states.to(dtype), self.from_hidden.weight.to(dtype))).mT[..., None]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        if q.dim() < 3 or q.shape[-3] % (2 * k.shape[-3]):
+            raise ValueError(
+                "expected two query heads for each output head, both with the same key head: "
+                f"q (B, 2H, Q, D), k (B, G, K, D), H a multiple of G; got {tuple(q.shape)}, {tuple(k.shape)}."
+            )
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
+        both = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
+        output = both[:, 0::2] - self.share(hidden_states, working) * both[:, 1::2]
+        return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])

@@ -1,0 +1,135 @@
+"""Forgetting attention: softmax(z_ij + sum over l = j+1..i of log f_l), f_l = sigmoid(w . x_l + b) per head.
+
+Lin, Nikishin, He & Courville 2025, https://arxiv.org/abs/2503.02130 (Forgetting Transformer). Each token multiplies the
+weights of all keys before it by its forget gate f. The sum is F_i - F_j with F the running sum of log f; F_i is the
+same for a whole row and changes nothing, so -F_j enters as one more coordinate of the keys: every fused kernel can do
+it. Without hidden states f is a learned number per head, and the logit falls by -log f per token of distance.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, logsigmoid, pad
+
+from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.mechanisms.attend import attend
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer, per_head_parameter
+from attnorm.normalizers.declaration import WarmStart, declare
+from attnorm.normalizers.registry import resolve
+
+
+@declare(
+    warm_start=WarmStart(
+        "near",
+        "b = 10: log f = -0.000045, so that a key 1,000 tokens back keeps 96 % of its weight",
+        options=lambda layer, given: {"heads": layer.heads, "bias": 10.0},
+    )
+)
+class Forget(Mechanism):
+    """softmax of logits that fall by a learned forget gate of every token between key and query; causal.
+
+    heads: of q, for gates per head. width: of the hidden states x that the gates read (default: gates that do not
+    depend on x). bias: b at the start; 5 is a gate of 0.993. normalizer: any shift invariant one.
+    """
+
+    name = "forget"
+
+    def __init__(
+        self,
+        *,
+        heads: int | None = None,
+        width: int | None = None,
+        bias: float = 5.0,
+        normalizer: str | Normalizer = "softmax",
+    ) -> None:
+        super().__init__()
+        if width is not None and heads is None:
+            raise ValueError(f"expected heads with width={width}: gates are read per head. Pass heads=, those of q.")
+        if not isinstance(normalizer, str | Normalizer):
+            raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
+        chosen = resolve(normalizer)
+        if not isinstance(chosen, Normalizer) or not chosen.properties.shift_invariant:
+            raise ValueError(
+                f"expected a shift invariant normalizer, got {chosen.name!r}. Take 'softmax' or 'entmax15'."
+            )
+        self.normalizer = chosen
+        self.properties = replace(
+            chosen.properties,
+            permutation_equivariant=False,
+            length=", ".join(filter(None, ["forget gates between key and query", chosen.properties.length])),
+            swap_untrained=False,
+        )
+        self.bias = per_head_parameter(bias, heads)
+        self.weight: nn.Parameter | None = None
+        if width is not None and heads is not None:
+            self.weight = nn.Parameter(torch.empty(heads, width))
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
+
+    @property
+    def reads_hidden_states(self) -> bool:  # type: ignore[override]
+        return self.weight is not None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states: of all keys, (B, K, width). Keys ahead of a query must be hidden from it."""
+        gates = self.log_gates(hidden_states)
+        if gates.shape[-1] not in (1, k.shape[-2]):
+            raise ValueError(
+                f"expected hidden_states of all {k.shape[-2]} keys, got {gates.shape[-1]}. To decode with a cache, "
+                "keep the log gates of earlier tokens and call .attend(..., log_gates=torch.cat([earlier, new], -1))."
+            )
+        return self.attend(q, k, v, log_gates=gates, mask=mask, causal=causal, scale=scale, positions=positions)
+
+    def log_gates(self, hidden_states: Tensor | None = None) -> Tensor:
+        """log f of each token, (B, H, K) or (1, H or 1, 1), in float32 at least."""
+        if self.weight is None:
+            bias = self.bias if self.bias.dim() else self.bias[None]
+            return logsigmoid(bias)[None, :, None]
+        if hidden_states is None:
+            raise ValueError("expected hidden_states of shape (batch, keys, width), from which the gates are read.")
+        working = torch.promote_types(hidden_states.dtype, torch.float32)
+        return logsigmoid(linear(hidden_states.to(working), self.weight.to(working), self.bias.to(working))).mT
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        log_gates: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        """The output for log gates (B, H, K) of all keys, as a cache of earlier tokens has them."""
+        working = torch.promote_types(q.dtype, torch.float32)
+        inputs = validate_inputs(
+            *(t.to(working) for t in (q, k, v)), mask=mask, causal=causal, scale=scale, positions=positions
+        )
+        gates = _of_tokens(inputs, log_gates.to(working))
+        # From the last key back: what is near is small, and keeps its digits.
+        after = gates.flip(-1).cumsum(-1).flip(-1) - gates  # sum over later keys
+        query = pad(inputs.q_BHQD * inputs.scale, (0, 1), value=1.0)
+        keys, values = (t.repeat_interleave(inputs.groups, dim=1) for t in (inputs.k_BGKD, inputs.v_BGKE))
+        keys = torch.cat([keys, after[..., None]], -1)
+        output = attend(replace(inputs, q_BHQD=query, k_BGKD=keys, v_BGKE=values, scale=1.0), self.normalizer)
+        return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _of_tokens(inputs: Inputs, log_gates: Tensor) -> Tensor:
+    """(B, H, K), 0 for keys that no query sees: what stands in padding has no gate."""
+    gates = log_gates.expand(*inputs.q_BHQD.shape[:2], inputs.keys)
+    return gates if inputs.mask is None else torch.where(inputs.seen(), gates, 0.0)

@@ -1,0 +1,81 @@
+"""LASER: attention over exp(v), and the logarithm of the result: out = log(sum_j p_j exp(v_j - m)) + m, per channel.
+
+Duvvuri & Dhillon 2024, https://arxiv.org/abs/2411.03493. A smooth maximum of the values: its gradient for a key with a
+small weight and a large value is large, where that of the mean vanishes with the weight. m, the largest value of the
+channel, cancels; it keeps the exponential finite and takes no gradient. Here e^m is rounded to a power of two. Values
+more than 87 below m (708 in float64) count as the smallest number.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.mechanisms.attend import attend
+from attnorm.normalizers.block import Positions
+from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.declaration import WarmStart, declare
+from attnorm.normalizers.registry import resolve
+
+LOG2E = math.log2(math.e)
+
+
+@declare(warm_start=WarmStart("far", "nothing to set: a smooth maximum of the values instead of their mean"))
+class Laser(Mechanism):
+    """log of attention over exp(v): a smooth maximum of the values, with any normalizer whose rows sum to 1."""
+
+    name = "laser"
+
+    def __init__(self, normalizer: str | Normalizer = "softmax") -> None:
+        super().__init__()
+        if not isinstance(normalizer, str | Normalizer):
+            raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
+        chosen = resolve(normalizer)
+        if not isinstance(chosen, Normalizer) or chosen.properties.row_sum != "one" or chosen.properties.signed:
+            raise ValueError(
+                f"expected a row normalizer whose rows sum to 1, got {chosen.name!r}: "
+                "the logarithm of a row without weight is not finite. Take 'softmax' or 'entmax15'."
+            )
+        self.normalizer = chosen
+        self.properties = replace(chosen.properties, swap_untrained=False)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        working = torch.promote_types(v.dtype, torch.float32)  # exp(v) would leave half precision soon
+        inputs = validate_inputs(
+            *(t.to(working) for t in (q, k, v)), mask=mask, causal=causal, scale=scale, positions=positions
+        )
+        # exp(v) = 2^(whole + part). Shifted by whole powers of two nothing is rounded: although the largest value may
+        # be that of a later token, no bit of an earlier row depends on it.
+        bits = inputs.v_BGKE * LOG2E
+        whole, seen = torch.floor(bits.detach()), _seen(inputs)
+        shown = whole if seen is None else whole.masked_fill(~seen[..., None], -torch.inf)
+        largest = shown.amax(-2, keepdim=True)
+        largest = torch.where(largest.isfinite(), largest, 0.0)
+        exponentials = torch.ldexp(torch.exp2(bits - whole), whole - largest)
+        if seen is not None:
+            exponentials = torch.where(seen[..., None], exponentials, 0.0)
+        mean = attend(replace(inputs, v_BGKE=exponentials), self.normalizer).to(working)
+        mantissa, exponent = torch.frexp(mean.clamp(min=torch.finfo(working).tiny))
+        power = exponent + largest.repeat_interleave(inputs.groups, dim=1)
+        output = torch.where(inputs.n() > 0, torch.log(mantissa) + power / LOG2E, 0.0)
+        return output.to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _seen(inputs: Inputs) -> Tensor | None:
+    """(B or 1, G or 1, K): the keys that a query of their group sees; None without a mask."""
+    if inputs.mask is None:
+        return None
+    seen = inputs.seen()
+    return seen.unflatten(1, (-1, inputs.groups)).any(2) if seen.shape[1] > 1 else seen
