@@ -17,6 +17,8 @@ from attnorm.normalizers.registry import resolve
 
 if TYPE_CHECKING:
     from typing import Never as Refused
+
+    from attnorm.metrics.attention_statistics import AttentionStatistics
 else:
     Refused = Any  # the shape checks of the tests take no Never
 
@@ -47,6 +49,7 @@ def attention(
     hidden_states: Tensor | None = None,
     dropout_p: float = 0.0,
     return_weights: Literal[False] = False,
+    return_statistics: Literal[False] = False,
     engine: Engine = "auto",
 ) -> Tensor: ...
 
@@ -65,8 +68,28 @@ def attention(
     hidden_states: Tensor | None = None,
     dropout_p: float = 0.0,
     return_weights: Literal[True],
+    return_statistics: Literal[False] = False,
     engine: Engine = "auto",
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    normalizer: str | Normalizer | Mechanism = "softmax",
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_weights: Literal[False] = False,
+    return_statistics: Literal[True],
+    engine: Engine = "auto",
+) -> "tuple[Tensor, AttentionStatistics]": ...
 
 
 def attention(
@@ -82,9 +105,10 @@ def attention(
     hidden_states: Tensor | None = None,
     dropout_p: float = 0.0,
     return_weights: bool = False,
+    return_statistics: bool = False,
     engine: Engine = "auto",
     **unknown: Refused,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AttentionStatistics]":
     """Attention output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
 
     mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that one query
@@ -93,9 +117,11 @@ def attention(
 
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) that
-    made the output, after dropout, in float32 at least; for matrices of at most 1 GiB.
+    made the output, after dropout, in float32 at least; for matrices of at most 1 GiB. return_statistics: also return
+    the numbers of every row that attnorm.attention_statistics has, without gradient.
 
     >>> attention(q, k, v, "entmax15", causal=True)
+    >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
     if unknown:
@@ -108,10 +134,10 @@ def attention(
     if isinstance(chosen, Mechanism):
         if engine != "auto":
             raise ValueError(f"{chosen.name!r} brings its own engine, got engine={engine!r}; use engine='auto'")
-        if dropout_p or return_weights:
+        if dropout_p or return_weights or return_statistics:
             raise ValueError(
-                f"expected a row normalizer for dropout_p and return_weights, got the mechanism {chosen.name!r}. "
-                "Leave both out."
+                "expected a row normalizer for dropout_p, return_weights and return_statistics, got the mechanism "
+                f"{chosen.name!r}. Leave them out."
             )
         states = {"hidden_states": hidden_states} if chosen.reads_hidden_states else {}
         output: Tensor = chosen(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, **states)
@@ -120,11 +146,33 @@ def attention(
         q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
     inputs = replace(inputs, dropout=float(dropout_p))
+    if return_statistics:
+        if return_weights:
+            raise ValueError("expected return_weights or return_statistics, got both. Call attention() twice.")
+        output, statistics = _with_statistics(inputs, chosen, engine)
+        return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), statistics.reshaped(q.shape[:-1])
     if return_weights:
         _check_weights(inputs, engine)
         output, weights = with_weights(inputs, chosen)
         return output.reshape(*q.shape[:-1], v.shape[-1]), weights.reshape(*q.shape[:-1], k.shape[-2])
     return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _with_statistics(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> "tuple[Tensor, AttentionStatistics]":
+    """Both from the same weights where attention runs in blocks and nothing is learned or dropped."""
+    from attnorm.metrics.attention_statistics import output_and_statistics, statistics_of  # only if they are wanted
+    from attnorm.metrics.normalized import MeasuredNormalizer
+
+    in_blocks = engine == "blocked" or (engine == "auto" and choose_engine(inputs, normalizer) == "blocked")
+    softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
+    if in_blocks and not softmax and not inputs.dropout and not learns(inputs, normalizer):
+        return output_and_statistics(inputs, normalizer)
+    return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
+
+
+def learns(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether the output needs a gradient."""
+    return torch.is_grad_enabled() and (inputs.needs_grad or any(p.requires_grad for p in normalizer.parameters()))
 
 
 def _check_weights(inputs: Inputs, engine: Engine) -> None:

@@ -105,3 +105,56 @@ def test_bad_input_is_named() -> None:
     assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
     with pytest.raises(ValueError, match="top_n"):
         attnorm.attention_statistics(q, k, top_n=(0, 3))
+
+
+@pytest.mark.parametrize("name", ["local", "alibi", "scale_invariant", "log_scaled", "stick_breaking"])
+def test_positions_are_those_that_the_caller_gives(name: str) -> None:
+    options: dict[str, dict[str, object]] = {
+        "local": {"window": 9}, "alibi": {"heads": H}, "log_scaled": {"train_length": 8}
+    }  # fmt: skip
+    normalizer = attnorm.get(name, **options.get(name, {}))
+    q, k = (t.double() for t in draw(3))
+    steps = torch.randint(1, 5, (B, K), generator=torch.Generator().manual_seed(4))
+    key = steps.cumsum(-1)
+    positions = attnorm.Positions(key[:, -Q:], key)
+    found = attnorm.attention_statistics(q, k, normalizer, causal=True, positions=positions)
+    counted = attnorm.attention_statistics(q, k, normalizer, causal=True)
+    _, weights = attnorm.attention(q, k, k, normalizer, causal=True, positions=positions, return_weights=True)
+    p = weights.abs() / weights.abs().sum(-1, keepdim=True)
+    torch.testing.assert_close(found.row_sum, weights.sum(-1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.entropy, -torch.xlogy(p, p).sum(-1), rtol=1e-9, atol=1e-9)
+    if name != "stick_breaking":  # it reads the order alone
+        assert not torch.allclose(found.entropy, counted.entropy)
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15", "sigmoid", "topk", "alibi"])
+@pytest.mark.parametrize("engine", ["auto", "blocked"])
+def test_attention_returns_them_with_its_output(name: str, engine: str) -> None:
+    (q, k), v = draw(), torch.randn(B, G, K, 5)
+    mask = torch.arange(K) >= torch.tensor([0, 9])[:, None]
+    options: dict[str, object] = {"causal": True, "mask": mask[:, None, None]}
+    output, found = attnorm.attention(q, k, v, name, return_statistics=True, engine=engine, **options)
+    torch.testing.assert_close(output, attnorm.attention(q, k, v, name, **options), rtol=1e-5, atol=1e-6)
+    assert output.shape == (B, H, Q, 5)
+    torch.testing.assert_close(found, attnorm.attention_statistics(q, k, name, **options), equal_nan=True)
+
+
+def test_the_output_beside_them_has_a_gradient() -> None:
+    (q, k), v = draw(), torch.randn(B, G, K, 5)
+    q.requires_grad_()
+    for name in ("softmax", "entmax15"):
+        output, found = attnorm.attention(q, k, v, name, return_statistics=True)
+        (gradient,) = torch.autograd.grad(output.sum(), q)
+        (expected,) = torch.autograd.grad(attnorm.attention(q, k, v, name).sum(), q)
+        torch.testing.assert_close(gradient, expected)
+        assert not found.entropy.requires_grad
+    two = attnorm.attention(q[0, 0].detach(), k[0, 0], v[0, 0], "entmax15", return_statistics=True)
+    assert two[1].entropy.shape == (Q,)
+
+
+def test_weights_and_statistics_are_not_returned_together() -> None:
+    q, k = draw()
+    with pytest.raises(ValueError, match="return_weights"):
+        attnorm.attention(q, k, k, return_weights=True, return_statistics=True)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="linear"):
+        attnorm.attention(q, k, k, "linear", return_statistics=True)

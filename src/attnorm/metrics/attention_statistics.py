@@ -1,16 +1,20 @@
 """attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.rows import OnWeights, measure_rows
+from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
+from attnorm.theory.selection import at_least_float32
 
 
 class AttentionStatistics(NamedTuple):
@@ -32,6 +36,10 @@ class AttentionStatistics(NamedTuple):
     jacobian_norm: Tensor  # largest singular value of dw/dz
     top_mass: Tensor  # (B, H, Lq, len(top_n)): sum of the N largest p for each N of top_n
 
+    def reshaped(self, shape: Sequence[int]) -> "AttentionStatistics":
+        """With rows of this shape, in the dimensions of the queries that they belong to."""
+        return AttentionStatistics(*(t.reshape(*shape, *t.shape[3:]) for t in self))
+
 
 _ROW_NUMBERS = [name for name in AttentionStatistics._fields if name not in ("n", "top_mass")]
 _NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
@@ -45,15 +53,17 @@ def attention_statistics(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    positions: Tensor | Positions | None = None,
+    hidden_states: Tensor | None = None,
     softcap: float | None = None,
     top_n: Sequence[int] = (),
 ) -> AttentionStatistics:
     """Statistics of every row of attention with queries (B, H, Lq, D) and keys (B, Hkv, Lk, D), in float32 at least.
 
-    mask, causal, scale: as in attnorm.attention. softcap: logits become softcap * tanh(logits / softcap). top_n: for
-    which N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No
-    gradient. On a CUDA device softmax and its rescalings run as one Triton
-    kernel, in bfloat16 with a Jacobian norm exact to 4e-3.
+    mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
+    output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: for which
+    N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
+    a CUDA device softmax and its rescalings run as one Triton kernel, in bfloat16 with a Jacobian norm exact to 4e-3.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
@@ -65,23 +75,63 @@ def attention_statistics(
         raise ValueError(f"expected softcap above 0, got {softcap!r}. Leave it out for no cap.")
     if any(N < 1 for N in top_n):
         raise ValueError(f"expected top_n of whole numbers from 1 up, got {tuple(top_n)}.")
-    inputs = validate_inputs(q, k, k, mask=mask, causal=causal, scale=scale, positions=None)
+    inputs = validate_inputs(
+        q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
+    )
+    return statistics_of(replace(inputs, softcap=softcap), chosen, top_n).reshaped(q.shape[:-1])
+
+
+def statistics_of(
+    inputs: Inputs, normalizer: Normalizer, top_n: Sequence[int] = (), on_weights: OnWeights | None = None
+) -> AttentionStatistics:
+    """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
+    wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
+    (found,) = measure_rows(
+        _call(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None,
+        on_weights=on_weights,
+    ).values()  # fmt: skip
+    numbers = {name: found.values[_NAMES.get(name, name)] for name in _ROW_NUMBERS}
+    return AttentionStatistics(n=found.n, **numbers, top_mass=found.top_mass)
+
+
+def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
+    """Output (B, H, Q, E) and statistics of a map that is not softmax, from the same weights, without gradient."""
+    groups = inputs.groups
+    value = at_least_float32(inputs.v_BGKE)
+    output = value.new_zeros((*inputs.q_BHQD.shape[:3], value.shape[-1]))
+
+    def add(block: LogitBlock, weights: Tensor) -> None:
+        stop = min(block.first_key + weights.shape[-1], inputs.keys)
+        heads = torch.arange(block.heads.start, block.heads.stop, device=value.device) // groups
+        seen = value[block.item, heads, block.first_key : stop]
+        output[block.item, block.heads, block.queries] = weights[..., : stop - block.first_key] @ seen
+
+    return output, statistics_of(inputs, normalizer, on_weights=add)
+
+
+def _call(inputs: Inputs) -> AttentionCall:
     mask = inputs.mask
     if mask is not None and mask.shape[-2] > 1:  # in an AttentionCall such a mask has causality in it
         mask = inputs.visible(0, inputs.queries, inputs.keys)
-    call = AttentionCall(
+    return AttentionCall(
         layer=0,
-        kind="decoder" if causal else "encoder",
+        kind="decoder" if inputs.causal else "encoder",
         query_BHQD=inputs.q_BHQD.detach(),
         key_BGKD=inputs.k_BGKD.detach(),
-        value_BGKE=inputs.k_BGKD.detach(),
+        value_BGKE=inputs.v_BGKE.detach(),
         scale=inputs.scale,
-        causal=causal,
+        causal=inputs.causal,
         mask=mask,
-        softcap=softcap,
+        softcap=inputs.softcap,
+        positions=_positions(inputs),
+        inputs_BKC=inputs.hidden_states if inputs.queries == inputs.keys else None,
     )
-    wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
-    (found,) = measure_rows(call, [chosen], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None).values()
-    shape = q.shape[:-1]
-    numbers = {name: found.values[_NAMES.get(name, name)].reshape(shape) for name in _ROW_NUMBERS}
-    return AttentionStatistics(n=found.n.reshape(shape), **numbers, top_mass=found.top_mass.reshape(*shape, len(top_n)))
+
+
+def _positions(inputs: Inputs) -> Positions | None:
+    """(1 or B, Q) and (1 or B, K)."""
+    if inputs.positions is None:
+        return None
+    given = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
+    query, key = (t.reshape(-1, t.shape[-1]) for t in (given.query, given.key))
+    return Positions(query, key)

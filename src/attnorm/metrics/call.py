@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 
 Kind = Literal["decoder", "encoder", "cross"]
@@ -32,3 +33,4 @@ class AttentionCall:
     dropout: float = 0.0  # share of the weights that the model drops in training
     normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs instead of softmax
     inputs_BKC: Tensor | None = None  # the layer input behind the keys, if requested
+    positions: Positions | None = None  # (1 or B, Q) and (1 or B, K); None: counted, the last query at the last key

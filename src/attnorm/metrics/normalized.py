@@ -28,6 +28,8 @@ class RowsBlock(Block):
 
     @property
     def positions(self) -> Positions:
+        if isinstance(self.given_positions, Positions):
+            return self.given_positions
         assert self.queries is not None
         stop = self.first_key + self.logits.shape[-1]
         return Positions(self.queries, torch.arange(self.first_key, stop, device=self.logits.device))
@@ -35,13 +37,14 @@ class RowsBlock(Block):
     def taking(self, rows: Tensor) -> "RowsBlock":
         """The same block with some of its rows."""
         assert self.queries is not None
-        mask, states = self.mask, self.hidden_states
+        mask, states, given = self.mask, self.hidden_states, self.given_positions
         return replace(
             self,
             logits=self.logits[..., rows, :],
             mask=None if mask is None else mask[..., rows, :],
             hidden_states=None if states is None else states[..., rows, :],
             queries=self.queries[rows],
+            given_positions=Positions(given.query[rows], given.key) if isinstance(given, Positions) else given,
         )
 
 
@@ -81,10 +84,12 @@ class MeasuredNormalizer:
             return None
         n = block.n.to(block.logits.dtype)[None, ..., None]
         states = query_states(call, block)
+        given = given_positions(call, block)
+        positions = None if given is None else given.query[:, None]
         factor = torch.ones_like(n)
         for rule in self.normalizer.rules:
             assert isinstance(rule, ScaleRule)
-            factor = factor * rule.factor(n, None, states).to(n.dtype)
+            factor = factor * rule.factor(n, positions, states).to(n.dtype)
         factor = factor.reshape(factor.shape[-3:])
         return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
 
@@ -116,7 +121,17 @@ def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:
     logits = block.logits[None]
     logits = logits if visible is None else torch.where(visible, logits, 0.0)
     states = query_states(call, block)
-    return RowsBlock(logits, visible, None, states, queries=block.queries + _offset(call), first_key=block.first_key)
+    given = given_positions(call, block)
+    return RowsBlock(logits, visible, given, states, queries=block.queries + _offset(call), first_key=block.first_key)
+
+
+def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:
+    """Positions of the block's queries (r,) and keys (w,), where the caller gave them; padding repeats the last key."""
+    if call.positions is None:
+        return None
+    query, key = (t[block.item if len(t) > 1 else 0] for t in (call.positions.query, call.positions.key))
+    columns = torch.arange(block.first_key, block.first_key + block.logits.shape[-1], device=key.device)
+    return Positions(query[block.queries], key[columns.clamp(max=len(key) - 1)])
 
 
 def query_states(call: AttentionCall, block: LogitBlock) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import RowsBlock
+from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 
@@ -62,7 +63,10 @@ def _dense_block(call: AttentionCall) -> RowsBlock:
     queries, keys = logits.shape[-2:]
     states = call.inputs_BKC if queries == keys else None
     order = torch.arange(keys - queries, keys, device=logits.device)
-    return RowsBlock(torch.where(visible, logits, 0.0), visible, None, states, queries=order)
+    given = call.positions
+    if given is not None:
+        given = Positions(given.query[:, None], given.key[:, None])
+    return RowsBlock(torch.where(visible, logits, 0.0), visible, given, states, queries=order)
 
 
 def dense_statistics(

@@ -5,7 +5,7 @@ row without visible keys is NaN everywhere. So is a row whose visible logits or 
 marked as broken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -27,6 +27,7 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32
 
+OnWeights = Callable[[LogitBlock, Tensor], None]
 FEWEST_KERNEL_ROWS = 65  # with fewer, one block of logits is no slower than the kernel
 
 
@@ -50,12 +51,15 @@ def measure_rows(
     names: Sequence[str] = PER_ROW,
     block_elements: int | None = None,
     mass_rows: int | None = fused_rows.MASS_ROWS,
+    on_weights: OnWeights | None = None,
 ) -> dict[str, RowStatistics]:
     """The statistics of these queries (sorted indices) by the normalizers' names; None is named "model".
 
     Entropy, effective keys, largest weight and masses are those of |w| / sum |w|; without the sink: of the keys but the
     row's first visible one, in the same way. Limits (ceiling, floor, horizon) are those of the normalizer itself where
     it is softmax of rescaled logits, NaN where it is another map; spread and largest logit are the model's.
+
+    on_weights: gets the weights (h, r, w) of each block of a map that is not softmax.
     """
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
@@ -65,7 +69,7 @@ def measure_rows(
     others = [one for one in chosen if one not in softmaxes]
     found = {}
     if others:
-        found = _in_blocks(call, others, rows, top_n, names, block_elements)
+        found = _in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
     if softmaxes:
         found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
     return found
@@ -150,9 +154,10 @@ def _in_blocks(
     top_n: Sequence[int],
     names: Sequence[str],
     block_elements: int | None,
+    on_weights: OnWeights | None,
 ) -> dict[str, RowStatistics]:
     if not top_n:
-        found_anyway = _in_blocks(call, chosen, rows, (1,), names, block_elements)
+        found_anyway = _in_blocks(call, chosen, rows, (1,), names, block_elements, on_weights)
         return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in found_anyway.items()}
     # Softmax of the logits as they are comes last: it overwrites them.
     chosen = sorted(chosen, key=lambda one: one.scaled_softmax and not one.rescales)
@@ -173,7 +178,7 @@ def _in_blocks(
                     values = _scaled_softmax(one, call, block, logits, apart, top_n, workspace, last=last)
                 else:
                     assert one.normalizer is not None
-                    values = _from_weights(one.normalizer, call, block, len(rows), top_n)
+                    values = _from_weights(one.normalizer, call, block, len(rows), top_n, on_weights)
                 arrays.put(block, **values)
 
     in_threads(measure, call.key_BGKD.shape[1], query.device, whole=together)
@@ -227,10 +232,17 @@ def _scaled_softmax(
 
 
 def _from_weights(
-    normalizer: Normalizer, call: AttentionCall, block: LogitBlock, rows: int, top_n: Sequence[int]
+    normalizer: Normalizer,
+    call: AttentionCall,
+    block: LogitBlock,
+    rows: int,
+    top_n: Sequence[int],
+    on_weights: OnWeights | None,
 ) -> dict[str, Tensor]:
     view = rows_block(call, block)
     weights = normalizer.weights(view)
+    if on_weights is not None:
+        on_weights(block, weights[0])
     sink = normalizer.sink is not None and normalizer.map.properties.row_sum == "one"
     values = weight_rows(weights[0], block, top_n, rest_is_sink=sink)
     norm = jacobian_norm(normalizer, view, weights)

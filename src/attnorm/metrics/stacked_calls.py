@@ -12,6 +12,7 @@ from attnorm.metrics.call import AttentionCall
 def can_be_stacked(call: AttentionCall) -> bool:
     """On a GPU, where it saves time, and if nothing but queries, keys, values and sinks differs between layers."""
     alone = call.bias is not None or call.normalizer is not None or call.inputs_BKC is not None
+    alone = alone or call.positions is not None
     mask_per_head = call.mask is not None and call.mask.dim() > 2 and call.mask.shape[-3] > 1
     return saves_time(call) and not alone and not mask_per_head
 
