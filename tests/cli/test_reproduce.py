@@ -95,7 +95,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)  # catches a hang: minutes of training
-@pytest.mark.parametrize("name", ["all", "retrieval", "language-models"])
+@pytest.mark.parametrize("name", ["all", "retrieval", "language-models", "clrs-text"])
 def test_every_quick_experiment_runs_to_its_end(name: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.metrics.rows import measure_rows
+from attnorm.models.observe import observe
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.checkpoints import StopRequest
 from attnorm.training.clrs import data as clrs_data
@@ -127,7 +129,7 @@ def test_groups_hold_each_example_once_within_the_budget(data: ClrsData) -> None
     groups = list(groups_by_length(data.train, 256))
     assert sorted(index for group in groups for index in group) == list(range(len(data.train)))
     for group in groups:
-        assert len(group) == 1 or padded([data.train[i] for i in group]).tokens.numel() <= 256
+        assert len(group) == 1 or padded([data.train[i] for i in group]).inputs.numel() <= 256
     assert len(list(groups_by_length(data.train, 1))) == len(data.train)
 
 
@@ -136,9 +138,10 @@ def test_only_answer_tokens_are_predicted_and_padding_changes_nothing() -> None:
         [ClrsExample("a", 1, "ab\n", "c\n\n"), ClrsExample("a", 1, "ab\n" * 20, "defg\n\n")], Characters()
     )
     model = ClrsBase().build(TINY, CPU)
-    together, targets = answer_logits(model, padded([long, short]))
-    assert bytes(targets.tolist()) == b"defg\n\nc\n\n"
-    alone, _ = answer_logits(model, padded([short]))
+    examples = padded([long, short])
+    assert bytes(examples.targets.tolist()) == b"defg\n\nc\n\n"
+    assert bytes(examples.inputs.flatten()[examples.before].tolist()) == b"\ndefg\n\nc\n"
+    together, alone = (answer_logits(model, part) for part in (examples, padded([short])))
     assert torch.allclose(together[-3:], alone, atol=1e-5)
 
 
@@ -153,9 +156,9 @@ def test_one_pass_gives_the_exact_match_of_greedy_decoding(normalizer: str) -> N
     recipe = with_normalizer(replace(TINY, width=32, tokens_at_once=512), normalizer)
     model = ClrsBase().build(recipe, CPU)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batch = padded(encoded)
     for _ in range(40):
-        logits, targets = answer_logits(model, padded(encoded))
-        torch.nn.functional.cross_entropy(logits, targets).backward()
+        torch.nn.functional.cross_entropy(answer_logits(model, batch), batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     matches, loss = check_answers(model, encoded, CPU, "float32", 512)
@@ -164,6 +167,16 @@ def test_one_pass_gives_the_exact_match_of_greedy_decoding(normalizer: str) -> N
     assert 0 < matches.sum() < len(matches), "both outcomes must occur"
     assert math.isfinite(loss)
     assert bits_by_cell(encoded, matches)["k"]["3"] == str(int(matches[3]))
+
+
+def test_the_logits_of_a_test_are_not_rounded() -> None:
+    """Under bfloat16 autocast neighbouring logits would often be equal."""
+    batch = padded(encode_examples([ClrsExample("a", 1, "ab\n", "c\n\n")], Characters()))
+    model = ClrsBase().build(TINY, CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, exact = (answer_logits(model, batch, exact=exact) for exact in (False, True))
+    assert (rounded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    assert not torch.equal(exact.bfloat16().float(), exact)
 
 
 def test_groups_of_a_step_sum_to_the_loss_of_the_whole_batch(data: ClrsData, tmp_path: Path) -> None:
@@ -244,6 +257,21 @@ def test_the_fit_reads_answer_rows_and_the_entropy_is_that_of_the_rows(data: Clr
     assert record["keys"] == pytest.approx(keys.mean())
     assert record["entropy_nats"] <= np.log(keys).mean() + 1e-6
     assert record["entropy_nats"] > 0.9 * np.log(keys).mean(), "random weights are nearly uniform"
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "adaptive_temperature"])
+def test_the_entropy_is_that_of_the_metrics(data: ClrsData, normalizer: str) -> None:
+    model = ClrsBase().build(with_normalizer(TINY, normalizer), CPU)
+    for parameter in model.parameters():
+        parameter.data *= 3  # away from uniform rows
+    one = data.test[0]
+    rows = torch.arange(one.answer_from - 1, len(one.tokens) - 1)
+    found: list[dict[str, torch.Tensor]] = []
+    with observe(model, lambda call: found.append(measure_rows(call, [None], rows, ())["model"].values)):
+        model.base_model(input_ids=torch.from_numpy(one.tokens.astype(np.int64))[None, :-1])
+    (record,) = answer_entropy(model, [one], 1, CPU)
+    for name in ("entropy_nats", "entropy_ratio"):
+        assert record[name] == pytest.approx(float(found[0][name].mean()), rel=1e-4)
 
 
 def test_generating_needs_dm_clrs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """attnorm reproduce: reproduce figures and tables of the papers on any model, and say which claims hold."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,8 +29,8 @@ Stage = Annotated[
     typer.Option(
         "--stage",
         metavar="STAGE",
-        help="language-models: run one stage in DIR, which several processes may share: prepare, try, rates, main, "
-        "measure, needle, export, everything, second-seed, tables.",
+        help="Run one stage in DIR. language-models, where several processes may share DIR: prepare, try, rates, main, "
+        "measure, needle, export, everything, second-seed, tables. clrs-text: train.",
     ),
 ]
 
@@ -46,7 +46,7 @@ def reproduce(
             "--model",
             metavar="NAME|DIR",
             help="Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). spread accepts "
-            "several.",
+            "several. clrs-text --stage train: the pretrained model, a folder or a .gguf file.",
         ),
     ] = None,
     text: Annotated[
@@ -55,19 +55,21 @@ def reproduce(
             "--text",
             metavar="FILE",
             help="Text to run on (default: a built-in text; the paper uses War and Peace). language-models accepts "
-            "several.",
+            "several. clrs-text: training questions (.jsonl).",
         ),
     ] = None,
     valid: Annotated[
         list[Path] | None,
-        typer.Option("--valid", metavar="FILE", help="language-models: held-out text; repeatable."),
+        typer.Option(
+            "--valid", metavar="FILE", help="language-models: held-out text; repeatable. clrs-text: test questions."
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
     ] = (Path("reproduction")),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds per experiment.")] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models: only these normalizers.")
+        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models, clrs-text: only these.")
     ] = "",
     longest: Annotated[
         int | None,
@@ -128,13 +130,21 @@ def reproduce(
     if stage is not None:
         refused = {"--model": model, "--longest": longest, "--fresh": fresh or None, "--json": as_json or None}
         with failures(lambda: f"Interrupted; {_KEPT}.", out_of_memory=_MEMORY):
-            _check_stage(names, refused)
-            finished = _run_stage(
-                stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
-                held_out=valid or [],
-                only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,), max_minutes=minutes, device=device,
-                count=3 if closest is None else closest,
-            )  # fmt: skip
+            if names == ["clrs-text"]:
+                del refused["--model"]
+                unused_here = {"--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer}
+                _check_stage(names, refused | unused_here)
+                finished = _run_clrs(
+                    stage, out, model=model or [], train=text or [], test=valid or [], only=normalizers, quick=quick,
+                    changes=changes or [], minutes=minutes, device=device, seed=seed,
+                )  # fmt: skip
+            else:
+                _check_stage(names, refused)
+                finished = _run_stage(
+                    stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
+                    held_out=valid or [], only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,),
+                    max_minutes=minutes, device=device, count=3 if closest is None else closest,
+                )  # fmt: skip
         say(f"{stage}: {'finished' if finished else 'not finished'}")
         raise typer.Exit(0 if finished else 3)
     unused = [option for option, value in stage_options.items() if value is not None]
@@ -173,8 +183,8 @@ def reproduce(
 
 
 def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
-    if names != ["language-models"]:
-        raise ValueError(f"--stage: expected language-models alone, got {', '.join(names)}. Remove --stage.")
+    if len(names) > 1 or names[0] not in ("language-models", "clrs-text"):
+        raise ValueError(f"--stage: expected language-models or clrs-text alone, got {', '.join(names)}. Remove it.")
     given = [option for option, value in refused.items() if value is not None]
     if given:
         raise ValueError(f"--stage does not use {given[0]}. Remove it.")
@@ -187,13 +197,40 @@ def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, chang
     if size is not None and (quick or size not in SIZES):
         raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
 
+    plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
+    return run_stage(stage, folder, plan, log=_timed_log(), **options)
+
+
+def _run_clrs(
+    stage: str, folder: Path, *, model: list[str], train: list[Path], test: list[Path], only: list[str], quick: bool,
+    changes: list[str], minutes: float | None, device: str | None, seed: int,
+) -> bool:  # fmt: skip
+    from attnorm.experiments.clrs_text.plan import FULL, QUICK, change_plan
+    from attnorm.experiments.clrs_text.work import ClrsWorkspace, run_items
+
+    if stage != "train":
+        raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}")
+    if max(len(model), len(train), len(test)) > 1:
+        raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several")
+    if not quick and not (train and test):
+        raise ValueError("--stage train needs questions: --text FILE to train on and --valid FILE to test on")
+    log = _timed_log()
+    plan = change_plan(QUICK if quick else FULL, changes).only(only)
+    log("reading and encoding the questions")
+    workspace = ClrsWorkspace.open(
+        folder, plan, model=Path(model[0]) if model else None, train=train[0] if train else None,
+        test=test[0] if test else None, seed=seed,
+    )  # fmt: skip
+    return run_items(workspace, minutes=minutes, device=device, log=log)
+
+
+def _timed_log() -> Callable[[str], None]:
     started = time.monotonic()
 
     def log(words: str) -> None:
         say(f"[{time.monotonic() - started:6.1f} s] {words}")
 
-    plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
-    return run_stage(stage, folder, plan, log=log, **options)
+    return log
 
 
 def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:

@@ -78,6 +78,11 @@ TRAINED = {
     "heads": ExperimentEntry(
         "attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", {TEXT: None, VALID: None}
     ),
+    "clrs-text": ExperimentEntry(
+        "attnorm.experiments.clrs_text.experiment",
+        "algorithms as text, on problems larger than in training",
+        {TEXT: 1, VALID: 1, ONLY: None},
+    ),
 }
 EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
 

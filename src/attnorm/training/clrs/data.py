@@ -104,7 +104,7 @@ def simple_examples(sizes: Sequence[int], count: int, seed: int, digits: int = 3
 
 def quick_examples(seed: int) -> tuple[list[ClrsExample], list[ClrsExample]]:
     """Return a small training set, sizes 2 to 4 with numbers of one digit, and a test of sizes 2 to 6."""
-    test = simple_examples((2, 3, 4, 5, 6), 8, seed + 1, digits=1)
+    test = simple_examples((2, 3, 4, 5, 6), 16, seed + 1, digits=1)
     known = {one.question for one in test}
     train = [one for one in simple_examples((2, 3, 4), 200, seed, digits=1) if one.question not in known]
     return train, test
@@ -240,32 +240,37 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype
 
 @dataclass(frozen=True)
 class PaddedExamples:
-    """Examples of similar length: tokens (B, L), padded with 0, and whether a token belongs to an answer (B, L)."""
+    """Examples of similar length, padded with 0, and the answer tokens, which are to be predicted.
 
-    tokens: Tensor
-    in_answer: Tensor
+    The indices are known before the model runs, so that a GPU need not be waited for.
+    """
+
+    inputs: Tensor  # (B, L)
+    before: Tensor  # (A,): index of the token before each answer token, in the flattened inputs
+    targets: Tensor  # (A,): the answer tokens, example after example
 
     def to(self, device: torch.device) -> "PaddedExamples":
-        if device.type == "cuda":
-            return PaddedExamples(
-                *(t.pin_memory().to(device, non_blocking=True) for t in (self.tokens, self.in_answer))
-            )
-        return self
-
-    @property
-    def answer_tokens(self) -> int:
-        return int(self.in_answer.sum())
+        if device.type != "cuda":
+            return self
+        parts = (self.inputs, self.before, self.targets)
+        return PaddedExamples(*(part.pin_memory().to(device, non_blocking=True) for part in parts))
 
 
 def padded(examples: Sequence[EncodedExample]) -> PaddedExamples:
-    longest = max(len(one.tokens) for one in examples)
-    length = -(-longest // ROUNDED_TO) * ROUNDED_TO
-    tokens = torch.zeros(len(examples), length, dtype=torch.long)
-    in_answer = torch.zeros(len(examples), length, dtype=torch.bool)
+    length = _padded_length(max(len(one.tokens) for one in examples))
+    inputs = torch.zeros(len(examples), length, dtype=torch.long)
+    before, targets = [], []
     for row, one in enumerate(examples):
-        tokens[row, : len(one.tokens)] = torch.from_numpy(one.tokens.astype(np.int64))
-        in_answer[row, one.answer_from : len(one.tokens)] = True
-    return PaddedExamples(tokens, in_answer)
+        tokens = torch.from_numpy(one.tokens.astype(np.int64))
+        inputs[row, : len(tokens) - 1] = tokens[:-1]
+        before.append(row * length + torch.arange(one.answer_from - 1, len(tokens) - 1))
+        targets.append(tokens[one.answer_from :])
+    return PaddedExamples(inputs, torch.cat(before), torch.cat(targets))
+
+
+def _padded_length(tokens: int) -> int:
+    """Return the inputs of an example, all tokens but the last, rounded up."""
+    return -(-max(1, tokens - 1) // ROUNDED_TO) * ROUNDED_TO
 
 
 def groups_by_length(examples: Sequence[EncodedExample], most_tokens: int) -> Iterator[list[int]]:
@@ -276,5 +281,5 @@ def groups_by_length(examples: Sequence[EncodedExample], most_tokens: int) -> It
     order = sorted(range(len(examples)), key=lambda index: -len(examples[index].tokens))
     rest = iter(order)
     for first in rest:
-        length = -(-len(examples[first].tokens) // ROUNDED_TO) * ROUNDED_TO
+        length = _padded_length(len(examples[first].tokens))
         yield [first, *islice(rest, max(0, most_tokens // length - 1))]

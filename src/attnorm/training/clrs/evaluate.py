@@ -5,7 +5,8 @@ before it: as long as it is right, its own tokens are the true ones. So one forw
 decides, without generating.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from torch.nn import functional as F
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import spread
+from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
 from attnorm.normalizers.adaptive_temperature import fit
+from attnorm.theory.dispersion import entropy_nats
 from attnorm.training.clrs.data import EncodedExample, PaddedExamples, groups_by_length, padded
 
 Matches = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -27,12 +30,18 @@ FIT_EXAMPLES, FIT_ROWS = 64, 4096
 KEEP = 0.5  # target weight of a row's winner in the re-fit, as in `attnorm reproduce adaptive`
 
 
-def answer_logits(model: Any, examples: PaddedExamples) -> tuple[Tensor, Tensor]:
-    """Return the logits (A, V) of all answer tokens, example after example, and the tokens (A,)."""
-    hidden = model.base_model(input_ids=examples.tokens[:, :-1], use_cache=False).last_hidden_state
-    predicted = examples.in_answer[:, 1:]
-    logits = F.linear(hidden[predicted], model.get_output_embeddings().weight)
-    return logits, examples.tokens[:, 1:][predicted]
+def answer_logits(model: Any, examples: PaddedExamples, *, exact: bool = False) -> Tensor:
+    """Return the logits (A, V) of all answer tokens, example after example.
+
+    exact: the last product in float32 under autocast too; rounded logits are often equal, and then none is the largest.
+    """
+    hidden = model.base_model(input_ids=examples.inputs, use_cache=False).last_hidden_state
+    chosen = hidden.flatten(0, 1).index_select(0, examples.before)
+    weight = model.get_output_embeddings().weight
+    if not exact:
+        return F.linear(chosen, weight)
+    with torch.autocast(chosen.device.type, enabled=False):
+        return F.linear(chosen.float(), weight.float())
 
 
 @torch.inference_mode()
@@ -58,7 +67,7 @@ def _logits(
     for group in groups_by_length(examples, most_tokens):
         batch = padded([examples[index] for index in group]).to(device)
         with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
-            yield group, *answer_logits(model, batch)
+            yield group, answer_logits(model, batch, exact=True), batch.targets
 
 
 @torch.inference_mode()
@@ -96,15 +105,13 @@ def answer_entropy(
         cell = cells.setdefault((one.algorithm, one.size), [])
         if len(cell) < per_cell:
             cell.append(one)
-    model.eval()
+    chosen = [one for cell in cells.values() for one in cell]
+    means = iter(_row_means(model, chosen, device))
     records = []
-    for (algorithm, size), chosen in cells.items():
-        values: dict[str, list[float]] = {"entropy_nats": [], "entropy_ratio": [], "keys": []}
-        for one in chosen:
-            for name, value in _row_means(model, one, device).items():
-                values[name].append(value)
-        means = {name: round(float(np.mean(found)), 5) for name, found in values.items()}
-        records.append({"algorithm": algorithm, "size": size, "examples": len(chosen), **means})
+    for (algorithm, size), cell in cells.items():
+        found = [next(means) for _ in cell]
+        mean = {name: round(float(np.mean([one[name] for one in found])), 5) for name in found[0]}
+        records.append({"algorithm": algorithm, "size": size, "examples": len(cell), **mean})
     return records
 
 
@@ -113,25 +120,43 @@ def _answer_rows(one: EncodedExample, most: int) -> Tensor:
     return spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), most)
 
 
-def _row_means(model: Any, one: EncodedExample, device: torch.device) -> dict[str, float]:
-    names = ("entropy_nats", "entropy_ratio")
-    rows = _answer_rows(one, ROWS)
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+def _row_means(model: Any, examples: Sequence[EncodedExample], device: torch.device) -> list[dict[str, float]]:
+    """Return the means over rows, layers and heads of each example."""
+    found: list[list[Tensor]] = []
 
-    def on_call(call: AttentionCall) -> None:
-        (statistics,) = measure_rows(call, [None], rows.to(device), (), names=names).values()
-        for name in names:
-            found[name].append(statistics.values[name].double().nanmean())
+    def on_call(call: AttentionCall, rows: Tensor) -> None:
+        # Not metrics.measure_rows: its Jacobian norms would take most of the time for maps other than softmax.
+        (own,) = resolve_normalizers(call, [None])
+        for block in logit_blocks(call, rows, all_heads=True):
+            weights = as_normalizer(own, call).weights(rows_block(call, block))[0].abs()
+            entropy = entropy_nats(weights)
+            ratio = entropy / block.n.clamp(min=2).log()
+            found[-1].append(torch.stack([entropy.mean(), ratio.mean()]).double())
 
-    _run_observed(model, one, device, on_call)
-    means = {name: float(torch.stack(values).nanmean()) for name, values in found.items()}
-    return {**means, "keys": float((rows + 1).double().mean())}
+    keys = []
+    for run, rows in _observed(model, examples, device, on_call):
+        found.append([])
+        keys.append(float((rows + 1).double().mean()))
+        run()
+    means = [torch.stack(values).mean(0).tolist() for values in found]
+    names = ("entropy_nats", "entropy_ratio", "keys")
+    return [dict(zip(names, (*mean, n), strict=True)) for mean, n in zip(means, keys, strict=True)]
 
 
-def _run_observed(model: Any, one: EncodedExample, device: torch.device, on_call: Any) -> None:
-    tokens = torch.from_numpy(one.tokens.astype(np.int64))[None, :-1].to(device)
-    with observe(model, on_call, check=False):
-        model.base_model(input_ids=tokens, use_cache=False)
+def _observed(
+    model: Any,
+    examples: Sequence[EncodedExample],
+    device: torch.device,
+    on_call: Callable[[AttentionCall, Tensor], None],
+) -> Iterator[tuple[Callable[[], object], Tensor]]:
+    """Yield for each example a function that runs the model, and its answer rows, which `on_call` gets too."""
+    model.eval()
+    rows = torch.empty(0, dtype=torch.long)
+    with observe(model, lambda call: on_call(call, rows.to(device)), check=False):  # once: it looks at every module
+        for one in examples:
+            rows = _answer_rows(one, ROWS)
+            tokens = torch.from_numpy(one.tokens.astype(np.int64))[None, :-1].to(device)
+            yield partial(model.base_model, input_ids=tokens, use_cache=False), rows
 
 
 @torch.no_grad()
@@ -142,24 +167,22 @@ def fitted_coefficients(
 
     For each row the target is its own largest logit, which shall keep half of the weight.
     """
-    model.eval()
     generator = np.random.default_rng(seed)
     chosen = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
     width = -(-max(len(one.tokens) for one in chosen) // 16) * 16  # blocks of logits are padded to 16 keys
+    per_call = -(-FIT_ROWS // (len(chosen) * len(attention_sites(model))))
     logits: list[Tensor] = []
     visible: list[Tensor] = []
-    for one in chosen:
-        rows = _answer_rows(one, ROWS)
 
-        def on_call(call: AttentionCall, rows: Tensor = rows) -> None:
-            for block in logit_blocks(call, rows.to(device), all_heads=True):
-                seen = block.visible.expand(block.logits.shape)
-                keep = torch.where(seen, block.logits, 0.0).flatten(0, 1).cpu()
-                room = (0, width - keep.shape[-1])
-                logits.append(F.pad(keep, room))
-                visible.append(F.pad(seen.flatten(0, 1).cpu(), room))
+    def on_call(call: AttentionCall, rows: Tensor) -> None:
+        for block in logit_blocks(call, rows, all_heads=True):
+            seen = block.visible.expand(block.logits.shape).flatten(0, 1)
+            some = torch.from_numpy(generator.permutation(len(seen))[:per_call]).to(device)
+            keep = torch.where(seen, block.logits.flatten(0, 1), 0.0)[some].cpu()
+            room = (0, width - keep.shape[-1])
+            logits.append(F.pad(keep, room))
+            visible.append(F.pad(seen[some].cpu(), room))
 
-        _run_observed(model, one, device, on_call)
-    every, seen = torch.cat(logits), torch.cat(visible)
-    some = torch.from_numpy(generator.permutation(len(every))[:FIT_ROWS])
-    return fit(every[some], mask=seen[some], keep=KEEP)
+    for run, _ in _observed(model, chosen, device, on_call):
+        run()
+    return fit(torch.cat(logits), mask=torch.cat(visible), keep=KEEP)

@@ -4,15 +4,20 @@ A model is either a pretrained one, whose softmax is replaced in all heads befor
 shape with random weights. A pretrained model's new normalizer starts as close to softmax as it can.
 """
 
+import copy
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnorm.provenance import file_hash
 from attnorm.training.clrs.data import CHARACTERS, Characters, ClrsTokenizer, Pretrained
 from attnorm.training.lm.model import LMSettings, build_model
+
+if TYPE_CHECKING:
+    from attnorm.models.load import LoadedModel
 
 FROM_SCRATCH = "from-scratch"
 
@@ -77,10 +82,7 @@ class ClrsBase:
         """Return the name and, of a pretrained model, the hash of its weights."""
         if self.path is None:
             return {"name": FROM_SCRATCH}
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
-        if not files:
-            raise ValueError(f"expected a model folder with safetensors or a .gguf file, got {self.path}")
-        return {"name": self.name, **{file.name: file_hash(file) for file in files}}
+        return {"name": self.name, **_weight_hashes(self.path)}
 
     def tokenizer(self) -> ClrsTokenizer:
         """
@@ -89,9 +91,7 @@ class ClrsBase:
         """
         if self.path is None:
             return Characters()
-        from attnorm.models.load import load
-
-        loaded = load(self.path, device="cpu")
+        loaded = _loaded(self.path)
         if loaded.tokenizer is None:
             raise ValueError(f"{self.path} has no tokenizer: {loaded.tokenizer_problem}")
         return Pretrained(loaded.tokenizer)
@@ -104,13 +104,29 @@ class ClrsBase:
         """
         if self.path is None:
             return build_model(recipe.as_lm(), CHARACTERS, 0).to(device)
-        from attnorm.models.load import load
         from attnorm.models.patch import patch
 
-        model: Any = load(self.path, dtype="float32", device=str(device)).model
+        pretrained: Any = _loaded(self.path).model
+        model = copy.deepcopy(pretrained).to(device)
         if recipe.as_lm().patched:
             patch(model, recipe.normalizer, train_length=recipe.context, **recipe.normalizer_options)
         return model
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: Path) -> "LoadedModel":
+    """Load the model in float32 on the CPU; the models of a plan are copies of it."""
+    from attnorm.models.load import load
+
+    return load(path, dtype="float32", device="cpu")
+
+
+@lru_cache(maxsize=1)
+def _weight_hashes(path: Path) -> dict[str, str]:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"expected a model folder with safetensors or a .gguf file, got {path}")
+    return {file.name: file_hash(file) for file in files}
 
 
 def with_normalizer(recipe: ClrsRecipe, spec: str, options: dict[str, Any] | None = None) -> ClrsRecipe:

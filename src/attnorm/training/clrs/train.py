@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+class NotFiniteError(ValueError):
+    """The loss or its gradient is not finite: the run diverged."""
+
+
 class ClrsRun:
     """The run in a folder; it continues from the last checkpoint if there is one."""
 
@@ -58,7 +62,7 @@ class ClrsRun:
         checkpoint_every: steps between checkpoints; None for one only where training stops early.
 
         Raises:
-            ValueError: The loss is not finite.
+            NotFiniteError: The loss is not finite.
         """
         with in_training(self.model, attention=self.attention):
             yield from self._steps(deadline, stop, checkpoint_every)
@@ -75,7 +79,11 @@ class ClrsRun:
                 self.step += 1
                 complete = self.step == self.recipe.steps
                 early = not complete and (stop.asked or time.monotonic() >= deadline)
-                save = early or (checkpoint_every is not None and (complete or self.step % checkpoint_every == 0))
+                save = (
+                    stop.asked
+                    or early
+                    or (checkpoint_every is not None and (complete or self.step % checkpoint_every == 0))
+                )
                 if complete or save or self.step % LOG_EVERY == 0:
                     entry = self._entry(losses, rate, norm)
                     elapsed = time.monotonic() - clock
@@ -102,9 +110,9 @@ class ClrsRun:
         for part in self._parts(chosen):
             examples = padded(part).to(accelerator.device)
             with accelerator.autocast():
-                logits, targets = answer_logits(self.model, examples)
+                logits = answer_logits(self.model, examples)
                 # Every answer token of the step has the same weight, in whichever group it is.
-                loss = F.cross_entropy(logits.float(), targets, reduction="sum") / answer_tokens
+                loss = F.cross_entropy(logits.float(), examples.targets, reduction="sum") / answer_tokens
             accelerator.backward(loss)
             total += loss.detach()
             self.tokens += sum(len(one.tokens) for one in part)
@@ -120,7 +128,7 @@ class ClrsRun:
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
         loss, length = float(torch.stack(losses).mean()), float(norm)
         if not math.isfinite(loss + length):
-            raise ValueError(
+            raise NotFiniteError(
                 f"at step {self.step} the loss is {loss} and the norm of the gradient {length}; start over in a new "
                 f"folder with a lower learning rate (now {self.recipe.learning_rate}) or a longer warmup"
             )

@@ -1,0 +1,249 @@
+"""`attnorm reproduce clrs-text`: on how many of the 30 algorithms does adaptive temperature help?
+
+Records in the output folder (clrs-text*.jsonl, from `--stage train`, possibly on another machine) are drawn and judged
+as they are. Without records, the plan is trained here on --text and tested on --valid; --quick makes its own questions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from attnorm.engines.threads import one_thread
+from attnorm.experiments.clrs_text.figure import entropies, panels
+from attnorm.experiments.clrs_text.plan import ADAPTIVE, FULL, QUICK, SOFTMAX
+from attnorm.experiments.clrs_text.results import (
+    RANGES,
+    ClrsComparison,
+    ClrsResults,
+    ClrsVariant,
+    Range,
+    compare,
+    interval,
+    results_of,
+)
+from attnorm.experiments.clrs_text.work import ClrsWorkspace, Line, read_lines, run_items
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.training.clrs.run import OWN
+
+ALGORITHMS = 30
+LEAST_SEEDS = 2
+EXCEPTIONS = ("heapsort", "mst_kruskal", "bubble_sort")
+PAPER = "Velickovic et al. 2024, CLRS-Text"
+
+
+def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    plan = (QUICK if subject.quick else FULL).only(subject.only)
+    out = parts.parent.parent
+    lines = [] if subject.quick else read_lines(out)
+    if not lines:
+        if not subject.quick and not (subject.texts and subject.valid):
+            raise ValueError(
+                f"{out} has no records of clrs-text. Give --text TRAIN.jsonl and --valid TEST.jsonl to train here, use "
+                "--stage train on a machine with a GPU, or --quick"
+            )
+        import torch
+
+        if not torch.cuda.is_available():
+            plan = replace(plan, dtype="float32")
+        train, test = (subject.texts[0], subject.valid[0]) if subject.texts and subject.valid else (None, None)
+        workspace = ClrsWorkspace.open(parts, plan, train=train, test=test, seed=subject.seed)
+        with one_thread():
+            run_items(workspace, device=subject.device, progress=progress)
+        lines = workspace.lines()
+    return outcome(lines, plan.normalizers)
+
+
+def outcome(lines: Sequence[Line], labels: Sequence[str]) -> Outcome:
+    """Return figures, tables and findings of the records.
+
+    Raises:
+        ValueError: No model is finished.
+    """
+    results = results_of(lines, labels)
+    found = comparisons_of(results)
+    seeds = {one.name: len(one.by_seed) for one in results.variants}
+    about = f"{results.base}, {results.steps:,} steps; 95 % Wilson intervals. attnorm reproduce clrs-text"
+    return Outcome(
+        summary=summary_of(results, found),
+        findings=findings_of(results, found),
+        figures={"clrs-text": panels(results, about), "entropy": entropies(results, about)},
+        tables={
+            "accuracy": _accuracy_table(results), "comparisons": _comparison_table(found),
+            "entropy": _entropy_table(results),
+        },
+        parameters={
+            "base": results.base, "steps": results.steps, "seeds": seeds, "algorithms": results.algorithms,
+            "sizes": {name: list(sizes) for name, sizes in results.sizes.items()}, "missing": results.missing,
+            "learning_rates": {one.name: one.learning_rate for one in results.variants if one.tested_with == OWN},
+        },
+    )  # fmt: skip
+
+
+Found = dict[tuple[str, Range], list[ClrsComparison]]
+"""(name of a variant, range of sizes) -> comparisons with softmax, by algorithm."""
+
+
+def comparisons_of(results: ClrsResults) -> Found:
+    softmax = results.variant(SOFTMAX)
+    if softmax is None:
+        return {}
+    return {
+        (one.name, where): compare(one, softmax, results.algorithms, results.sizes[where])
+        for one in results.variants
+        if one is not softmax and one.by_seed.keys() & softmax.by_seed.keys()
+        for where in RANGES
+    }
+
+
+def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
+    return sum(one.outcome == outcome for one in comparisons)
+
+
+def _in_words(comparisons: Sequence[ClrsComparison]) -> str:
+    mean = 100 * sum(one.difference for one in comparisons) / max(1, len(comparisons))
+    higher = sum(one.difference > 0 for one in comparisons)
+    return (
+        f"better beyond chance on {_count(comparisons, 'better')} of {len(comparisons)}, worse on "
+        f"{_count(comparisons, 'worse')} (higher on {higher}; mean difference {mean:+.1f} points)"
+    )
+
+
+def _can_judge(results: ClrsResults, *variants: ClrsVariant | None) -> str:
+    """Return why there is no verdict; empty if there is one."""
+    if len(results.algorithms) < ALGORITHMS:
+        return f"{len(results.algorithms)} of {ALGORITHMS} algorithms: too few for a verdict on the claim."
+    if any(one is None or len(one.by_seed) < LEAST_SEEDS for one in variants):
+        return f"fewer than {LEAST_SEEDS} seeds of both: no verdict."
+    return ""
+
+
+def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, ...]:
+    softmax, adaptive = results.variant(SOFTMAX), results.variant(ADAPTIVE)
+    at_test = results.variant(SOFTMAX, ADAPTIVE)
+    findings = []
+    if adaptive is not None and (adaptive.name, "out") in found:
+        inside, outside = (found[adaptive.name, where] for where in RANGES)
+        unjudged = _can_judge(results, softmax, adaptive)
+        findings.append(
+            ExperimentFinding(
+                f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
+                f"especially at larger sizes ({PAPER}).",
+                f"{RANGES['in']}: {_in_words(inside)}; {RANGES['out']}: {_in_words(outside)}",
+                "not tested" if unjudged else _mostly_better(outside),
+                unjudged or "Exact sign tests on the same questions, Holm's correction over algorithms.",
+            )
+        )
+        exceptions = [one for one in outside if one.algorithm in EXCEPTIONS]
+        if exceptions:
+            better = [one.algorithm for one in exceptions if one.outcome == "better"]
+            verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
+            findings.append(
+                ExperimentFinding(
+                    f"Exceptions are {', '.join(EXCEPTIONS)}: adaptive temperature does not help there ({PAPER}).",
+                    "; ".join(
+                        f"{one.algorithm} {100 * one.difference:+.1f} points, {one.outcome}" for one in exceptions
+                    ),
+                    "not tested" if unjudged else verdict,
+                    unjudged,
+                )
+            )
+    if at_test is not None and (at_test.name, "out") in found:
+        inside, outside = (found[at_test.name, where] for where in RANGES)
+        unjudged = _can_judge(results, softmax)
+        helps = _count(outside, "better") > _count(outside, "worse")
+        findings.append(
+            ExperimentFinding(
+                f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
+                f"({PAPER}).",
+                f"softmax models tested with it: {RANGES['in']}: {_in_words(inside)}; {RANGES['out']}: "
+                f"{_in_words(outside)}",
+                "not tested" if unjudged else "does not" if helps else "reproduces",
+                unjudged,
+            )
+        )
+    return tuple(findings)
+
+
+def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
+    better, worse = _count(outside, "better"), _count(outside, "worse")
+    if 2 * better > len(outside):
+        return "reproduces"
+    return "partly" if better > worse else "does not"
+
+
+def summary_of(results: ClrsResults, found: Found) -> str:
+    largest = max(results.sizes["in"], default=0)
+    trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
+    parts = [f"{trained}, sizes up to {largest} in training."]
+    for one in results.variants:
+        shares = []
+        for where, words in RANGES.items():
+            counts = [one.counts(algorithm, results.sizes[where]) for algorithm in results.algorithms]
+            right, total = (sum(column) for column in zip(*counts, strict=True))
+            if total:
+                shares.append(f"{100 * right / total:.1f} % at {words}")
+        outside = found.get((one.name, "out"))
+        against = f"; against softmax at larger sizes {_in_words(outside)}" if outside else ""
+        parts.append(f"{one.name} ({_seeds(one)}): right in {', '.join(shares)}{against}.")
+    if results.missing:
+        parts.append(f"Not finished: {', '.join(results.missing)}.")
+    return " ".join(parts)
+
+
+def _seeds(one: ClrsVariant) -> str:
+    return f"{len(one.by_seed)} seed{'s' if len(one.by_seed) > 1 else ''}"
+
+
+def _accuracy_table(results: ClrsResults) -> pa.Table:
+    rows: list[dict[str, Any]] = []
+    for one in results.variants:
+        for algorithm in results.algorithms:
+            for where, sizes in results.sizes.items():
+                for size in sizes:
+                    right, total = one.counts(algorithm, [size])
+                    share, low, high = interval(one, algorithm, [size])
+                    rows.append(
+                        {
+                            "variant": one.name, "trained_with": one.label, "tested_with": one.tested_with,
+                            "seeds": len(one.by_seed), "algorithm": algorithm, "size": size, "range": where,
+                            "right": right, "questions": total, "share": share, "low": low, "high": high,
+                        }
+                    )  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def _comparison_table(found: Found) -> pa.Table:
+    rows = [
+        {
+            "variant": name, "range": where, "algorithm": one.algorithm, "difference": one.difference,
+            "better": one.better, "worse": one.worse, "p": one.p, "p_holm": one.p_holm,
+            "same_sign_in_every_seed": one.every_seed, "outcome": one.outcome,
+        }
+        for (name, where), comparisons in found.items()
+        for one in comparisons
+    ]  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def _entropy_table(results: ClrsResults) -> pa.Table:
+    rows = [
+        {"variant": one.name, "seed": seed, **record}
+        for one in results.variants
+        for seed, records in one.entropy.items()
+        for record in records
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+EXPERIMENT = Experiment(
+    name="clrs-text",
+    title="CLRS-Text: algorithms on problems larger than in training",
+    source="Velickovic et al. 2024, CLRS-Text; the benchmark: Markeeva et al. 2024",
+    question="With adaptive temperature in all heads, on how many of 30 algorithms are more answers right?",
+    run=_run,
+    needs_model=False,
+)

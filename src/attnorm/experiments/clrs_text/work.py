@@ -1,0 +1,183 @@
+"""Train and test the missing items of a plan under a time limit, and append one JSON line per finished item.
+
+The lines are all that the results need, so lines of several machines merge: every file clrs-text*.jsonl or
+clrs-text*.jsonl.xz of the folder is read. A line belongs to a plan if it has its key, a hash of everything that decides
+the result. An item that is stopped by the time limit leaves a checkpoint in the folder, from which the next call there
+continues.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnorm.experiments.clrs_text.plan import FIRST_SEED, SOFTMAX, ClrsItem, ClrsPlan, items
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.provenance import file_hash, settings_hash
+from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, read_examples
+from attnorm.training.clrs.model import ClrsBase
+from attnorm.training.clrs.run import REFITTED, ClrsTests, OutOfTimeError, train_clrs
+from attnorm.training.clrs.train import NotFiniteError
+
+RECORDS = "clrs-text.jsonl"
+RUNS = "runs"
+SLACK = 1.1  # an item starts only if this many times its expected duration is left
+Line = dict[str, Any]
+Log = Callable[[str], None]
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """Return the lines of all record files of a folder, without duplicates."""
+    found: dict[tuple[Any, ...], Line] = {}
+    for path in sorted((*folder.glob("clrs-text*.jsonl"), *folder.glob("clrs-text*.jsonl.xz"))):
+        for line in read_jsonl(path):
+            found.setdefault((line["run"], *_key(line)), line)
+    return list(found.values())
+
+
+def _key(line: Line) -> tuple[Any, ...]:
+    return line["stage"], line["label"], line["seed"], line["learning_rate"] if line["stage"] == "rate" else None
+
+
+@dataclass(frozen=True)
+class ClrsWorkspace:
+    """A folder, a plan, a model to start from and encoded questions."""
+
+    folder: Path
+    plan: ClrsPlan
+    base: ClrsBase
+    data: ClrsData
+
+    @classmethod
+    def open(
+        cls, folder: Path, plan: ClrsPlan, *, model: Path | None = None, train: Path | None = None,
+        test: Path | None = None, seed: int = 0,
+    ) -> "ClrsWorkspace":  # fmt: skip
+        """Read and encode the questions; without files those of two generated tasks.
+
+        Raises:
+            ValueError: Only one of the files is given, or they cannot be used.
+        """
+        if (train is None) != (test is None):
+            raise ValueError("clrs-text trains on --text and tests on --valid: expected both, got one. Give both.")
+        base = ClrsBase(model)
+        source: dict[str, Any]
+        if train is None or test is None:
+            questions, source = quick_examples(seed), {"generated": seed}
+        else:
+            questions = read_examples(train, plan.algorithms), read_examples(test, plan.algorithms)
+            source = {"train": file_hash(train), "test": file_hash(test), "algorithms": list(plan.algorithms)}
+        data = prepare_data(*questions, base.tokenizer(), held_out=plan.held_out, source=source)
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder, plan, base, data)
+
+    def run_key(self) -> str:
+        decisive = {"plan": self.plan.identity(), "base": self.base.identity(), "data": self.data.source}
+        return settings_hash(decisive)[:12]
+
+    def lines(self) -> list[Line]:
+        """Return the lines of this plan."""
+        run = self.run_key()
+        return [line for line in read_lines(self.folder) if line["run"] == run]
+
+
+def best_rate(lines: Iterable[Line], plan: ClrsPlan, label: str) -> float | None:
+    """Return the learning rate with the lowest held-out loss; None if a short run is missing or all diverged."""
+    tried = {line["learning_rate"]: line["held_out_loss"] for line in lines if _key(line)[:2] == ("rate", label)}
+    if any(rate not in tried for rate in plan.rates):
+        return None
+    ended = {rate: tried[rate] for rate in plan.rates if tried[rate] is not None}
+    return min(ended, key=lambda rate: ended[rate]) if ended else None
+
+
+def coefficients_of(lines: Iterable[Line]) -> list[float] | None:
+    """Return the polynomial fitted to the softmax model of the first seed."""
+    for line in lines:
+        if _key(line)[:3] == ("main", SOFTMAX, FIRST_SEED) and line.get("coefficients"):
+            return list(line["coefficients"])
+    return None
+
+
+def run_items(
+    workspace: ClrsWorkspace,
+    *,
+    minutes: float | None = None,
+    device: str | None = None,
+    log: Log = lambda words: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> bool:
+    """Train and test the missing items in order; return whether all are finished.
+
+    minutes: start no item that would not be finished by then, and stop training there; a test that is running ends.
+    """
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    plan, run = workspace.plan, workspace.run_key()
+    wanted = items(plan)
+    finished = True
+    for number, item in enumerate(wanted):
+        lines = workspace.lines()
+        if any(_key(line) == _item_key(item) for line in lines):
+            continue
+        progress(item.name, number, len(wanted))
+        rate = item.learning_rate or best_rate(lines, plan, item.label)
+        coefficients = coefficients_of(lines) or []
+        if rate is None or (item.label == REFITTED and not coefficients):
+            log(f"{item.name}: waits for other items")
+            finished = False
+            continue
+        expected = _expected_seconds(lines, item)
+        if time.monotonic() + SLACK * expected >= deadline:
+            log(f"{item.name}: not started, it takes about {expected:.0f} s")
+            finished = False
+            continue
+        line = _finish(workspace, item, rate, coefficients, deadline, device)
+        if line is None:
+            log(f"{item.name}: stopped by the time limit, resumes from its checkpoint")
+            return False
+        append_jsonl(workspace.folder / RECORDS, [{"run": run, **line}])
+        log(f"{item.name}: held-out loss {line['held_out_loss']}, {line['wall_seconds']} s {line['problem'] or ''}")
+    progress("", len(wanted), len(wanted))
+    return finished
+
+
+def _item_key(item: ClrsItem) -> tuple[Any, ...]:
+    return item.stage, item.label, item.seed, item.learning_rate
+
+
+def _expected_seconds(lines: Sequence[Line], item: ClrsItem) -> float:
+    """Return the duration of the same item with another rate or seed, else of the slowest of its stage; 0 if none."""
+    same = [line["wall_seconds"] for line in lines if (line["stage"], line["label"]) == (item.stage, item.label)]
+    return float(max(same or [line["wall_seconds"] for line in lines if line["stage"] == item.stage], default=0.0))
+
+
+def _finish(
+    workspace: ClrsWorkspace, item: ClrsItem, rate: float, coefficients: list[float], deadline: float,
+    device: str | None,
+) -> Line | None:  # fmt: skip
+    """Return the line of a finished item; None if the time limit stopped it. A loss that is not finite is a result."""
+    plan, main = workspace.plan, item.stage == "main"
+    steps = plan.steps if main else plan.rate_steps
+    recipe = plan.recipe(item.label, rate=rate, steps=steps, seed=item.seed, coefficients=coefficients)
+    others = plan.at_inference if item.label == SOFTMAX else ()
+    tests = ClrsTests(others=others if main else (), observed=plan.observed, test=main)
+    began = time.monotonic()
+    line: Line = {"stage": item.stage, "label": item.label, "seed": item.seed, "learning_rate": rate, "problem": None}
+    try:
+        record = train_clrs(
+            workspace.folder / RUNS / item.name, workspace.base, recipe, workspace.data, tests, device=device,
+            attention="dense" if item.label in plan.dense else "engine", deadline=deadline,
+        )  # fmt: skip
+    except OutOfTimeError:
+        return None
+    except NotFiniteError as error:
+        line |= {"problem": str(error), "held_out_loss": None}
+    else:
+        line |= record["result"]
+    about = {
+        "base": workspace.base.name, "steps": steps, "batch": plan.batch,
+        "algorithms": sorted({one.algorithm for one in workspace.data.test}),
+        "largest_training_size": workspace.data.longest_training_size,
+    }  # fmt: skip
+    return {**line, **about, "wall_seconds": round(time.monotonic() - began, 1)}

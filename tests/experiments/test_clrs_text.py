@@ -1,0 +1,299 @@
+"""CLRS-Text: each item is trained once, records merge, and verdicts follow from paired tests on the same questions."""
+
+import json
+import lzma
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from typer.testing import CliRunner
+
+from attnorm.cli import app
+from attnorm.experiments.clrs_text import experiment, work
+from attnorm.experiments.clrs_text.experiment import EXCEPTIONS, comparisons_of, findings_of, outcome
+from attnorm.experiments.clrs_text.plan import ADAPTIVE, FULL, QUICK, SOFTMAX, ClrsItem, change_plan, items
+from attnorm.experiments.clrs_text.results import ClrsResults, compare, interval, results_of
+from attnorm.experiments.clrs_text.work import (
+    RECORDS,
+    ClrsWorkspace,
+    Line,
+    best_rate,
+    coefficients_of,
+    read_lines,
+    run_items,
+)
+from attnorm.experiments.experiment import ExperimentFinding
+from attnorm.training.clrs.run import OWN, REFITTED
+from attnorm.training.clrs.train import NotFiniteError
+
+runner = CliRunner()
+TINY = replace(QUICK, rate_steps=1, steps=2, batch=2, width=8, observed=0, seeds=2, at_inference=(ADAPTIVE, REFITTED))
+NAMES = [*EXCEPTIONS, *(f"task_{n:02}" for n in range(27))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made_line(label: str, seed: int, exact: dict[str, Any], run: str = "r", **others: Any) -> Line:
+    """A finished main run; exact: tested with -> algorithm -> size -> bits."""
+    row = {"entropy_nats": 1.0 + seed, "entropy_ratio": 0.5}
+    entropy = {
+        name: [{"algorithm": task, "size": int(size), **row} for task in found for size in found[task]]
+        for name, found in exact.items()
+    }
+    algorithms = sorted(exact[OWN])
+    return {
+        "run": run, "stage": "main", "label": label, "seed": seed, "learning_rate": 1e-3, "problem": None,
+        "exact": exact, "entropy": entropy, "largest_training_size": 12, "algorithms": algorithms, "base": "made",
+        "steps": 7, "held_out_loss": 1.0, "wall_seconds": 1.0, **others,
+    }  # fmt: skip
+
+
+def cells(right_small: int, right_large: int, names: list[str] = NAMES) -> dict[str, dict[str, str]]:
+    """So many right answers of 32 at size 8 and at size 16."""
+    small, large = (f"{'1' * right:0<32}" for right in (right_small, right_large))
+    return {name: {"8": small, "16": large} for name in names}
+
+
+def trained(adaptive: dict[str, Any], at_test: dict[str, Any], seeds: int = 3) -> ClrsResults:
+    lines = [made_line(SOFTMAX, seed, {OWN: cells(20, 4), ADAPTIVE: at_test}) for seed in range(seeds)]
+    lines += [made_line(ADAPTIVE, seed, {OWN: adaptive}) for seed in range(seeds)]
+    return results_of(lines, FULL.normalizers)
+
+
+def judge(results: ClrsResults) -> list[ExperimentFinding]:
+    return list(findings_of(results, comparisons_of(results)))
+
+
+def verdicts(results: ClrsResults) -> list[str]:
+    return [one.verdict for one in judge(results)]
+
+
+def test_the_order_serves_the_claim_first_and_each_item_after_what_it_needs() -> None:
+    ordered = items(FULL)
+    mains = [(one.label, one.seed) for one in ordered if one.stage == "main"]
+    assert mains[:6] == [(SOFTMAX, 0), (ADAPTIVE, 0), (SOFTMAX, 1), (ADAPTIVE, 1), (SOFTMAX, 2), (ADAPTIVE, 2)]
+    assert [label for label, _ in mains[6:]] == [REFITTED, "ssmax", "entmax15", "asentmax"]
+    for label in FULL.normalizers:
+        first = ordered.index(ClrsItem("main", label, 0))
+        assert all(ordered.index(ClrsItem("rate", label, 0, rate)) < first for rate in FULL.rates)
+    assert len(ordered) == len(set(ordered)) == 6 * 3 + 10
+
+
+def test_changes_of_the_plan() -> None:
+    assert change_plan(FULL, ["steps=5", 'algorithms=["minimum"]']).algorithms == ("minimum",)
+    with pytest.raises(ValueError, match="stepz"):
+        change_plan(FULL, ["stepz=5"])
+    with pytest.raises(ValueError, match="five"):
+        change_plan(FULL, ["steps=five"])
+    assert FULL.only(["ssmax"]).normalizers == (SOFTMAX, "ssmax")
+    with pytest.raises(ValueError, match="sparsemax"):
+        FULL.only(["sparsemax"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> ClrsWorkspace:
+    workspace = ClrsWorkspace.open(tmp_path_factory.mktemp("clrs"), TINY)
+    workspace = replace(workspace, data=replace(workspace.data, test=workspace.data.test[::16]))
+    assert not run_items(workspace, minutes=0.0, device="cpu")
+    assert workspace.lines() == []
+    assert run_items(workspace, device="cpu")
+    return workspace
+
+
+def test_every_item_is_one_line_and_is_not_repeated(finished: ClrsWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = finished.lines()
+    assert len(lines) == len(items(TINY)) == 3 * 2 + 5
+    monkeypatch.setattr(work, "train_clrs", lambda *a, **b: pytest.fail("trained again"))
+    assert run_items(finished, device="cpu")
+    main = [line for line in lines if line["stage"] == "main"]
+    assert {line["label"]: list(line["exact"]) for line in main} == {
+        SOFTMAX: [OWN, ADAPTIVE, REFITTED], ADAPTIVE: [OWN], REFITTED: [OWN],
+    }  # fmt: skip
+    assert all(line["learning_rate"] == best_rate(lines, TINY, line["label"]) for line in main)
+    assert (
+        coefficients_of(lines)
+        == next(one for one in main if (one["label"], one["seed"]) == (SOFTMAX, 0))["coefficients"]
+    )
+
+
+def test_the_refitted_model_is_trained_with_the_fitted_polynomial(finished: ClrsWorkspace) -> None:
+    record = json.loads((finished.folder / "runs" / "main-re-fitted-seed-0" / "training.json").read_text())
+    assert record["run"]["normalizer"] == ADAPTIVE
+    assert record["run"]["normalizer_options"] == {"coefficients": coefficients_of(finished.lines())}
+
+
+def test_records_of_several_sittings_merge(finished: ClrsWorkspace, tmp_path: Path) -> None:
+    lines = (finished.folder / RECORDS).read_text().splitlines(keepends=True)
+    (tmp_path / "clrs-text-1.jsonl").write_text("".join(lines[:6]))
+    with lzma.open(tmp_path / "clrs-text-2.jsonl.xz", "wt") as file:
+        file.write("".join(lines[4:]))
+    assert sorted(map(json.dumps, read_lines(tmp_path))) == sorted(line.strip() for line in lines)
+    elsewhere = replace(finished, folder=tmp_path)
+    assert len(elsewhere.lines()) == len(lines)
+    assert replace(elsewhere, plan=replace(TINY, steps=3)).lines() == [], "another plan has other lines"
+    assert len(replace(elsewhere, plan=replace(TINY, seeds=9)).lines()) == len(lines), "more seeds use the same lines"
+
+
+def test_an_item_that_does_not_fit_is_not_started(finished: ClrsWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "train_clrs", lambda *a, **b: pytest.fail("started"))
+    monkeypatch.setattr(work, "_expected_seconds", lambda lines, item: 1e6)
+    said: list[str] = []
+    assert not run_items(replace(finished, plan=replace(TINY, seeds=3)), minutes=5, device="cpu", log=said.append)
+    assert len(said) == 2
+    assert "main-softmax-seed-2" in said[0]
+
+
+def test_a_diverged_learning_rate_is_a_result(
+    finished: ClrsWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = work.train_clrs
+
+    def diverge(out: Path, base: Any, recipe: Any, *others: Any, **options: Any) -> Any:
+        if recipe.learning_rate == TINY.rates[0]:
+            raise NotFiniteError("the loss is nan")
+        return train(out, base, recipe, *others, **options)
+
+    monkeypatch.setattr(work, "train_clrs", diverge)
+    alone = replace(finished, folder=tmp_path, plan=replace(TINY, seeds=1).only([ADAPTIVE]))
+    alone = replace(alone, plan=replace(alone.plan, normalizers=(SOFTMAX,)))
+    assert run_items(alone, device="cpu")
+    assert best_rate(alone.lines(), TINY, SOFTMAX) == TINY.rates[1]
+    assert best_rate(alone.lines(), TINY, ADAPTIVE) is None
+
+
+def test_comparisons_are_mcnemars_test_with_holms_correction() -> None:
+    a, b = cells(0, 0, ["x", "y"]), cells(0, 0, ["x", "y"])
+    a["x"]["16"], b["x"]["16"] = "1" * 10 + "0" * 10 + "1" * 12, "0" * 10 + "1" * 2 + "0" * 8 + "1" * 12
+    found = results_of([made_line(SOFTMAX, 0, {OWN: b}), made_line(ADAPTIVE, 0, {OWN: a})])
+    softmax, adaptive = found.variant(SOFTMAX), found.variant(ADAPTIVE)
+    assert softmax is not None
+    assert adaptive is not None
+    x, y = compare(adaptive, softmax, ["x", "y"], [16])
+    assert (x.better, x.worse) == (10, 2)
+    assert x.p == pytest.approx(binomtest(10, 12).pvalue)
+    assert x.p_holm == pytest.approx(2 * x.p)
+    assert x.difference == pytest.approx(8 / 32)
+    assert (y.p, y.p_holm, y.outcome) == (1.0, 1.0, "no difference")
+
+
+def test_a_question_counts_once_and_seeds_must_agree() -> None:
+    names = ["x"]
+    lines = [made_line(SOFTMAX, seed, {OWN: cells(0, 0, names)}) for seed in (0, 1)]
+    lines += [made_line(ADAPTIVE, 0, {OWN: cells(0, 20, names)}), made_line(ADAPTIVE, 1, {OWN: cells(0, 20, names)})]
+    found = results_of(lines)
+    (agree,) = compare(found.variants[1], found.variants[0], names, [16])
+    assert (agree.better, agree.worse, agree.outcome) == (20, 0, "better"), "20 questions, not 40"
+    lines[-1] = made_line(ADAPTIVE, 1, {OWN: cells(0, 0, names)})
+    found = results_of(lines)
+    (differ,) = compare(found.variants[1], found.variants[0], names, [16])
+    assert differ.p_holm < 0.05
+    assert differ.outcome == "no difference"
+
+
+def test_intervals_are_wilsons_over_all_seeds() -> None:
+    found = results_of([made_line(SOFTMAX, seed, {OWN: cells(16, 0)}) for seed in range(3)])
+    share, low, high = interval(found.variants[0], "heapsort", [8])
+    expected = binomtest(48, 96).proportion_ci(method="wilson")
+    assert (share, low, high) == pytest.approx((0.5, expected.low, expected.high))
+    assert found.sizes == {"in": [8], "out": [16]}
+    assert found.variants[0].mean_entropy("entropy_nats") == {8: 2.0, 16: 2.0}
+
+
+def test_better_on_most_reproduces_and_the_exceptions_are_judged_apart() -> None:
+    results = trained(cells(20, 24) | cells(20, 4, list(EXCEPTIONS)), at_test=cells(20, 4))
+    assert verdicts(results) == ["reproduces", "reproduces", "reproduces"]
+    first, second, _ = judge(results)
+    assert "better beyond chance on 27 of 30, worse on 0" in first.ours
+    assert "heapsort +0.0 points" in second.ours
+
+
+def test_no_difference_does_not_reproduce_and_better_exceptions_are_no_exceptions() -> None:
+    assert verdicts(trained(cells(20, 4), at_test=cells(20, 30))) == ["does not", "reproduces", "does not"]
+    assert verdicts(trained(cells(20, 30), at_test=cells(20, 4)))[:2] == ["reproduces", "does not"]
+    few = cells(20, 4) | cells(20, 30, NAMES[10:15])
+    assert verdicts(trained(few, at_test=cells(20, 4)))[0] == "partly"
+
+
+def test_one_seed_or_few_algorithms_give_no_verdict() -> None:
+    assert set(verdicts(trained(cells(20, 30), cells(20, 4), seeds=1))) == {"not tested"}
+    names = NAMES[:4]
+    lines = [made_line(label, seed, {OWN: cells(9, 9, names)}) for label in (SOFTMAX, ADAPTIVE) for seed in (0, 1)]
+    assert set(verdicts(results_of(lines))) == {"not tested"}
+
+
+def test_there_is_a_panel_per_algorithm_and_a_row_per_cell() -> None:
+    lines = [made_line(label, 0, {OWN: cells(20, 24)}) for label in (SOFTMAX, ADAPTIVE)]
+    made = outcome(lines, FULL.normalizers)
+    titles = [axes.get_title(loc="left") for axes in made.figures["clrs-text"].axes if axes.get_visible()]
+    assert titles == [name.replace("_", " ") for name in sorted(NAMES)]
+    assert made.tables["accuracy"].num_rows == 2 * 30 * 2
+    assert made.tables["comparisons"].num_rows == 2 * 30
+    assert len(made.figures["entropy"].axes[0].lines) == 2
+    assert "ssmax" in made.summary, "what is missing is named"
+    assert made.parameters["missing"] == [REFITTED, "ssmax", "entmax15", "asentmax"]
+
+
+def test_nothing_finished_is_an_error() -> None:
+    with pytest.raises(ValueError, match="--stage train"):
+        results_of([])
+
+
+def test_the_stage_trains_and_the_experiment_draws_its_records(
+    finished: ClrsWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "run_items", lambda *a, **b: pytest.fail("trained again"))
+    (tmp_path / RECORDS).write_bytes((finished.folder / RECORDS).read_bytes())
+    result = runner.invoke(app, ["reproduce", "clrs-text", "--out", str(tmp_path), "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    (shown,) = json.loads(result.stdout)["experiments"]
+    assert shown["parameters"]["seeds"][SOFTMAX] == 2
+    assert (tmp_path / "clrs-text" / "clrs-text.png").is_file()
+
+
+def test_the_stage_from_the_command_line(tmp_path: Path) -> None:
+    changes = [
+        f"--set={one}" for one in ("steps=1", "rate_steps=1", "width=8", "observed=0", 'normalizers=["softmax"]')
+    ]
+    call = [
+        "reproduce",
+        "clrs-text",
+        "--quick",
+        "--stage",
+        "train",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        *changes,
+    ]
+    stopped = runner.invoke(app, [*call, "--minutes", "0"])
+    assert stopped.exit_code == 3, stopped.output
+    result = runner.invoke(app, [*call, "--set=at_inference=[]"])
+    assert result.exit_code == 0, result.output
+    assert "main-softmax-seed-0" in result.stderr
+    assert [line["stage"] for line in read_lines(tmp_path)] == ["rate", "rate", "main"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--stage", "main", "--quick"], "'main'"),
+        (["--stage", "train"], "--text"),
+        (["--stage", "train", "--quick", "--seeds", "1"], "--seeds"),
+        ([], "--stage train"),
+        (["--model", "bundled", "--quick"], "--model"),
+    ],
+)
+def test_wrong_calls_are_explained(flags: list[str], named: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["reproduce", "clrs-text", "--out", str(tmp_path / "out"), *flags])
+    assert result.exit_code == 2, result.output
+    assert named in result.stderr
