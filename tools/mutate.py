@@ -39,9 +39,10 @@ from tests.mutation import equivalents  # noqa: E402
 from tests.mutation.mutants import Mutant, function_at, import_as, mutants_of  # noqa: E402
 from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRecords, MutantSession, in_a_fork  # noqa: E402
 
-# Folders of src/attnorm, and of tests/ where their tests are.
+# Folders of src/attnorm, and those of tests/ where their tests are.
 AREAS = {
-    "theory": "theory", "normalizers": "normalizers", "engines": "attention", "metrics": "metrics", "models": "models",
+    "theory": ["theory"], "normalizers": ["normalizers", "attention"], "engines": ["attention"],
+    "metrics": ["metrics"], "models": ["models"],
 }  # fmt: skip
 PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
              "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"]  # fmt: skip
@@ -120,7 +121,8 @@ def try_mutants(
 
     def session() -> int:
         log = given.out / f"pytest.{os.getpid()}.txt"
-        return run_pytest([f"tests/{AREAS[mutants[0].area]}"], log, MutantSession(calls, work, given.timeout))
+        folders = [f"tests/{folder}" for folder in AREAS[mutants[0].area]]
+        return run_pytest(folders, log, MutantSession(calls, work, given.timeout))
 
     code = in_a_fork(session, float("inf"), float("inf"))
     if code not in (0, 5):
