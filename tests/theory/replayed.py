@@ -20,18 +20,17 @@ from attnorm.theory.search import _Search
 STORED = Path(__file__).with_suffix(".json")
 SEED = 0
 ROUNDS = (0, 1, 4)  # random rows, and structured ones of two sizes
-ROWS = 12  # of each round
 
 
 def ratios(claim: Claim, round_number: int, unit: float = 1.0) -> torch.Tensor:
-    """The ratio to each bound of the first rows, (rows, bounds). unit: factor of every number of the case."""
+    """The ratio to each bound, (rows, bounds). unit: factor of every number of the case."""
     case, found = _Search(claim, SEED).case_of(round_number)
     if unit != 1:
         parts = {name: getattr(case, name) * unit for name in ("logits", "vectors", "dial", "matrices")}
         assert claim.ratio is not None
         with torch.no_grad():
             found = claim.ratio(replace(case, **parts))
-    return found.reshape(len(case.dial), -1)[:ROWS]
+    return found.reshape(len(case.dial), -1)
 
 
 def reproducible(claim: Claim, round_number: int) -> list[list[float | None]]:
@@ -43,7 +42,7 @@ def reproducible(claim: Claim, round_number: int) -> list[list[float | None]]:
 
 
 def rounded(value: float) -> float:
-    return float(f"{value:.8g}")
+    return float(f"{value:.6g}")
 
 
 def outline(case: ClaimCase) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def test_cases_are_drawn_as_they_were() -> None:
     for found, stored in zip(outlines(), STORED_NUMBERS["cases"], strict=True):
         assert found.keys() == stored.keys()
         for name, numbers in stored.items():
-            assert found[name] == pytest.approx(numbers, rel=1e-6, abs=1e-6), name
+            assert found[name] == pytest.approx(numbers, rel=1e-5, abs=1e-5), name
 
 
 def test_every_claim_is_stored() -> None:
@@ -30,4 +30,4 @@ def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
         found = ratios(CLAIMS[name], round_number)
         known = torch.tensor([[x is not None for x in row] for row in stored])
         expected = torch.tensor([[0.0 if x is None else x for x in row] for row in stored], dtype=torch.float64)
-        torch.testing.assert_close(found[known], expected[known], rtol=1e-6, atol=1e-8, equal_nan=True)
+        torch.testing.assert_close(found[known], expected[known], rtol=1e-5, atol=1e-8, equal_nan=True)
