@@ -158,3 +158,25 @@ def test_weights_and_statistics_are_not_returned_together() -> None:
         attnorm.attention(q, k, k, return_weights=True, return_statistics=True)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="linear"):
         attnorm.attention(q, k, k, "linear", return_statistics=True)
+
+
+def test_a_compiled_function_keeps_one_graph() -> None:
+    q, k = draw()
+    mask = torch.arange(K) >= torch.tensor([0, 9])[:, None]
+    normalizer = attnorm.compose(scale="ssmax", sink=attnorm.Sink(heads=H))
+
+    def measure(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, attnorm.AttentionStatistics]:
+        found = attnorm.attention_statistics(q, k, normalizer, causal=True, mask=mask[:, None, None], top_n=(1, 5))
+        return 2 * found.entropy, found
+
+    doubled, found = torch.compile(measure, fullgraph=True, backend="aot_eager")(q, k)
+    expected = measure(q, k)[1]
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(doubled, 2 * expected.entropy)
+
+
+def test_the_operator_is_sound() -> None:
+    q, k = draw()
+    factor = torch.rand(B, H, Q, 1)
+    inputs = (q, k, None, factor, torch.zeros(H), 0.3, True, None, "entropy_nats max_logit", [1, 5])
+    torch.library.opcheck(torch.ops.attnorm.softmax_statistics, inputs, test_utils=("test_schema", "test_faketensor"))

@@ -94,10 +94,15 @@ class MeasuredNormalizer:
         return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
 
 
-def resolve_normalizers(call: AttentionCall, choices: Sequence[Choice]) -> list[MeasuredNormalizer]:
+def resolve_normalizers(
+    call: AttentionCall, choices: Sequence[Choice | MeasuredNormalizer]
+) -> list[MeasuredNormalizer]:
     """The requested normalizers, on the call's device, by name."""
     found: list[MeasuredNormalizer] = []
     for choice in choices:
+        if isinstance(choice, MeasuredNormalizer):
+            found.append(choice)
+            continue
         own = choice is None or choice == MODEL
         normalizer = call.normalizer if own else resolve(choice)  # type: ignore[arg-type]
         if isinstance(normalizer, Mechanism):

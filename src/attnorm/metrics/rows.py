@@ -44,7 +44,7 @@ class RowStatistics:
 @torch.no_grad()
 def measure_rows(
     call: AttentionCall,
-    normalizers: Sequence[Choice],
+    normalizers: Sequence[Choice | MeasuredNormalizer],
     rows: Tensor,
     top_n: Sequence[int],
     *,
