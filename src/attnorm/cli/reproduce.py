@@ -64,12 +64,20 @@ def reproduce(
             "--valid", metavar="FILE", help="language-models: held-out text; repeatable. clrs-text: test questions."
         ),
     ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            "--images",
+            metavar="FILE",
+            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg.",
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
     ] = (Path("reproduction")),
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds per experiment.")] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models, clrs-text: only these.")
+        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models, clrs-text, vision: only these.")
     ] = "",
     longest: Annotated[
         int | None,
@@ -128,7 +136,13 @@ def reproduce(
         "--closest": closest,
     }  # fmt: skip
     if stage is not None:
-        refused = {"--model": model, "--longest": longest, "--fresh": fresh or None, "--json": as_json or None}
+        refused = {
+            "--model": model,
+            "--images": images,
+            "--longest": longest,
+            "--fresh": fresh or None,
+            "--json": as_json or None,
+        }
         with failures(lambda: f"Interrupted; {_KEPT}.", out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
                 del refused["--model"]
@@ -166,6 +180,7 @@ def reproduce(
         device=device,
         only=tuple(normalizers),
         longest=longest,
+        images=images,
     )
     _note_default_text(first, text)
     with (

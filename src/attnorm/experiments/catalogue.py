@@ -15,6 +15,7 @@ from attnorm.suggest import did_you_mean
 
 ALL = "all"
 MODEL, TEXT, VALID, ONLY, LONGEST = "--model", "--text", "--valid", "--only", "--longest"
+IMAGES = "--images"
 ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
 
 
@@ -83,6 +84,9 @@ TRAINED = {
         "algorithms as text, on problems larger than in training",
         {TEXT: 1, VALID: 1, ONLY: None},
     ),
+    "vision": ExperimentEntry(
+        "attnorm.experiments.vision", "image classifiers: softmax against SOFT", {IMAGES: 1, ONLY: None}
+    ),
 }
 EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
 
@@ -124,6 +128,7 @@ def check_unused_options(chosen: Sequence[Experiment], subject: ExperimentSubjec
         TEXT: [path.name for path in subject.texts],
         VALID: [path.name for path in subject.valid],
         ONLY: subject.only,
+        IMAGES: () if subject.images is None else (subject.images.name,),
         LONGEST: () if subject.longest is None else (f"{subject.longest:,}",),
     }
     check_options([one.name for one in chosen], given)

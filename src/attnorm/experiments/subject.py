@@ -39,6 +39,7 @@ class ExperimentSubject:
     device: str | None = None
     only: tuple[str, ...] = ()  # parts of a long experiment, for example normalizers; empty: all
     longest: int | None = None  # tokens of the longest pass, for dispersion
+    images: Path | None = None  # archive of labelled images, for vision
 
     def each(self) -> "list[ExperimentSubject]":
         """Return one subject per model; each model is loaded when it is used."""
@@ -104,6 +105,8 @@ class ExperimentSubject:
             identity["texts"] = [[path.name, file_hash(path)] for path in self.texts]
         if self.longest is not None:
             identity["longest"] = self.longest
+        if self.images is not None:
+            identity["images"] = [self.images.name, file_hash(self.images)]
         if self.valid:
             identity["valid"] = [[path.name, file_hash(path)] for path in self.valid]
         return identity

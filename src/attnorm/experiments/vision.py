@@ -1,0 +1,314 @@
+"""`attnorm reproduce vision`: small vision transformers of 64 to 1,024 tokens per image, softmax against SOFT.
+
+Lu et al. 2021 (https://arxiv.org/abs/2110.11945) replace softmax by a Gaussian kernel, approximate it through landmarks
+at linear cost, and find more accuracy than softmax at equal size on ImageNet. Here: models of equal shape and budget on
+CIFAR-10, or on generated textures with --quick. Every finished model is one JSON line, so a run resumes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pyarrow as pa
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
+from attnorm.experiments.language_models.results import wilson_interval
+from attnorm.experiments.language_models.train import free_memory, machine
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.provenance import file_hash
+from attnorm.training.device import chosen_device
+from attnorm.training.vision.images import ImageSplits, generated_textures, read_archive
+from attnorm.training.vision.train import Record, VisionSettings, train_vit
+
+RECORDS = "records.jsonl"  # in the output folder: records of other sittings, plain or .xz
+RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
+GENERATED = "generated textures"
+
+
+@dataclass(frozen=True)
+class VisionModel:
+    """A normalizer of the comparison by its name in tables and figures."""
+
+    name: str
+    normalizer: str
+    shared_keys: bool = False
+
+
+MODELS = (
+    VisionModel("softmax", "softmax"),
+    VisionModel("gaussian", "gaussian"),
+    VisionModel("soft", "soft"),
+    VisionModel("soft++", "soft:normalised=true"),
+    VisionModel("linear", "linear"),
+    VisionModel("sigmoid", "sigmoid"),
+    VisionModel("entmax15", "entmax15"),
+    VisionModel("soft K=Q", "soft", shared_keys=True),
+    VisionModel("soft++ K=Q", "soft:normalised=true", shared_keys=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionPlan:
+    """Epochs belong to a patch: within a patch all models see equally many images."""
+
+    models: tuple[VisionModel, ...] = MODELS
+    epochs: tuple[tuple[int, int], ...] = ((4, 30), (2, 15), (1, 5))  # patch, epochs
+    seeds: tuple[int, ...] = (0, 1, 2)
+    settings: VisionSettings
+
+    def trained(self, first_seed: int, only: Sequence[str]) -> list[tuple[VisionModel, VisionSettings]]:
+        """Return every model to train, the cheapest patches first.
+
+        Raises:
+            ValueError: `only` has a name that is not in the plan.
+        """
+        names = [model.name for model in self.models]
+        for name in only:
+            if name not in names:
+                raise ValueError(f"expected --only with names of {', '.join(names)}, got {name!r}.")
+        return [
+            (
+                model,
+                replace(
+                    self.settings, normalizer=model.normalizer, shared_keys=model.shared_keys, patch=patch,
+                    epochs=epochs, seed=first_seed + seed,
+                ),
+            )
+            for patch, epochs in self.epochs
+            for seed in self.seeds
+            for model in self.models
+            if not only or model.name in only
+        ]  # fmt: skip
+
+
+FULL = VisionPlan(settings=VisionSettings(dtype="bfloat16"))
+QUICK = VisionPlan(
+    models=(MODELS[0], VisionModel("soft", "soft:landmarks=4"), VisionModel("linear", "linear")),
+    epochs=((8, 2), (4, 2)),
+    seeds=(0,),
+    settings=VisionSettings(layers=1, heads=2, width=16, batch=32, learning_rate=1e-2),
+)
+QUICK_IMAGES = {"train": 128, "test": 64, "side": 16}
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    plan = QUICK if subject.quick else FULL
+    records = records_of(plan, subject, progress, parts)
+    return outcome(records, plan, small=subject.quick)
+
+
+def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
+    """Return the record of every model of the plan; train those without one.
+
+    Raises:
+        ValueError: The full plan needs --images, or --only names no model of the plan.
+    """
+    device = chosen_device(subject.device)
+    if device.type != "cuda":
+        plan = replace(plan, settings=replace(plan.settings, dtype="float32"))
+    source = image_source(subject)
+    wanted = plan.trained(subject.seed, subject.only)
+    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
+    known = {_key(one["settings"], one["images"]): one for file in files if file.exists() for one in read_jsonl(file)}
+    missing = [one for one in wanted if _key(one[1].as_dict(), source) not in known]
+    images = None
+    for done, (model, settings) in enumerate(missing):
+        if images is None:
+            progress("reading images", 0, len(missing))
+            images = read_images(subject)
+        label = f"{model.name}, patch {settings.patch}, seed {settings.seed}"
+        progress(f"training {label}", done, len(missing))
+        _, trained = train_vit(settings, images, device)
+        record = {"model": model.name, "images": source, **trained, **machine(device)}
+        parts.mkdir(parents=True, exist_ok=True)
+        append_jsonl(parts / RESULTS, [record])
+        known[_key(settings.as_dict(), source)] = record
+        free_memory()
+    return [known[_key(settings.as_dict(), source)] | {"model": model.name} for model, settings in wanted]
+
+
+def image_source(subject: ExperimentSubject) -> str:
+    """Return what identifies the images in a record."""
+    if subject.images is not None:
+        return f"{subject.images.name} {file_hash(subject.images)[:16]}"
+    if subject.quick:
+        return GENERATED
+    raise ValueError(
+        "vision needs images: give --images FILE, a .tar archive with train/CLASS/*.jpg and test/CLASS/*.jpg, or use "
+        "--quick, which generates them."
+    )
+
+
+def read_images(subject: ExperimentSubject) -> ImageSplits:
+    return generated_textures(**QUICK_IMAGES) if subject.images is None else read_archive(subject.images)
+
+
+def _key(settings: dict[str, Any], images: str) -> str:
+    """Identify a record by its settings and images; on which device it ran is part of the dtype only."""
+    return f"{sorted(settings.items())} {images}"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Mean over seeds, and a 95 % interval: Student's t over seeds, or Wilson's for the images of a single model."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def accuracy(records: Sequence[Record]) -> Accuracy:
+    """Return the accuracy over the models whose training did not fail."""
+    shares = [one["correct"] / one["tested_on"] for one in records if one["correct"] is not None]
+    if not shares:
+        return Accuracy(math.nan, math.nan, math.nan, 0)
+    if len(shares) == 1:
+        return Accuracy(shares[0], *wilson_interval(shares[0], records[0]["tested_on"]), 1)
+    half = float(student.ppf(0.975, len(shares) - 1)) * stdev(shares) / math.sqrt(len(shares))
+    return Accuracy(fmean(shares), fmean(shares) - half, fmean(shares) + half, len(shares))
+
+
+def groups_of(records: Sequence[Record]) -> dict[tuple[int, str], list[Record]]:
+    """Return the records by tokens per image and model."""
+    found: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((record["tokens"], record["model"]), []).append(record)
+    return found
+
+
+def outcome(records: Sequence[Record], plan: VisionPlan, *, small: bool) -> Outcome:
+    return Outcome(
+        summary=summary(records) + " Models this small show only that everything runs." * small,
+        findings=findings(records, small=small),
+        figures={"vision": figure(records)},
+        tables={"models": table(records)},
+        parameters=asdict(plan),
+    )
+
+
+def table(records: Sequence[Record]) -> pa.Table:
+    """One row per tokens and model, over seeds."""
+    rows = []
+    for (tokens, model), some in groups_of(records).items():
+        found = accuracy(some)
+        rows.append(
+            {
+                "tokens": tokens, "model": model, "seeds": len(some), "failed": len(some) - found.seeds,
+                "accuracy": found.mean, "low": found.low, "high": found.high,
+                "images_per_second": fmean(one["images_per_second"] for one in some),
+                "peak_mb": max(one["peak_bytes"] or math.nan for one in some) / 1e6,
+                "parameters": some[0]["parameters"],
+            }
+        )  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
+def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
+    """Compare each SOFT model with softmax, and the landmarks with the full kernel, at every number of tokens."""
+    groups = groups_of(records)
+    found = []
+    for tokens in dict.fromkeys(tokens for tokens, _ in groups):
+        for name, rival, claim in (
+            ("soft", "softmax", "SOFT is more accurate than softmax at equal size"),
+            ("soft++", "softmax", "SOFT++ is more accurate than softmax at equal size"),
+            ("soft K=Q", "softmax", "SOFT with K = Q is more accurate than softmax"),
+            ("soft++ K=Q", "softmax", "SOFT++ with K = Q is more accurate than softmax"),
+            ("soft", "gaussian", "the landmarks lose no accuracy against the full Gaussian kernel"),
+        ):
+            if (tokens, name) in groups and (tokens, rival) in groups:
+                ours, theirs = accuracy(groups[tokens, name]), accuracy(groups[tokens, rival])
+                verdict: Verdict = _verdict(ours, theirs, equal_is_enough=rival == "gaussian")
+                found.append(
+                    ExperimentFinding(
+                        claim=f"{claim} ({tokens:,} tokens)",
+                        ours=f"{name} {_words(ours)}, {rival} {_words(theirs)}",
+                        verdict="not tested" if small or not (ours.seeds and theirs.seeds) else verdict,
+                        why="too small to judge" if small else "",
+                    )
+                )
+    return tuple(found)
+
+
+def _verdict(ours: Accuracy, theirs: Accuracy, *, equal_is_enough: bool) -> Verdict:
+    if ours.low > theirs.high:
+        return "reproduces"
+    if ours.high < theirs.low:
+        return "does not"
+    return "reproduces" if equal_is_enough else "partly"
+
+
+def _words(found: Accuracy) -> str:
+    if not found.seeds:
+        return "failed"
+    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%}, {found.seeds} seed{'s' * (found.seeds > 1)})"
+
+
+def summary(records: Sequence[Record]) -> str:
+    groups = groups_of(records)
+    sentences = []
+    for tokens in dict.fromkeys(tokens for tokens, _ in groups):
+        means = {model: accuracy(some).mean for (count, model), some in groups.items() if count == tokens}
+        listed = ", ".join(
+            f"{model} {'failed' if math.isnan(mean) else f'{mean:.1%}'}" for model, mean in means.items()
+        )
+        sentences.append(f"{tokens:,} tokens: {listed}.")
+    return "Accuracy on the test images. " + " ".join(sentences)
+
+
+def figure(records: Sequence[Record]) -> Figure:
+    """Accuracy, training speed and memory of each model against the tokens per image."""
+    groups = groups_of(records)
+    models = list(dict.fromkeys(model for _, model in groups))
+    drawn = Figure(figsize=(10.5, 1.6 + 0.3 * len(models)))
+    panels = drawn.subplots(1, 3, sharey=True)
+    for index, (axes, title) in enumerate(
+        zip(panels, ("accuracy", "training, images per second", "peak memory, GB"), strict=True)
+    ):
+        _draw(axes, groups, models, index)
+        letter(axes, "abc"[index], title)
+        tidy(axes)
+    panels[0].set_yticks(range(len(models)), models)
+    panels[0].invert_yaxis()
+    panels[0].legend(title="tokens", loc="best", fontsize=7)
+    note(drawn, "Bars: 95 % intervals. attnorm reproduce vision")
+    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    return drawn
+
+
+def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Sequence[str], panel: int) -> None:
+    sizes = sorted({tokens for tokens, _ in groups})
+    for tokens, colour, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
+        rows = [(place, groups[tokens, model]) for place, model in enumerate(models) if (tokens, model) in groups]
+        offset = 0.22 * (sizes.index(tokens) - (len(sizes) - 1) / 2)
+        y = [place + offset for place, _ in rows]
+        if panel == 0:
+            found = [accuracy(some) for _, some in rows]
+            bars = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
+            x = [one.mean for one in found]
+            axes.errorbar(x, y, xerr=bars, fmt=marker, color=colour, markersize=4, capsize=2, label=f"{tokens:,}")
+        else:
+            key, unit = (("images_per_second", 1.0), ("peak_bytes", 1e9))[panel - 1]
+            x = [fmean((one[key] or math.nan) / unit for one in some) for _, some in rows]
+            axes.plot(x, y, marker, color=colour, markersize=4)
+            axes.set_xlim(left=0)
+    if panel == 2 and not any(one["peak_bytes"] for some in groups.values() for one in some):
+        axes.text(0.5, 0.5, "measured on a GPU only", ha="center", transform=axes.transAxes, color=PALE)
+
+
+EXPERIMENT = Experiment(
+    name="vision",
+    title="SOFT on images",
+    source="Lu et al. 2021 and 2022",
+    question="Does attention by a Gaussian kernel through landmarks match softmax on images?",
+    run=run,
+    needs_model=False,
+)

@@ -1,0 +1,1 @@
+"""Small vision transformers that classify images, with any normalizer."""

@@ -1,0 +1,199 @@
+"""Train a small ViT of transformers with a normalizer and test it: accuracy, speed and memory in one record.
+
+Only the normalizer differs between models of a comparison: same weights at the start, same images in the same order.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from attnorm.models.patch import patch
+from attnorm.models.patch_state import patched_modules
+from attnorm.normalizers.spec import parse_spec
+from attnorm.training.device import MemoryPeak
+from attnorm.training.vision.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
+
+UNTIMED_STEPS = 3  # the first steps compile kernels
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSettings:
+    """One model and its training. Sizes are of a small ViT for images of 32 x 32."""
+
+    normalizer: str = "softmax"  # with options, as in soft:normalised=true
+    shared_keys: bool = False  # K = Q, as in SOFT: one projection for both
+    patch: int = 4
+    layers: int = 6
+    heads: int = 3
+    width: int = 192
+    epochs: int = 30
+    batch: int = 256
+    learning_rate: float = 1e-3
+    warmup_share: float = 0.1
+    weight_decay: float = 0.05
+    seed: int = 0
+    dtype: str = "float32"  # float32 or bfloat16 (autocast)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def build_vit(settings: VisionSettings, classes: tuple[str, ...], side: int) -> Any:
+    """Return a patched ViTForImageClassification with random weights.
+
+    Raises:
+        ValueError: The patch does not divide the image, or the heads the width.
+    """
+    from transformers import ViTConfig, ViTForImageClassification
+
+    if side % settings.patch:
+        raise ValueError(f"expected a patch that divides the side of the image, {side}, got {settings.patch}.")
+    if settings.width % settings.heads:
+        raise ValueError(f"expected a width that is a multiple of {settings.heads} heads, got {settings.width}.")
+    config = ViTConfig(
+        image_size=side, patch_size=settings.patch, hidden_size=settings.width, num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads, intermediate_size=4 * settings.width,
+        id2label=dict(enumerate(classes)), label2id={name: index for index, name in enumerate(classes)},
+    )  # fmt: skip
+    torch.manual_seed(settings.seed)
+    model = ViTForImageClassification(config)
+    name, options = parse_spec(settings.normalizer)
+    patch(model, name, **options)
+    if settings.shared_keys:
+        for module in patched_modules(model).values():
+            _share_keys(module)
+    return model
+
+
+def _share_keys(attention: nn.Module) -> None:
+    """Use the projection of the queries for the keys too."""
+    for queries, keys in (("q_proj", "k_proj"), ("query", "key")):  # names differ between versions of transformers
+        if hasattr(attention, queries):
+            setattr(attention, keys, getattr(attention, queries))
+            return
+    raise ValueError(f"expected an attention module with q_proj or query, got {type(attention).__name__}.")
+
+
+def train_vit(
+    settings: VisionSettings,
+    images: ImageSplits,
+    device: torch.device,
+    *,
+    report: Callable[[int, int], None] = lambda step, steps: None,
+) -> tuple[Any, Record]:
+    """Train and test one model. A loss that is not finite ends the training and is part of the record."""
+    train, test = images.train.to(device), images.test.to(device)
+    model = build_vit(settings, train.classes, train.side).to(device)
+    optimizer = _optimizer(model, settings)
+    steps = settings.epochs * (len(train) // settings.batch)
+    if not steps:
+        raise ValueError(f"expected at least one batch of {settings.batch} images, got {len(train)} images.")
+    random = torch.Generator().manual_seed(settings.seed)
+    torch.set_float32_matmul_precision("high")
+    peak = MemoryPeak(device)  # recorded on a GPU only: that of a process covers all models it has trained
+    course: list[float] = []
+    problem, step, started, timed = None, 0, time.perf_counter(), 0
+    clock = started
+    for _ in range(settings.epochs):
+        total = torch.zeros((), device=device)
+        order = torch.randperm(len(train), generator=random)
+        batches = order.split(settings.batch)[: len(train) // settings.batch]
+        for some in batches:
+            if step == UNTIMED_STEPS:
+                _finish(device)
+                clock, timed = time.perf_counter(), step
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
+            total += _step(model.train(), optimizer, train, some.to(device), settings, random)
+            step += 1
+            report(step, steps)
+        course.append(float(total) / len(batches))
+        if not math.isfinite(course[-1]):
+            problem = f"the loss of epoch {len(course)} is {course[-1]}"
+            break
+    _finish(device)
+    seconds = time.perf_counter() - clock
+    record: Record = {
+        "settings": settings.as_dict(), "tokens": (train.side // settings.patch) ** 2, "problem": problem,
+        "training_loss": [loss if math.isfinite(loss) else None for loss in course],
+        "images_per_second": settings.batch * (step - timed) / seconds,
+        "peak_bytes": peak.bytes() if device.type == "cuda" else None,
+        "seconds": time.perf_counter() - started,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained_on": len(train), "tested_on": len(test),
+    }  # fmt: skip
+    return model, record | ({"correct": None} if problem else evaluate(model, test, settings))
+
+
+def _optimizer(model: nn.Module, settings: VisionSettings) -> torch.optim.Optimizer:
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate)
+
+
+def _schedule(step: int, steps: int, warmup_share: float) -> float:
+    """Linear warmup, then a cosine to 0."""
+    warmup = max(1, round(warmup_share * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    images: LabelledImages,
+    some: Tensor,
+    settings: VisionSettings,
+    random: torch.Generator,
+) -> Tensor:
+    pixels = as_model_input(shifted_and_mirrored(images.pixels[some], random))
+    loss = cross_entropy(_logits(model, pixels, settings), images.labels[some])
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _logits(model: Any, pixels: Tensor, settings: VisionSettings) -> Tensor:
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+        logits: Tensor = model(pixel_values=pixels).logits
+    return logits.float()
+
+
+@torch.no_grad()
+def evaluate(model: Any, images: LabelledImages, settings: VisionSettings) -> Record:
+    """Return how many images are classified right, the mean loss, and images per second in inference."""
+    model.eval()
+    correct = loss = torch.zeros((), device=images.pixels.device)
+    started = time.perf_counter()
+    for pixels, labels in zip(images.pixels.split(settings.batch), images.labels.split(settings.batch), strict=True):
+        logits = _logits(model, as_model_input(pixels), settings)
+        correct = correct + (logits.argmax(-1) == labels).sum()
+        loss = loss + cross_entropy(logits, labels, reduction="sum")
+    right, total = int(correct), float(loss)
+    rate = len(images) / (time.perf_counter() - started)
+    mean = total / len(images)
+    return {
+        "correct": right,
+        "test_loss": mean if math.isfinite(mean) else None,
+        "test_images_per_second": rate,
+    }
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for the GPU, so that a clock sees finished work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,200 @@
+"""Image classifiers: reading an archive, training one model, resuming by records, and how records become findings."""
+
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnorm.experiments import vision
+from attnorm.experiments.catalogue import experiment
+from attnorm.experiments.subject import ExperimentSubject
+from attnorm.files import append_jsonl, read_jsonl
+from attnorm.models.patch_state import patched_modules
+from attnorm.training.vision.images import generated_textures, read_archive, shifted_and_mirrored
+from attnorm.training.vision.train import VisionSettings, build_vit
+
+QUICK = ExperimentSubject(quick=True, device="cpu")
+PLAN = replace(vision.QUICK, epochs=((8, 1),))
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress bar."""
+
+
+def archive(path: Path, files: dict[str, tuple[int, int, int]], side: int = 8) -> Path:
+    with tarfile.open(path, "w:xz") as tar:
+        for name, colour in files.items():
+            made = io.BytesIO()
+            Image.new("RGB", (side, side), colour).save(made, "PNG")
+            member = tarfile.TarInfo(name)
+            member.size = made.tell()
+            made.seek(0)
+            tar.addfile(member, made)
+    return path
+
+
+def test_an_archive_is_read_by_split_and_class(tmp_path: Path) -> None:
+    files = {
+        "cifar/train/cat/1.png": (255, 0, 0), "cifar/train/ant/2.png": (0, 255, 0), "cifar/test/ant/3.png": (0, 0, 255),
+        "cifar/test/cat/4.png": (9, 9, 9), "cifar/README": (0, 0, 0),
+    }  # fmt: skip
+    images = read_archive(archive(tmp_path / "images.tar.xz", files))
+    assert images.train.classes == ("ant", "cat")
+    assert images.train.labels.tolist() == [1, 0]
+    assert images.train.pixels[0, :, 3, 3].tolist() == [255, 0, 0]
+    assert images.test.pixels.shape == (2, 3, 8, 8)
+
+
+def test_an_archive_with_other_classes_in_the_test_is_rejected(tmp_path: Path) -> None:
+    files = {"train/cat/1.png": (1, 1, 1), "test/dog/2.png": (1, 1, 1)}
+    with pytest.raises(ValueError, match="dog"):
+        read_archive(archive(tmp_path / "images.tar", files))
+
+
+def test_what_is_not_an_archive_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no archive")
+    with pytest.raises(ValueError, match=r"notes\.txt"):
+        read_archive(tmp_path / "notes.txt")
+
+
+def test_shifts_stay_within_an_eighth_and_half_are_mirrored() -> None:
+    image = torch.zeros(400, 3, 16, 16, dtype=torch.uint8)
+    image[:, :, 8, 5] = 200
+    moved = shifted_and_mirrored(image, torch.Generator().manual_seed(0))
+    _, rows, columns = (moved[:, 0] == 200).nonzero().T
+    assert set(rows.tolist()) == set(range(6, 11))
+    assert set(columns.tolist()) == set(range(3, 8)) | set(range(8, 13))
+    assert 150 < (columns >= 8).sum() < 250
+
+
+def test_textures_are_deterministic_and_of_every_class() -> None:
+    one, two = generated_textures(40, 8, 16), generated_textures(40, 8, 16)
+    assert torch.equal(one.train.pixels, two.train.pixels)
+    assert set(one.train.labels.tolist()) == {0, 1, 2, 3}
+
+
+def test_shared_keys_are_the_queries() -> None:
+    shape: dict[str, Any] = {"layers": 1, "heads": 2, "width": 8}
+    own = build_vit(VisionSettings(normalizer="soft", **shape), ("a", "b"), 16)
+    shared = build_vit(VisionSettings(normalizer="soft", shared_keys=True, **shape), ("a", "b"), 16)
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (own, shared)]
+    assert counts[0] - counts[1] == 8 * 8 + 8
+    assert len(patched_modules(shared)) == 1
+
+
+def test_equal_seeds_start_from_equal_weights() -> None:
+    models = [
+        build_vit(VisionSettings(normalizer=name, layers=1, heads=2, width=8), ("a", "b"), 16)
+        for name in ("softmax", "entmax15")
+    ]
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_patch_must_divide_the_image() -> None:
+    with pytest.raises(ValueError, match="16, got 5"):
+        build_vit(VisionSettings(patch=5), ("a", "b"), 16)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[vision.Record]]:
+    parts = tmp_path_factory.mktemp("out") / "parts" / "vision"
+    return parts, vision.records_of(PLAN, QUICK, silent, parts)
+
+
+def test_every_model_has_a_record(trained: tuple[Path, list[vision.Record]]) -> None:
+    parts, records = trained
+    assert [record["model"] for record in records] == ["softmax", "soft", "linear"]
+    for record in records:
+        assert record["tokens"] == 4
+        assert 0 <= record["correct"] <= record["tested_on"] == 64
+        assert record["images_per_second"] > 0
+        assert record["peak_bytes"] is None  # on a CPU
+    assert read_jsonl(parts / vision.RESULTS) == records
+
+
+def test_finished_models_are_not_trained_again(
+    trained: tuple[Path, list[vision.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, records = trained
+    monkeypatch.setattr(vision, "train_vit", lambda *_: pytest.fail("trained again"))
+    assert vision.records_of(PLAN, QUICK, silent, parts) == records
+    append_jsonl(tmp_path / vision.RECORDS, records)  # of another sitting
+    assert vision.records_of(PLAN, QUICK, silent, tmp_path / "parts" / "vision") == records
+    assert vision.records_of(PLAN, replace(QUICK, only=("soft",)), silent, parts) == [records[1]]
+
+
+def test_records_of_other_settings_are_not_used(
+    trained: tuple[Path, list[vision.Record]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, records = trained
+    seen: list[float] = []
+
+    def train(settings: VisionSettings, *_: Any) -> tuple[None, vision.Record]:
+        seen.append(settings.learning_rate)
+        return None, records[0] | {"settings": settings.as_dict()}
+
+    monkeypatch.setattr(vision, "train_vit", train)
+    plan = replace(PLAN, settings=replace(PLAN.settings, learning_rate=0.5))
+    vision.records_of(plan, replace(QUICK, only=("softmax",)), silent, parts)
+    assert seen == [0.5]
+
+
+def test_the_full_plan_needs_images(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--images"):
+        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), silent, tmp_path)
+
+
+def test_an_unknown_model_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'sofd'"):
+        vision.records_of(PLAN, replace(QUICK, only=("sofd",)), silent, tmp_path)
+
+
+def test_the_full_plan_trains_nine_models_of_three_sizes_with_three_seeds() -> None:
+    wanted = vision.FULL.trained(0, ())
+    assert len(wanted) == 9 * 3 * 3
+    assert {settings.patch for _, settings in wanted} == {4, 2, 1}
+    assert [settings.patch for _, settings in wanted] == sorted((s.patch for _, s in wanted), reverse=True)
+
+
+def record(model: str, correct: int | None, seed: int = 0) -> vision.Record:
+    return {
+        "model": model, "tokens": 64, "correct": correct, "tested_on": 1000, "settings": {"seed": seed},
+        "images_per_second": 10.0, "peak_bytes": 10**9, "parameters": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("soft", "verdict"),
+    [((800, 801, 802), "reproduces"), ((600, 601, 602), "does not"), ((690, 700, 720), "partly"), ((), "not tested")],
+)
+def test_verdicts_follow_from_intervals(soft: tuple[int, ...], verdict: str) -> None:
+    softmax = [record("softmax", correct, seed) for seed, correct in enumerate((700, 702, 704))]
+    others = [record("soft", correct, seed) for seed, correct in enumerate(soft)] or [record("soft", None)]
+    (found,) = vision.findings([*softmax, *others], small=False)
+    assert found.verdict == verdict
+
+
+def test_intervals_over_seeds_are_students() -> None:
+    found = vision.accuracy([record("soft", correct) for correct in (700, 710, 720)])
+    assert found.mean == pytest.approx(0.71)
+    assert found.high - found.mean == pytest.approx(4.302653 * 0.01 / np.sqrt(3), rel=1e-5)
+
+
+def test_a_failed_model_is_counted_and_drawn(trained: tuple[Path, list[vision.Record]]) -> None:
+    _, records = trained
+    made = vision.outcome([*records, record("gaussian", None)], PLAN, small=True)
+    rows = {row["model"]: row for row in made.tables["models"].to_pylist()}
+    assert rows["gaussian"]["failed"] == 1
+    assert rows["soft"]["failed"] == 0
+    assert {finding.verdict for finding in made.findings} == {"not tested"}
+
+
+def test_it_is_listed() -> None:
+    assert experiment("vision").name == "vision"
