@@ -26,6 +26,8 @@ from attnorm.normalizers import (
 
 if TYPE_CHECKING:
     from attnorm.analysis.analyze import analyze as analyze
+    from attnorm.analysis.output_bottleneck import OutputBottleneck as OutputBottleneck
+    from attnorm.analysis.output_bottleneck import output_bottleneck as output_bottleneck
     from attnorm.analysis.own_models import measure as measure
     from attnorm.analysis.own_models import observe as observe
     from attnorm.analysis.result import Analysis as Analysis
@@ -54,6 +56,7 @@ __all__ = [
     "Map",
     "Mechanism",
     "Normalizer",
+    "OutputBottleneck",
     "Positions",
     "Properties",
     "QKClip",
@@ -73,6 +76,7 @@ __all__ = [
     "mixture",
     "normalize",
     "observe",
+    "output_bottleneck",
     "patch",
     "register",
     "save_pretrained",
@@ -87,6 +91,7 @@ _LAZY = {
     "Analysis": "attnorm.analysis.result",
     "AttentionMonitor": "attnorm.monitor.monitor",
     "AttentionStatistics": "attnorm.metrics.attention_statistics",
+    "OutputBottleneck": "attnorm.analysis.output_bottleneck",
     "QKClip": "attnorm.monitor.qk_clip",
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
@@ -94,6 +99,7 @@ _LAZY = {
     "from_pretrained": "attnorm.models.saving",
     "measure": "attnorm.analysis.own_models",
     "observe": "attnorm.analysis.own_models",
+    "output_bottleneck": "attnorm.analysis.output_bottleneck",
     "patch": "attnorm.models.patch",
     "save_pretrained": "attnorm.models.saving",
     "swap": "attnorm.models.patch",

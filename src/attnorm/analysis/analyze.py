@@ -10,6 +10,7 @@ from attnorm.analysis import circuits, store
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.manifest import finished_manifest, new_manifest
 from attnorm.analysis.merge import merge_parts
+from attnorm.analysis.output_bottleneck import measure_output
 from attnorm.analysis.parts import AnalysisProgress, Job, measure_parts
 from attnorm.analysis.plan import check_windows, plan, unigram_entropies
 from attnorm.analysis.result import Analysis, refuse_another_run
@@ -88,7 +89,8 @@ def analyze(
         metrics: "core" has all that verdicts need and takes at most twice the time of the plain forward pass on a CPU.
             The groups vectors (distances, separability, saturation), sensitivity and coverage, or "all", take several
             times as long. "circuits" is not in "all": it runs the model on random tokens and needles up to the longest
-            length, and adds induction, previous-token and retrieval scores.
+            length, and adds induction, previous-token and retrieval scores. Nor is "output", the rank of the output
+            layer's logits (output_bottleneck).
         temperatures: Divisors of the logits for the group sensitivity.
         seed: Random seed for row sampling and permutations; verdicts do not depend on it.
         read_keys: Heaviest keys to store per listed row, with their text (tables `reads` and `tokens`); 0 stores no
@@ -164,6 +166,8 @@ def analyze(
         lengths = circuits.probe_lengths(max(longest, circuits.SHORTEST))
         found = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
         tables["heads"] = circuits.with_circuits(tables["heads"], found)
+    if "output" in settings.metrics:
+        finished["output"] = measure_output(loaded, given).as_dict()
     analysis = Analysis.of(tables, finished, thresholds)
     if folder is not None:
         analysis.save(folder)

@@ -55,7 +55,8 @@ Metrics = Annotated[
         metavar="GROUP,GROUP,...",
         help="Metric groups. core: all that verdicts need, at most twice the time of the plain forward pass on a CPU. "
         "Slower: vectors (separability, saturation), sensitivity, coverage, or all of these (default: core). circuits, "
-        "not in all: induction, previous-token and retrieval heads, found by extra passes.",
+        "not in all: induction, previous-token and retrieval heads, found by extra passes. output, not in all: rank "
+        "of the output layer's logits.",
     ),
 ]
 Seed = Annotated[

@@ -59,6 +59,9 @@ MORE = {
         "induction, previous-token and retrieval heads against length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
+    "text-max": ExperimentEntry(
+        "attnorm.experiments.text_max", "the largest of n numbers, asked in words, against n", {MODEL: 1}
+    ),
 }
 # Experiments that train models for hours: they run only by name.
 TRAINED = {

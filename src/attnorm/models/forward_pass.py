@@ -125,13 +125,23 @@ def _loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[fl
     total, tokens = 0.0, 0
     for start in range(0, targets.shape[1], step):
         here = slice(start, min(start + step, targets.shape[1]))
-        with _base_gives(model, type(output)(last_hidden_state=hidden[:, here])):
-            logits = model(input_ids=ids[:, here], use_cache=False).logits
+        logits = head_logits(model, ids[:, here], hidden[:, here], type(output))
         losses = cross_entropy(logits.float().flatten(0, 1), targets[:, here].flatten(), reduction="none")
         kept = counts[:, here].flatten()
         total += float(losses[kept].double().sum())
         tokens += int(kept.sum())
     return (total / tokens, tokens) if tokens and total == total and abs(total) != float("inf") else (None, 0)
+
+
+@torch.no_grad()
+def head_logits(model: Any, ids: Tensor, hidden: Tensor, output: Any) -> Tensor:
+    """Return the logits of these final hidden states, (B, L, V), by the model's own head, scaled and capped as it does.
+
+    output: class of what the base model returns.
+    """
+    with _base_gives(model, output(last_hidden_state=hidden)):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 class _Given(nn.Module):

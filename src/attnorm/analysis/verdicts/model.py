@@ -94,6 +94,7 @@ def model_verdict(
             *rate_sentences(slopes),
             *saturation_sentences(heads, manifest, thresholds),
             *circuit_sentences(heads),
+            *((manifest.get("output") or {}).get("sentences") or ()),
             *length_sentences(all_heads, seeing_all, thresholds),
             *caveats(heads, changing, manifest),
             *threshold_sentences(thresholds, manifest),

@@ -42,8 +42,45 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
         "settings": settings_of(manifest),
         "judged_by": threshold_sentences(thresholds_of(manifest.get("thresholds") or {}), manifest),
         "manifest": sections(manifest),
+        "output": output_panel(manifest.get("output") or {}),
         "created": str(manifest.get("created") or ""),
         "version": str((manifest.get("versions") or {}).get("attnorm") or ""),
+    }
+
+
+OUTPUT_WIDTH, OUTPUT_HEIGHT, OUTPUT_FLOOR = 400.0, 170.0, 1e-4  # of the panel's chart, and its lowest loss in nats
+
+
+def output_panel(output: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the words, curves and table about the output layer; None if it was not measured."""
+    if not output:
+        return None
+    curves = [output[name] for name in ("own", "larger") if output.get(name)]
+    widest = max(max(curve["ranks"]) for curve in curves)
+    top = math.log10(max(max(curve["kl"]) for curve in curves) + OUTPUT_FLOOR)
+    bottom = math.log10(OUTPUT_FLOOR)
+
+    def point(rank: float, kl: float) -> tuple[float, float]:
+        height = (math.log10(max(kl, OUTPUT_FLOOR)) - bottom) / max(top - bottom, 1e-9)
+        return OUTPUT_WIDTH * rank / widest, OUTPUT_HEIGHT * (1 - height)
+
+    def path(curve: Mapping[str, Any]) -> str:
+        points = [point(*pair) for pair in zip(curve["ranks"], curve["kl"], strict=True)]
+        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+    ticks = [10.0**power for power in range(math.ceil(bottom), math.floor(top) + 1)]
+    shown = [*range(0, len(curves[0]["ranks"]), max(1, len(curves[0]["ranks"]) // 6)), len(curves[0]["ranks"]) - 1]
+    return {
+        "sentences": output["sentences"],
+        "width": output["width"],
+        "at_width": point(output["width"], 1)[0],
+        "widest": widest,
+        "paths": [(curve["model"], path(curve)) for curve in curves],
+        "ticks": [(f"{tick:g}", point(0, tick)[1]) for tick in ticks],
+        "table": [
+            (curves[0]["ranks"][index], number(curves[0]["kl"][index]), number(curves[0]["loss"][index]))
+            for index in dict.fromkeys(shown)
+        ],
     }
 
 

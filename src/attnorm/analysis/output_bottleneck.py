@@ -1,0 +1,273 @@
+"""The rank of the output layer's logits: the softmax bottleneck of Yang et al. 2018, https://arxiv.org/abs/1711.03953.
+
+The logits of N contexts are a matrix A = H W^T, N x vocabulary, of rank at most the width d of the hidden states.
+Softmax ignores a shift of each row, so A is centred over the vocabulary first. If the text needs log-probabilities of a
+higher rank, no hidden states can express them. This is about the last layer. The softmax of attention, which mixes keys
+and disperses with their number, is another one (docs/theory/two-softmaxes.md).
+
+Three questions are answered. What is the numerical rank of A, against d? How many nats does its best approximation of
+rank r lose (truncated SVD, best in squared error)? And, where a larger model with the same vocabulary is given, what
+would a rank of d cost it: the rank that the data wants is estimated by the larger model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnorm.analysis.default_text import default_text
+from attnorm.models.forward_pass import head_logits, predicts_next_token, run
+from attnorm.models.inputs import texts_from
+from attnorm.models.load import BUNDLED, LoadedModel, load
+from attnorm.models.token_windows import tokens_of, window_inputs
+
+NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
+WINDOW = 256  # tokens of a pass
+MOST_CONTEXTS = 2048
+DENSE = 2**27  # logits of a model whose head is not linear
+AT_ONCE = 2**24  # logits of a block
+BINDS, ROOM = 0.9, 0.5  # needed rank over width: from here the width binds; below there is room
+
+
+@dataclass(frozen=True)
+class RankCurve:
+    """What the approximations of rank r of a model's logits lose, in nats per token."""
+
+    model: str
+    singular_values: tuple[float, ...]  # of the centred logits, largest first
+    rank: int  # numerical rank
+    ranks: tuple[int, ...]
+    kl: tuple[float, ...]  # from the model's predictions to those of rank r
+    loss: tuple[float, ...]  # on the text's next tokens
+    full_loss: float
+
+    def kl_at(self, rank: int) -> float:
+        """Return the KL at a rank of the grid, or at the next larger one."""
+        return next((kl for one, kl in zip(self.ranks, self.kl, strict=True) if one >= rank), 0.0)
+
+    @property
+    def needed(self) -> int:
+        """Smallest rank of the grid that loses no more than NEGLIGIBLE."""
+        return next((one for one, kl in zip(self.ranks, self.kl, strict=True) if kl <= NEGLIGIBLE), self.ranks[-1])
+
+
+@dataclass(frozen=True)
+class OutputBottleneck:
+    """Rank of the output logits of a model over the contexts of a text.
+
+    >>> found = attnorm.output_bottleneck("gpt2", text)
+    >>> print(found)
+    """
+
+    width: int  # of the hidden states: the largest rank that a linear head can have
+    vocabulary: int
+    contexts: int
+    own: RankCurve
+    larger: RankCurve | None = None
+
+    @property
+    def verdict(self) -> str:
+        """ "binds", "partly", "room", or "not tested" where there are fewer contexts than twice the width."""
+        if self.larger is not None:
+            return "binds" if self.larger.kl_at(self.width) > NEGLIGIBLE else "room"
+        if self.contexts < 2 * self.width:
+            return "not tested"
+        share = self.own.needed / self.width
+        return "binds" if share >= BINDS else "room" if share < ROOM else "partly"
+
+    @property
+    def sentences(self) -> list[str]:
+        own, width = self.own, self.width
+        words = {
+            "binds": "the width binds",
+            "partly": "the width binds in part",
+            "room": "the width leaves room",
+            "not tested": f"not judged, as {self.contexts:,} contexts are fewer than twice the width",
+        }
+        first = (
+            f"Output layer (not attention): {words[self.verdict]}. The centred logits of {self.contexts:,} contexts "
+            f"have the numerical rank {own.rank:,}; the hidden states have {width:,} dimensions, the vocabulary "
+            f"{self.vocabulary:,}. A rank of {own.needed:,} loses no more than {NEGLIGIBLE:g} nats per token, half of "
+            f"the width {own.kl_at(width // 2):.3f}."
+        )
+        found = [first]
+        if self.larger is not None:
+            found.append(
+                f"{self.larger.model} predicts with rank {self.larger.needed:,}; cut to rank {width:,} it loses "
+                f"{self.larger.kl_at(width):.3f} nats per token."
+            )
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON and the manifest; the singular values are rounded to 6 digits."""
+        plain = asdict(self)
+        for name in ("own", "larger"):
+            if plain[name]:
+                plain[name]["singular_values"] = [float(f"{one:.6g}") for one in plain[name]["singular_values"]]
+        return {**plain, "verdict": self.verdict, "sentences": self.sentences}
+
+
+def output_bottleneck(
+    model: Any = None,
+    texts: Any = None,
+    *,
+    larger: Any = None,
+    contexts: int | None = None,
+    tokenizer: Any = None,
+    device: str | None = None,
+) -> OutputBottleneck:
+    """Measure the rank of a language model's output logits, and what lower ranks lose.
+
+    Args:
+        model: Hub name, folder or loaded transformers model (default: the small bundled model).
+        texts: A text, a pathlib.Path, several of them, or token ids (default: a built-in text).
+        larger: A larger model with the same vocabulary, as an estimate of the rank that the text needs.
+        contexts: Number of contexts, that is rows of the matrix (default: four times the width, at most 2,048).
+        tokenizer: Object, hub name or folder (default: the tokenizer next to the model).
+        device: "cpu", "cuda" or "auto" (default: the GPU if there is one).
+
+    Raises:
+        ValueError: The model predicts no next token, or the larger model has another vocabulary.
+
+    >>> attnorm.output_bottleneck("gpt2", text, larger="gpt2-xl")
+    """
+    source = BUNDLED if model is None else model
+    loaded = load(source, tokenizer=tokenizer, device=device)
+    given = default_text(bundled=loaded.asked == BUNDLED) if texts is None else texts
+    return measure_output(loaded, given, larger=larger, contexts=contexts, device=device)
+
+
+def measure_output(
+    loaded: LoadedModel, texts: Any, *, larger: Any = None, contexts: int | None = None, device: str | None = None
+) -> OutputBottleneck:
+    """As output_bottleneck(), of a loaded model."""
+    weight = _head(loaded).weight
+    vocabulary, width = int(weight.shape[0]), int(weight.shape[1])
+    if contexts is not None and contexts < 2:
+        raise ValueError(f"contexts: expected at least 2, got {contexts}")
+    wanted = contexts or min(4 * width, MOST_CONTEXTS)
+    windows = _windows(loaded, texts, wanted)
+    own, count = _curve(loaded, windows, wanted, width)
+    other = None
+    if larger is not None:
+        big = load(larger, device=device)
+        size = int(_head(big).weight.shape[0])
+        if size != vocabulary:
+            raise ValueError(
+                f"larger: expected the vocabulary of {loaded.name}, {vocabulary:,} tokens, got {size:,} of {big.name}. "
+                "Use a model of the same family."
+            )
+        other, _ = _curve(big, windows, wanted, width)
+    return OutputBottleneck(width=width, vocabulary=vocabulary, contexts=count, own=own, larger=other)
+
+
+def _head(loaded: LoadedModel) -> Any:
+    if not predicts_next_token(loaded):
+        raise ValueError(f"{loaded.name} predicts no next token: it has no output layer over a vocabulary to measure")
+    return loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+
+def _windows(loaded: LoadedModel, texts: Any, wanted: int) -> list[Tensor]:
+    """Return token ids of disjoint windows, (1, L) each, until there are enough contexts."""
+    windows: list[Tensor] = []
+    found = 0
+    for text in texts_from(texts):
+        if not isinstance(text.content, str | Tensor):
+            continue
+        tokens = tokens_of(text, loaded, None)
+        body = WINDOW + 1 - tokens.special
+        for start in range(0, max(1, int(tokens.ids.shape[1]) - body + 1), body):
+            ids = window_inputs(text, tokens, loaded, start, WINDOW + 1)["input_ids"][:1]
+            if found < wanted and ids.shape[1] > 1:
+                windows.append(ids)
+                found += ids.shape[1] - 1
+    if found < 2:
+        raise ValueError("texts: expected a text of at least 3 tokens, got none")
+    return windows
+
+
+@torch.no_grad()
+def _curve(loaded: LoadedModel, windows: Sequence[Tensor], wanted: int, width: int) -> tuple[RankCurve, int]:
+    states, targets, kind = [], [], None
+    for ids in windows:
+        output = run(loaded, {"input_ids": ids.to(loaded.model.device)})
+        kind = type(output)
+        states.append(output.last_hidden_state[0, :-1].cpu())
+        targets.append(ids[0, 1:].cpu())
+    hidden, nexts = torch.cat(states)[:wanted], torch.cat(targets)[:wanted]
+    left, values, right = _decomposed(loaded, hidden, kind)
+    tolerance = float(values[0]) * max(len(hidden), len(right)) * torch.finfo(torch.float32).eps
+    rank = int((values > tolerance).sum())
+    grid = _grid(rank, width)
+    kl, loss = _losses(left * values, right, grid, nexts)
+    curve = RankCurve(
+        model=loaded.name, singular_values=tuple(values.tolist()), rank=rank, ranks=tuple(grid), kl=tuple(kl[:-1]),
+        loss=tuple(loss[:-1]), full_loss=loss[-1],
+    )  # fmt: skip
+    return curve, len(hidden)
+
+
+def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U (N, r), singular values (r,) and V (vocabulary, r) of the logits, centred over the vocabulary.
+
+    A linear head is decomposed by its factors, H (N, d) and W (vocabulary, d); the product is never made.
+    """
+    head = _head(loaded)
+    W = head.weight.double().cpu()
+    bias = getattr(head, "bias", None)
+    some = hidden[:4].to(loaded.model.device)
+    exact = head_logits(loaded.model, torch.zeros(1, len(some), dtype=torch.long, device=some.device), some[None], kind)
+    exact = _centred(exact[0].double().cpu())
+    H = hidden.double()
+    if bias is not None:
+        H, W = torch.cat([H, torch.ones(len(H), 1, dtype=H.dtype)], 1), torch.cat([W, bias.double().cpu()[:, None]], 1)
+    W = W - W.mean(0)
+    linear = H[:4] @ W.T
+    scale = float((exact * linear).sum() / linear.square().sum())  # some models multiply the logits by a constant
+    if torch.allclose(exact, scale * linear, rtol=1e-2, atol=1e-2 * float(exact.abs().max())):
+        Q, R = torch.linalg.qr(W * scale)
+        U, values, V = torch.linalg.svd(H @ R.T, full_matrices=False)
+        return U, values, Q @ V.T
+    if len(hidden) * len(W) > DENSE:
+        raise ValueError(
+            f"{loaded.name} caps its output logits, so all of them are needed at once: {len(hidden) * len(W):,}, more "
+            f"than {DENSE:,}. Use at most {DENSE // len(W):,} contexts."
+        )
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=some.device)
+    logits = head_logits(loaded.model, ids, hidden[None].to(some.device), kind)[0].double().cpu()
+    U, values, V = torch.linalg.svd(_centred(logits), full_matrices=False)
+    return U, values, V.T
+
+
+def _centred(logits: Tensor) -> Tensor:
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def _grid(rank: int, width: int) -> list[int]:
+    """Return about 24 ranks up to the numerical rank, with the width and its half among them."""
+    steps = {round(rank * share) for share in np.linspace(0.05, 1, 20)} | {1, rank}
+    return sorted(one for one in steps | {width, width // 2} if 1 <= one <= max(rank, 1))
+
+
+def _losses(scores: Tensor, right: Tensor, ranks: Sequence[int], targets: Tensor) -> tuple[list[float], list[float]]:
+    """Return the KL from the full predictions and the loss on the targets, for each rank and for the full matrix."""
+    kl, loss = np.zeros(len(ranks) + 1), np.zeros(len(ranks) + 1)
+    step = max(1, AT_ONCE // len(right))
+    for start in range(0, len(scores), step):
+        rows = slice(start, start + step)
+        logits = torch.zeros(len(scores[rows]), len(right), dtype=torch.float64)
+        full = torch.log_softmax(scores[rows] @ right.T, -1)
+        done = 0
+        for index, rank in enumerate((*ranks, scores.shape[1])):
+            logits += scores[rows, done:rank] @ right[:, done:rank].T
+            done = rank
+            log_p = torch.log_softmax(logits, -1)
+            kl[index] += float((full.exp() * (full - log_p)).sum())
+            loss[index] -= float(log_p.gather(-1, targets[rows, None]).sum())
+    return (kl / len(scores)).clip(min=0).tolist(), (loss / len(scores)).tolist()
