@@ -28,7 +28,13 @@ def gradients(model: PreTrainedModel, run: Any, **inputs: Any) -> dict[str, Tens
     return {path: p.grad.clone() for path, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [pytest.param("entmax", marks=pytest.mark.nightly), "asentmax"])
+# Tracing a threshold map takes longer than everything else; tests/attention compiles entmax15 in every run.
+each = pytest.mark.parametrize(
+    "name", ["ssmax", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("entmax", "asentmax"))]
+)
+
+
+@each
 def test_learned_parameters_learn_the_same_beside_padding(name: str) -> None:
     model = one_layer()
     patch(model, name, **LEARNED[name])
@@ -40,17 +46,19 @@ def test_learned_parameters_learn_the_same_beside_padding(name: str) -> None:
     assert all((found[path] != 0).all() for path in found if "attnorm" in path), "one number per head, each of its own"
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
+@each
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     model = one_layer()
-    patch(model, "entmax", **LEARNED["entmax"])
+    patch(model, name, **LEARNED[name])
     expected = gradients(model, model)
     model.gradient_checkpointing_enable()
     assert_close(gradients(model, torch.compile(model, backend="aot_eager")), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_autocast_rounds_as_it_does_uncompiled() -> None:
+@each
+def test_autocast_rounds_as_it_does_uncompiled(name: str) -> None:
     model = one_layer()
-    patch(model, "asentmax")
+    patch(model, name)
     with torch.autocast("cpu", torch.bfloat16):
         expected = gradients(model, model)
         found = gradients(model, torch.compile(model, backend="aot_eager"))

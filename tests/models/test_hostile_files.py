@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -163,7 +164,7 @@ IN_WEIGHTS = {
 
 
 def as_bytes(text: str) -> torch.Tensor:
-    return torch.tensor([*text.encode()], dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
 
 
 @pytest.mark.parametrize("name", IN_WEIGHTS)

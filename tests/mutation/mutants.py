@@ -223,6 +223,7 @@ def put_into_functions(mutant: Mutant) -> bool:
     if len(around) != 1:  # two lambdas of one line
         return False
     new, found = around[0], False
+    gc.unfreeze()  # tests/conftest.py froze what was imported; frozen objects are not listed
     for function in [one for one in gc.get_objects() if type(one) is FunctionType]:
         code = function.__code__
         same = (code.co_filename, code.co_qualname) == (new.co_filename, new.co_qualname)

@@ -28,7 +28,7 @@ from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, Lin
 FILES = sorted(path for area in mutate.AREAS for path in (ROOT / "src" / "attnorm" / area).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES[:: max(1, len(FILES) // 12)], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES[:: max(1, len(FILES) // 6)], ids=lambda path: path.name)
 def test_every_mutant_is_valid_python_and_differs(path) -> None:  # type: ignore[no-untyped-def]
     plain = ast.dump(ast.parse(path.read_bytes()))
     for mutant in mutants_of(path):
@@ -173,7 +173,7 @@ mutate.try_imported(mutants[0], ["tests/theory/test_coverage.py"], journal, give
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # as the script itself
 def test_the_script_kills_mutants_in_imported_functions_and_on_import(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, env=os.environ, check=True)
     found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -63,6 +63,5 @@ DECLARED = {name: [Variant(name, dict(o)) for o in BUILT_IN[name].declaration.ex
 COMPOSED = [*(Variant(name, {}) for name in COMPOSITIONS), Variant("mixture", {"heads": HEADS})]
 
 VARIANTS = [*(variant for variants in DECLARED.values() for variant in variants), *COMPOSED]
-# The default and the richest options of each; the others run at night.
+# The default and the richest options of each.
 TYPICAL = [*(one for some in DECLARED.values() for one in (some if len(some) < 3 else (some[0], some[-1]))), *COMPOSED]
-OTHERS = [variant for variant in VARIANTS if variant not in TYPICAL]
