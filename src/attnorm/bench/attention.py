@@ -144,7 +144,7 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
         theirs = partial(dense, normalizer=normalizer, causal=True)
         for way, backward in WAYS.items():
             try:
-                calls = [_attention_call(attend, (q, k, v), backward=backward) for attend in (ours, theirs)]
+                calls = [attention_call(attend, (q, k, v), backward=backward) for attend in (ours, theirs)]
                 timed = time_alternating(*calls, rounds=1 if quick else 5)
             # A registered normalizer may need more arguments.
             except (TypeError, ValueError, NotImplementedError) as error:
@@ -154,7 +154,7 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
             yield Ratio(topic=topic, what=f"{name}, {way}", against="its dense form", **asdict(timed))
 
 
-def _attention_call(
+def attention_call(
     attend: Callable[..., Tensor], tensors: Sequence[Tensor], *, backward: bool, queued: int = 1
 ) -> Call:
     """Return a call of `attend`, forward or with backward: `queued` times, then synchronized on CUDA."""
@@ -238,7 +238,7 @@ def _compare_cuda(
     for rank, (against, backend) in enumerate(CUDA_RIVALS.items()):
         theirs = partial(_softmax_on, backend)
         for (way, backward), target in zip(WAYS.items(), promised, strict=True):
-            calls = [_attention_call(attend, tensors, backward=backward, queued=QUEUED) for attend in (ours, theirs)]
+            calls = [attention_call(attend, tensors, backward=backward, queued=QUEUED) for attend in (ours, theirs)]
             timed = time_alternating(*calls, rounds=1 if quick else 3)
             timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
             label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from statistics import linear_regression
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -108,7 +109,61 @@ class Growth:
         return None if self.target is None or self.exponent is None else self.exponent <= self.target
 
 
-Result = Ratio | Footprint | ModelRun | Growth
+@dataclass(frozen=True, kw_only=True)
+class CostPoint:
+    length: int
+    ms: float
+    extra_mb: float | None  # peak of the call above the memory before it; on CUDA only
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCurve:
+    """The time of one attention call as the number of tokens grows."""
+
+    what: str
+    setting: str
+    points: tuple[CostPoint, ...]  # by length
+    rival: bool = False  # the others are compared with it
+    met: None = None  # nothing is promised
+
+    @property
+    def exponent(self) -> float | None:
+        """The slope of log time against log length, by least squares over the longer half of the lengths."""
+        upper = self.points[len(self.points) // 2 - (len(self.points) < 4) :]
+        if len(upper) < 2:
+            return None
+        x, y = (
+            [math.log(value) for value in values] for values in zip(*((p.length, p.ms) for p in upper), strict=True)
+        )
+        return linear_regression(x, y).slope
+
+    def cheaper_from(self, rival: "CostCurve") -> int | None:
+        """The length from which on this is faster than the rival wherever both were timed; None if nowhere."""
+        theirs = {point.length: point.ms for point in rival.points}
+        both = [(point.length, point.ms < theirs[point.length]) for point in self.points if point.length in theirs]
+        slower = [length for length, faster in both if not faster]
+        return next((length for length, _ in both if not slower or length > slower[-1]), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApproximationError:
+    """SOFT against the full Gaussian kernel: relative error of the output, and of Newton's inverse."""
+
+    setting: str
+    pooling: str  # what a landmark is the mean of: segments in reading order, or squares of the image
+    landmarks: int
+    newton_steps: int
+    error: float
+    inverse_error: float  # against the exact inverse
+    met: None = None  # nothing is promised
+
+    @property
+    def what(self) -> str:
+        steps = f"{self.newton_steps} Newton step{'s' * (self.newton_steps != 1)}"
+        return f"{self.landmarks} landmarks, means of {self.pooling}, {steps}"
+
+
+Result = Ratio | Footprint | ModelRun | Growth | CostCurve | ApproximationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +174,8 @@ class Benchmarks:
     footprints: tuple[Footprint, ...] = ()
     runs: tuple[ModelRun, ...] = ()
     growth: tuple[Growth, ...] = ()
+    costs: tuple[CostCurve, ...] = ()
+    errors: tuple[ApproximationError, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,11 +184,12 @@ class Benchmarks:
             kind: [{**asdict(result), "met": result.met} for result in getattr(self, kind)]
             for kind in ("ratios", "footprints", "runs", "growth")
         }
-        return {**asdict(self), **judged}
+        costs = [{**asdict(curve), "exponent": curve.exponent} for curve in self.costs]
+        return {**asdict(self), **judged, "costs": costs}
 
     @property
     def results(self) -> list[Result]:
-        return [*self.ratios, *self.footprints, *self.runs, *self.growth]
+        return [*self.ratios, *self.footprints, *self.runs, *self.growth, *self.costs, *self.errors]
 
     @property
     def missed(self) -> list[Result]:
@@ -192,6 +250,26 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
     for growth in benchmarks.growth:
         header = ("tokens", "plain, s", "s", "times", "plain, MB", "MB", "promised")
         yield f"Growth of {growth.what}, beside the plain pass, {growth.setting}", header, _growth_rows(growth)
+    for setting, curves in groupby(benchmarks.costs, key=lambda curve: curve.setting):
+        yield _cost_table(setting, list(curves))
+    for setting, approximations in groupby(benchmarks.errors, key=lambda error: error.setting):
+        header = ("SOFT", "error of the output", "error of the inverse")
+        rows: Rows = [(one.what, f"{one.error:.2g}", f"{one.inverse_error:.1e}") for one in approximations]
+        yield f"SOFT against the full Gaussian kernel, {setting}", header, rows
+
+
+def _cost_table(setting: str, curves: list[CostCurve]) -> tuple[str, tuple[str, ...], Rows]:
+    lengths = sorted({point.length for curve in curves for point in curve.points})
+    rivals = [curve for curve in curves if curve.rival]
+    rows: Rows = []
+    for curve in curves:
+        ms = {point.length: _digits(point.ms) for point in curve.points}
+        grown = "" if curve.exponent is None else f"L^{curve.exponent:.2f}"
+        found = None if curve.rival or not rivals else curve.cheaper_from(rivals[0])
+        cheaper = f"{found:,}" if found is not None else "" if curve.rival else "nowhere"
+        rows.append((curve.what, *(ms.get(length, "-") for length in lengths), grown, cheaper))
+    header = ("ms at tokens", *(f"{length:,}" for length in lengths), "grows as", "faster than softmax from")
+    return f"Cost against tokens, {setting}", header, rows
 
 
 def _ratio_row(ratio: Ratio, errors: bool) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ import torch
 from attnorm.bench.analyze import measure_analysis
 from attnorm.bench.attention import compare_attention, compare_cuda
 from attnorm.bench.cuda_analysis import measure_cuda_analysis
+from attnorm.bench.linear import measure_linear
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
-from attnorm.bench.results import Benchmarks, Footprint, Growth, ModelRun, Ratio, Result
+from attnorm.bench.results import ApproximationError, Benchmarks, CostCurve, Footprint, Growth, ModelRun, Ratio, Result
 from attnorm.bench.timing import this_machine
 
-Suite = Literal["normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "all"]
+Suite = Literal["normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "linear", "all"]
 _INCLUDED: dict[Suite, Suite] = {"cuda": "cuda-analyze"}
 
 ANALYZE_THREADS = 2  # default: the promises of analyze are made for it
@@ -46,6 +47,7 @@ def run_benchmarks(
         "cuda-analyze": partial(measure_cuda_analysis, quick=quick, notes=notes),
         "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
         "monitor": partial(measure_monitor, quick=quick),
+        "linear": partial(measure_linear, quick=quick),
     }
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         for name, run in suites.items():
@@ -60,6 +62,8 @@ def run_benchmarks(
         footprints=tuple(result for result in results if isinstance(result, Footprint)),
         runs=tuple(result for result in results if isinstance(result, ModelRun)),
         growth=tuple(result for result in results if isinstance(result, Growth)),
+        costs=tuple(result for result in results if isinstance(result, CostCurve)),
+        errors=tuple(result for result in results if isinstance(result, ApproximationError)),
         notes=tuple(notes),
     )
 

@@ -44,6 +44,12 @@ def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
     )
 
 
+def time_alone(call: Call, *, rounds: int) -> float:
+    """Return the median of the rounds in milliseconds, for a call that has been warmed up."""
+    loops = _loops(call) if rounds > 1 else 1
+    return 1e3 * median(_seconds(call, loops) for _ in range(rounds))
+
+
 def _loops(call: Call) -> int:
     """Return how often to repeat the call within one sample."""
     return max(1, min(1000, round(LEAST_SECONDS / max(_seconds(call, 1), 1e-6))))

@@ -102,13 +102,13 @@ class _NewtonInverse(torch.autograd.Function):
     """Inverse of symmetric A + ridge; its backward is the derivative of the inverse, not of the iteration."""
 
     @staticmethod
-    def forward(a: Tensor) -> Tensor:
+    def forward(a: Tensor, steps: int) -> Tensor:
         unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         regular = a + RIDGE * unit
         # The authors start from a multiple of A. From a multiple of I the same steps reach the inverse even where
         # landmarks crowd or coincide, and only at the inverse is backward the derivative of forward.
         inverse = unit / regular.abs().sum(-1).amax(-1)[..., None, None]
-        for _ in range(NEWTON_STEPS):  # written with the residual, which keeps the digits of 2V - V A V
+        for _ in range(steps):  # written with the residual, which keeps the digits of 2V - V A V
             inverse = inverse + inverse @ (unit - regular @ inverse)
         return inverse
 
@@ -117,13 +117,13 @@ class _NewtonInverse(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (inverse,) = ctx.saved_tensors
         transposed: Tensor = inverse.transpose(-1, -2)
-        return -transposed @ grads[0] @ transposed
+        return -transposed @ grads[0] @ transposed, None
 
 
-def newton_inverse(a: Tensor) -> Tensor:
+def newton_inverse(a: Tensor, steps: int = NEWTON_STEPS) -> Tensor:
     """(A + ridge)^-1 of a kernel matrix A, to rounding for up to a few hundred landmarks."""
-    inverse: Tensor = _NewtonInverse.apply(a)  # type: ignore[no-untyped-call]
+    inverse: Tensor = _NewtonInverse.apply(a, steps)  # type: ignore[no-untyped-call]
     return inverse

@@ -1,0 +1,66 @@
+"""Cost against tokens and the error of SOFT's low rank."""
+
+import pytest
+import torch
+
+from attnorm.bench.linear import SOFTMAX, independent_tokens, means_of_squares, measure_errors, smooth_tokens
+from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, benchmark_markdown
+from attnorm.bench.suites import run_benchmarks
+
+
+def curve(power: float, factor: float = 1.0, lengths: tuple[int, ...] = (64, 128, 256, 512)) -> CostCurve:
+    points = tuple(CostPoint(length=length, ms=factor * length**power, extra_mb=None) for length in lengths)
+    return CostCurve(what="x", setting="here", points=points)
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_the_exponent_is_the_slope(power: float) -> None:
+    assert curve(power).exponent == pytest.approx(power)
+    assert curve(power, lengths=(64, 128)).exponent == pytest.approx(power)
+    assert curve(power, lengths=(64,)).exponent is None
+
+
+def test_constants_at_short_lengths_do_not_count() -> None:
+    points = tuple(CostPoint(length=n, ms=max(100.0, n), extra_mb=None) for n in (16, 32, 64, 128, 256, 512))
+    assert CostCurve(what="x", setting="here", points=points).exponent == pytest.approx(1)
+
+
+def test_the_crossing_is_where_it_stays_faster() -> None:
+    assert curve(1, factor=200.0).cheaper_from(curve(2)) == 256
+    assert curve(1, factor=1000.0).cheaper_from(curve(2)) is None
+    assert curve(1, factor=0.5).cheaper_from(curve(2)) == 64
+
+
+def test_more_landmarks_and_steps_lose_less() -> None:
+    errors = list(measure_errors(quick=True))
+    for kind in ("smooth image", "independent tokens"):
+        some = [one for one in errors if one.setting.startswith(kind)]
+        by_steps = [one.inverse_error for one in some[-2:]]
+        assert by_steps[0] > 0.1
+        assert by_steps[1] < 1e-10
+    few, many = [one.error for one in errors if one.pooling == "squares"][:2]
+    assert many < few
+
+
+def test_every_token_as_its_own_landmark_loses_only_the_ridge() -> None:
+    tokens = smooth_tokens(8)
+    assert torch.allclose(means_of_squares(tokens, 64), tokens)
+    assert torch.allclose(means_of_squares(tokens, 1), tokens.mean(-2, keepdim=True))
+
+
+def test_neighbours_of_a_smooth_image_are_closer_than_independent_tokens() -> None:
+    smooth, independent = (
+        (t[0, 0, 1:] - t[0, 0, :-1]).norm(dim=-1).median() for t in (smooth_tokens(32), independent_tokens(32))
+    )
+    assert smooth < independent / 8
+
+
+def test_the_suite_prints_curves_and_errors() -> None:
+    results = run_benchmarks("linear", threads=1, quick=True)
+    assert [one.what for one in results.costs][:3] == [SOFTMAX, "soft (49 landmarks)", "linear"]
+    assert all(isinstance(one, ApproximationError) for one in results.errors)
+    assert not results.missed
+    page = benchmark_markdown(results)
+    assert "faster than softmax from" in page
+    assert "error of the inverse" in page
+    assert results.as_dict()["costs"][0]["exponent"] == results.costs[0].exponent
