@@ -28,7 +28,20 @@ README = (ROOT / "README.md").read_text()
 PROMISED = {"attention", "available", "check_normalizer", "get", "normalize"}
 
 # Imported only where the user has installed them, or only with the tests' extras.
-OPTIONAL = {"peft", "PIL", "soundfile", "accelerate", "entmax", "triton", "ray", "submitit", "optuna"}
+OPTIONAL = {
+    "lm_eval",
+    "nltk",
+    "wonderwords",
+    "peft",
+    "PIL",
+    "soundfile",
+    "accelerate",
+    "entmax",
+    "triton",
+    "ray",
+    "submitit",
+    "optuna",
+}
 
 
 def project_files() -> list[Path]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from attnorm.analysis.own_models import observe as observe
     from attnorm.analysis.result import Analysis as Analysis
     from attnorm.analysis.verdicts import Thresholds as Thresholds
+    from attnorm.evaluation.run import evaluate as evaluate
     from attnorm.metrics.attention_statistics import AttentionStatistics as AttentionStatistics
     from attnorm.metrics.attention_statistics import attention_statistics as attention_statistics
     from attnorm.models.patch import patch as patch
@@ -70,6 +71,7 @@ __all__ = [
     "available",
     "check_normalizer",
     "compose",
+    "evaluate",
     "from_pretrained",
     "get",
     "measure",
@@ -96,6 +98,7 @@ _LAZY = {
     "Thresholds": "attnorm.analysis.verdicts",
     "analyze": "attnorm.analysis.analyze",
     "attention_statistics": "attnorm.metrics.attention_statistics",
+    "evaluate": "attnorm.evaluation.run",
     "from_pretrained": "attnorm.models.saving",
     "measure": "attnorm.analysis.own_models",
     "observe": "attnorm.analysis.own_models",

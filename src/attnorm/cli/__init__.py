@@ -13,6 +13,7 @@ from attnorm.cli import (
     bench,
     compare,
     doctor,
+    evaluate,
     normalizers,
     report,
     reproduce,
@@ -33,7 +34,7 @@ app = typer.Typer(
     epilog="Example: attnorm analyze --out run",
 )
 for command in (
-    analyze.analyze, compare.compare, report.report, normalizers.normalizers, normalizers.dispersion,
+    analyze.analyze, compare.compare, report.report, evaluate.evaluate, normalizers.normalizers, normalizers.dispersion,
     normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, search.search, bench.bench,
     doctor.doctor, stability.stability,
 ):  # fmt: skip

@@ -11,6 +11,7 @@ from attnorm.cli.rerun_settings import settings_of_run, texts_of_run
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
+    from attnorm.evaluation.result import Evaluation
 
 
 def compare(
@@ -40,6 +41,8 @@ def compare(
     that are measured now; options that are not given come from the first DIR. --threshold applies to all sides; without
     it, folders keep their own thresholds.
 
+    Folders of attnorm evaluate are compared by their scores, on the documents that they share.
+
     Exit codes: 0 compared; 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
     Example: attnorm compare run bundled
@@ -54,6 +57,13 @@ def compare(
             raise ValueError(f"expected different sides, got {twice} twice")
         Thresholds().changed(threshold or ())  # validate all options before anything is measured
         settings = options.given_settings(options.texts_of(text), lengths, windows, budget, bos, rows, metrics, seed)
+        evaluations = _evaluations(sides)
+    if evaluations:
+        from attnorm.cli.evaluate import show_evaluation
+
+        show_evaluation(evaluations, as_json=as_json)
+        return
+    with usage_errors():
         models = [name for name in sides if _is_model(name)]
         for name in models:
             options.check_model(name)
@@ -83,6 +93,19 @@ def compare(
         from attnorm.report.terminal_compare import comparison_tables
 
         show(comparison_tables(comparison))
+
+
+def _evaluations(sides: list[str]) -> "Evaluation | None":
+    """Folders of `attnorm evaluate` side by side; None if there are none among the sides."""
+    found = [name for name in sides if (Path(name) / "evaluation.json").is_file()]
+    if not found:
+        return None
+    from attnorm.evaluation.result import Evaluation, side_by_side
+
+    if len(found) < len(sides):
+        other = next(name for name in sides if name not in found)
+        raise ValueError(f"expected folders of attnorm evaluate only, beside {found[0]}, got {other}")
+    return side_by_side({name: Evaluation.load(name) for name in found})
 
 
 def _is_model(name: str) -> bool:

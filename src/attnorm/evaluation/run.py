@@ -1,0 +1,237 @@
+"""evaluate(): every task at every length with every normalizer, each part once; a stopped run resumes."""
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnorm.analysis.default_text import default_text
+from attnorm.evaluation.documents import Scores
+from attnorm.evaluation.harness import Harness, all_tasks, require_lm_eval
+from attnorm.evaluation.own_tasks import check_model, score_pass_keys, score_perplexity, token_ids
+from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart
+from attnorm.evaluation.tasks import PERPLEXITY, Item, items_of, needs_lm_eval
+from attnorm.files import read_text, text_name, write_json
+from attnorm.models.describe import longest_context
+from attnorm.models.layer_recipe import is_recipe
+from attnorm.models.load import BUNDLED, LoadedModel, load
+from attnorm.models.patch import swap
+from attnorm.normalizers.registry import get
+from attnorm.normalizers.spec import parse_spec
+from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
+from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
+
+EvaluationProgress = Callable[[str, int, int], None]
+"""Called with what is evaluated now, the finished parts and all parts."""
+
+
+def evaluate(
+    model: "str | Path | nn.Module | LoadedModel",
+    tokenizer: Any = None,
+    *,
+    normalizers: Sequence[str | Path] = (),
+    tasks: Sequence[str] = ("perplexity", "pass-key"),
+    lengths: Sequence[int] = (1024,),
+    limit: int = 100,
+    text: str | Path | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: EvaluationProgress = lambda what, done, total: None,
+) -> Evaluation:
+    """Evaluate a model as it is, then with each normalizer in the place of softmax, on the same documents.
+
+    Args:
+        model: Hub name, folder, "bundled", or a model in memory.
+        tokenizer: Tokenizer, or its name (default: the one next to the model).
+        normalizers: Specifications such as "ssmax" or "entmax:alpha=1.3", or recipe files (.toml).
+        tasks: "perplexity", "pass-key", "ruler" (the six tasks that need no download), or names of lm-eval's tasks.
+        lengths: Tokens per document of perplexity, pass keys and RULER.
+        limit: Documents per task and length.
+        text: A text file, plain or .xz, for perplexity and pass keys (default: a built-in text).
+        out: Folder for the results. The same call resumes there; more tasks, lengths or normalizers are added.
+        seed: Random seed of the documents.
+
+    Raises:
+        ValueError: Unknown tasks or normalizers, a text that is too short, data that cannot be downloaded.
+        ImportError: A task of lm-eval without `attnorm[eval]`.
+
+    >>> evaluate("gpt2", normalizers=["ssmax"], tasks=["perplexity", "niah_single_1"], lengths=[512], out="run")
+    """
+    if limit < 1:
+        raise ValueError(f"expected a limit of at least 1 document, got {limit}")
+    sides = [AS_LOADED, *dict.fromkeys(map(str, normalizers))]
+    for side in sides[1:]:
+        check_side(side)
+    items = items_of(tasks, lengths, all_tasks)
+    for item in items:
+        if needs_lm_eval(item.task):
+            require_lm_eval(item.task)
+    content = read_text(Path(text)) if text is not None else None
+    loaded = load(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
+    check_model(loaded)
+    warn_of_lengths(loaded, items)
+    if content is None:
+        ((name, content),) = default_text(bundled=loaded.asked == BUNDLED).items()
+    else:
+        name = text_name(Path(str(text)))
+    identity = {
+        "model": loaded.name,
+        "weights": _digest(loaded.model),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "text": {"name": name, "sha256": hashlib.sha256(content.encode()).hexdigest()},
+        "limit": limit,
+        "seed": seed,
+    }
+    work = _Work(loaded, content, limit, seed)
+    with ExitStack() as stack:
+        folder = None if out is None else Path(out)
+        record = _record(identity, sides, items)
+        if folder is not None:
+            make_writable(folder)
+            stack.enter_context(only_process(folder))
+            record = _continued(folder, record)
+        work.harness = stack.enter_context(Harness(loaded, seed))
+        parts = _run_all(work, folder, sides, items, progress)
+    result = Evaluation(record, tuple(parts))
+    if folder is None:
+        return result
+    result = Evaluation.load(folder)  # with parts of earlier calls
+    result.save_html(folder / PAGE)
+    return result
+
+
+def check_side(side: str) -> None:
+    """Raise ValueError for a normalizer that does not exist, before a model is loaded."""
+    if side == AS_LOADED:
+        raise ValueError(f"{AS_LOADED!r} is always evaluated first. Leave it out.")
+    if is_recipe(side):
+        if not Path(side).is_file():
+            raise ValueError(f"expected a recipe file, got {side}, which does not exist")
+        return
+    name, options = parse_spec(side)
+    get(name, **options)
+
+
+def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:
+    """Warn about lengths that the model was not made for.
+
+    Raises:
+        ValueError: The model has no positions beyond its limit at all.
+    """
+    limit, impossible = longest_context(loaded.model)
+    beyond = sorted({item.length for item in items if item.length is not None and limit and item.length > limit})
+    if not beyond:
+        return
+    named = ", ".join(map(str, beyond))
+    if impossible:
+        raise ValueError(f"expected lengths up to {limit}, the positions of {loaded.name}, got {named}. Shorten them.")
+    warnings.warn(
+        f"{loaded.name} was made for {limit} tokens, and length {named} is beyond that: low scores there need not come "
+        "from the normalizer",
+        stacklevel=3,
+    )
+
+
+class _Work:
+    """What the parts share: the model, the tokens of the text, the documents of lm-eval."""
+
+    harness: Harness
+
+    def __init__(self, loaded: LoadedModel, text: str, limit: int, seed: int) -> None:
+        self.loaded, self.limit, self.seed = loaded, limit, seed
+        self.tokens = token_ids(loaded, text)
+
+    def score(self, item: Item) -> Scores:
+        if needs_lm_eval(item.task):
+            return self.harness.score(item, self.limit)
+        assert item.length is not None
+        if item.task == PERPLEXITY:
+            return score_perplexity(self.loaded, self.tokens, item.length, self.limit)
+        return score_pass_keys(self.loaded, self.tokens, item.length, self.limit, self.seed)
+
+
+def _run_all(
+    work: _Work, folder: Path | None, sides: Sequence[str], items: Sequence[Item], progress: EvaluationProgress
+) -> list[EvaluationPart]:
+    """All sides of a task before the next task: an interrupted run has comparisons, not one side of all tasks."""
+    parts: list[EvaluationPart] = []
+    total = len(items) * len(sides)
+    for item in items:
+        for side in sides:
+            progress(f"{item}, {side}", len(parts), total)
+            path = None if folder is None else folder / PARTS / f"{_key(side, item)}.json"
+            saved = None if path is None else read_record(path, ("scores", "seconds"), "remove it")
+            if saved is not None:
+                parts.append(EvaluationPart.of(saved))
+                continue
+            began = time.monotonic()
+            with _swapped(work.loaded, side):
+                scores = work.score(item)
+            part = EvaluationPart(side, item.task, item.length, scores, round(time.monotonic() - began, 2))
+            if path is not None:
+                write_json(path, part.as_dict())
+            parts.append(part)
+    progress("finished", total, total)
+    return parts
+
+
+def _swapped(loaded: LoadedModel, side: str) -> AbstractContextManager[Any]:
+    if side == AS_LOADED:
+        return nullcontext()
+    if is_recipe(side):
+        return swap(loaded.model, Path(side))
+    name, options = parse_spec(side)
+    return swap(loaded.model, name, **options)
+
+
+def _key(side: str, item: Item) -> str:
+    """A file name: readable, and different for every part."""
+    plain = "".join(letter if letter.isalnum() else "-" for letter in f"{item.task}-{item.length}-{side}")[:60]
+    return f"{plain}-{settings_hash([side, item.task, item.length])[:8]}"
+
+
+def _record(identity: dict[str, Any], sides: Sequence[str], items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "run": identity,
+        "sides": list(sides),
+        "items": [[item.task, item.length] for item in items],
+        "command": recorded_command(),
+        "versions": {**versions(), **package_versions("lm-eval")},
+        "created": now(),
+    }
+
+
+def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the sides and items of earlier calls; raises ValueError for a folder of another run."""
+    there = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
+    if there is None:
+        require_only(folder, (), "files, but no evaluation")
+    else:
+        require_same_run(
+            record["run"], there["run"], f"{folder} holds another evaluation", "Choose a new folder with --out."
+        )
+        for name in ("sides", "items"):
+            record[name] = there[name] + [each for each in record[name] if each not in there[name]]
+    write_json(folder / RECORD, record)
+    return record
+
+
+def _digest(model: nn.Module) -> str:
+    """Identifies the weights by the first values of every parameter."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(name.encode())
+        found.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]

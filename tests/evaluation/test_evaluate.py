@@ -1,0 +1,156 @@
+"""evaluate(): both sides on the same documents, parts that are kept, and clear errors for bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import attnorm
+from attnorm.cli import app
+from attnorm.evaluation import run as evaluation_run
+from attnorm.evaluation.documents import Scores
+from attnorm.evaluation.result import Evaluation, side_by_side
+from attnorm.models.load import load
+from attnorm.training.lm.data import validation_windows
+from attnorm.training.lm.evaluate import validation_loss
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Any:
+    return load("bundled")
+
+
+def small(model: Any, **options: Any) -> Evaluation:
+    settings = {"normalizers": ["ssmax"], "tasks": ["perplexity", "pass-key"], "lengths": [64], "limit": 3}
+    return attnorm.evaluate(model, **{**settings, **options})
+
+
+def test_both_sides_see_the_same_documents_and_the_change_is_their_difference(bundled: Any) -> None:
+    found = small(bundled, tasks=["perplexity"])
+    before, after = found.rows
+    assert (before.side, after.side) == ("model", "ssmax")
+    assert found.parts[0].scores.documents == found.parts[1].scores.documents
+    assert after.change is not None
+    assert after.change.mean == pytest.approx(after.mean - before.mean)
+    assert after.change.documents == 3
+    assert before.interval is not None
+    assert before.interval[0] < before.mean < before.interval[1]
+
+
+def test_perplexity_is_the_loss_that_training_reports(bundled: Any) -> None:
+    from attnorm.analysis.default_text import passage
+    from attnorm.evaluation.own_tasks import score_perplexity, token_ids
+
+    tokens = token_ids(bundled, passage())
+    windows = [w for w in validation_windows(tokens, 64, 3) if len(w) == 65]
+    expected = validation_loss(bundled.model, windows, torch.device("cpu"), torch.float32)
+    scores = score_perplexity(bundled, tokens, 64, 3)
+    assert sum(scores.values) / 3 == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_second_call_computes_only_what_is_new(bundled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = small(bundled, tasks=["perplexity"], out=tmp_path)
+    computed: list[str] = []
+    score = evaluation_run.score_perplexity
+    monkeypatch.setattr(evaluation_run, "score_perplexity", lambda *a: computed.append("part") or score(*a))
+    again = small(bundled, tasks=["perplexity"], out=tmp_path)
+    assert computed == []
+    assert again.rows == first.rows
+    more = small(bundled, tasks=["perplexity"], normalizers=["softmax1"], out=tmp_path)
+    assert computed == ["part"]
+    assert more.sides == ["model", "ssmax", "softmax1"]
+    assert "softmax1" in (tmp_path / "evaluation.html").read_text()
+
+
+def test_a_folder_of_another_run_is_not_mixed_in(bundled: Any, tmp_path: Path) -> None:
+    small(bundled, tasks=["perplexity"], normalizers=[], out=tmp_path)
+    with pytest.raises(ValueError, match="limit is 2 here and 3 there"):
+        small(bundled, tasks=["perplexity"], normalizers=[], limit=2, out=tmp_path)
+
+
+def test_an_interrupted_run_keeps_finished_parts(bundled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> Scores:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation_run, "score_pass_keys", stop)
+    with pytest.raises(KeyboardInterrupt):
+        small(bundled, out=tmp_path)
+    assert {part.task for part in Evaluation.load(tmp_path).parts} == {"perplexity"}
+
+
+def test_pass_keys_are_spread_over_depths_and_right_or_wrong(bundled: Any) -> None:
+    (part,) = small(bundled, tasks=["pass-key"], normalizers=[], limit=7).parts
+    assert len(set(part.scores.documents)) == 7
+    assert set(part.scores.values) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tasks": ["perplexty"]}, "perplexity"),
+        ({"tasks": []}, "pass-key"),
+        ({"tasks": ["vt"], "lengths": [512]}, "1024 for ruler_vt, got 512"),
+        ({"normalizers": ["sofmax"]}, "softmax"),
+        ({"normalizers": ["model"]}, "model"),
+        ({"limit": 0}, "got 0"),
+        ({"lengths": [100_000]}, "100000"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(
+    bundled: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(evaluation_run, "all_tasks", lambda: ())
+    with pytest.raises(ValueError, match=named):
+        small(bundled, **options)
+
+
+def test_a_missing_lm_eval_names_the_extra(bundled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"attnorm\[eval\]"):
+        small(bundled, tasks=["niah_single_1"], lengths=[512])
+
+
+def test_lengths_beyond_a_rotary_model_warn_with_its_limit(bundled: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from attnorm.evaluation.run import warn_of_lengths
+    from attnorm.evaluation.tasks import Item
+    from attnorm.models.load import LoadedModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=10, max_position_embeddings=32, **sizes))
+    with pytest.warns(UserWarning, match="32 tokens, and length 64"):
+        warn_of_lengths(LoadedModel(model, None, "tiny"), [Item("perplexity", 16), Item("perplexity", 64)])
+
+
+def test_compare_reads_two_folders(bundled: Any, tmp_path: Path) -> None:
+    for name, normalizers in (("a", []), ("b", ["ssmax"])):
+        small(bundled, tasks=["perplexity"], normalizers=normalizers, out=tmp_path / name)
+    both = side_by_side({name: Evaluation.load(tmp_path / name) for name in ("a", "b")})
+    assert both.sides == ["a: model", "b: model", "b: ssmax"]
+    assert [row.change and row.change.documents for row in both.rows] == [None, 3, 3]
+    assert both.rows[1].change is not None
+    assert both.rows[1].change.mean == 0
+    found = runner.invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"])
+    assert found.exit_code == 0, found.output
+    assert [row["mean"] for row in json.loads(found.stdout)["rows"]] == [row.mean for row in both.rows]
+    mixed = runner.invoke(app, ["compare", str(tmp_path / "a"), "bundled"])
+    assert mixed.exit_code == 2
+
+
+@pytest.mark.nightly
+def test_ruler_runs_on_a_swapped_model_with_the_same_documents(bundled: Any) -> None:
+    for package in ("lm_eval", "nltk", "wonderwords"):
+        pytest.importorskip(package, reason="pip install attnorm[eval]")
+    found = small(bundled, tasks=["niah_single_1"], lengths=[256], limit=2)
+    before, after = found.parts
+    assert before.scores.documents == after.scores.documents
+    assert all(0 <= value <= 1 for value in (*before.scores.values, *after.scores.values))
+    assert found.rows[1].change is not None
