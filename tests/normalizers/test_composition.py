@@ -279,3 +279,14 @@ def test_a_sink_within_a_sink_is_no_key_either() -> None:
     inner = compose("kneemax", sink=low)  # goes by the number of keys
     assert_close(compose(mixture(inner, inner), sink=low)(logits), inner(logits))
     assert_close(inner(logits), get("kneemax")(logits))
+
+
+def test_a_composition_by_names_is_the_one_of_objects() -> None:
+    z = 3 * torch.randn(1, 2, 5, 9)
+    named = get("composed", scale="ssmax", map="entmax15", sink="sink", heads=2, train_length=64)
+    expected = compose("entmax15", scale=get("ssmax", heads=2, train_length=64), sink=get("sink", heads=2))
+    torch.testing.assert_close(named(z), expected(z))
+    assert {name: tuple(p.shape) for name, p in named.named_parameters()} == {"scale.0.s": (2,), "sink.logit": (2,)}
+    for options in ({"map": "composed"}, {"scale": "linear"}, {"map": "ssmax"}, {"sink": "entmax15"}):
+        with pytest.raises(ValueError, match=next(iter(options.values()))):
+            get("composed", **options)

@@ -116,6 +116,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
             "Saratchandran et al. 2024",
             _arxiv("2410.18613"),
         ),
+        ("composed", "normalizers.composed:composed", "attnorm", "docs/normalizers.md"),
         ("tempered", "normalizers.tempered:tempered", "Nair 2025", _arxiv("2510.23012")),
         ("alibi", "normalizers.alibi:alibi", "Press et al. 2022", _arxiv("2108.12409")),
         ("gaussian", "mechanisms.gaussian:Gaussian", "Lu et al. 2021", _arxiv("2110.11945")),
@@ -140,6 +141,7 @@ RowName = Literal[
     "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
     "kneemax", "local", "softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial", "alibi", "tempered",
+    "composed",
 ]  # fmt: skip
 MechanismName = Literal[
     "gaussian", "soft", "linear", "selective", "differential", "differential_v2", "tda", "laser", "forget",

@@ -1,0 +1,78 @@
+"""A composition by the names of its parts, for places that take a name: command lines, plans, recipes and saved models.
+
+    composed:scale=ssa:map=entmax15:sink=sink
+
+In Python `compose` does the same with objects, and their options.
+"""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.normalizers.composition import compose
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.entmax import entmax_row
+from attnorm.normalizers.registry import entries, get
+from attnorm.normalizers.softmax import softmax_row
+
+
+def _part(name: str | None, option: str, **shared: int | None) -> Normalizer | None:
+    if name is None:
+        return None
+    if not isinstance(name, str) or name == "composed":
+        raise ValueError(f"expected {option} as the name of a normalizer, got {name!r}. Write e.g. {option}='ssmax'.")
+    known = entries()
+    takes = inspect.signature(known[name].factory()).parameters if name in known and name != "softmax" else {}
+    given = {key: value for key, value in shared.items() if value is not None and key in takes}
+    made = get(name, **given)
+    if not isinstance(made, Normalizer):
+        raise ValueError(f"expected {option} as a row normalizer, got the mechanism {name!r}.")
+    return made
+
+
+def _reference(
+    row: Row,
+    map: str = "softmax",
+    scale: str | None = None,
+    sink: str | None = None,
+    heads: int | None = None,
+    **_: Any,
+) -> Tensor:
+    z = row.z
+    if scale == "ssa":
+        z = z * (1 + torch.exp(-torch.exp(row.value("scale.0.beta", 2.0))) * math.log(row.n))
+    if sink is not None:
+        z = torch.cat([row.value("sink.logit", 0.0).to(z.dtype)[None], z])
+    weights = entmax_row(z, 1.5) if map == "entmax15" else softmax_row(z)
+    return weights[1:] if sink is not None else weights
+
+
+def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+    return {"heads": layer.heads, "train_length": layer.length}
+
+
+@declare(
+    reference=_reference,
+    examples=[{}, {"scale": "ssa", "map": "entmax15", "sink": "sink", "heads": HEADS}],
+    warm_start=WarmStart("the same", "softmax without parts; each part starts as its paper has it", options=_start),
+)
+def composed(
+    map: str = "softmax",
+    *,
+    scale: str | None = None,
+    select: str | None = None,
+    sink: str | None = None,
+    heads: int | None = None,
+    train_length: int | None = None,
+) -> Normalizer:
+    """A scale rule, a selection, a map and a sink, each taken from the normalizer of that name."""
+    shared = {"heads": heads, "train_length": train_length}
+    parts = {"scale": scale, "select": select, "sink": sink}
+    made = {option: _part(name, option, **shared) for option, name in parts.items()}
+    first = _part(map, "map", **shared)
+    assert first is not None
+    return compose(first, **{key: one for key, one in made.items() if one is not None}, name="composed")
