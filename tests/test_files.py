@@ -31,6 +31,14 @@ def test_a_file_keeps_its_content_if_writing_fails(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
+def test_the_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, bool]] = []
+    path = tmp_path / "result.txt"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, path.exists())))
+    write_text(path, "new")
+    assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
 def test_a_folder_replaces_a_folder_that_holds_files(tmp_path: Path) -> None:
     for content in ("first", "second"):
         with atomic_replace(tmp_path / "deep" / "run") as draft:

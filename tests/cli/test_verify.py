@@ -1,6 +1,7 @@
 """attnorm verify and attnorm frontier: tables, JSON, figures, exit codes, help for the mistyped."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.normalizers.registry import available
 from attnorm.theory import claims, gradient
+from attnorm.theory.normalizer_frontier import Frontier, place_on_frontier
 
 runner = CliRunner()
 QUICK = ["--budget", "0.001"]
@@ -98,7 +100,14 @@ def test_the_tightness_figure_is_drawn(tmp_path: Path) -> None:
 
 
 def test_frontier_prints_a_table_json_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.theory.normalizer_frontier.LENGTHS", (16, 1024))
+    measured_once: list[Frontier] = []
+
+    def place_once(progress: Callable[[str], None]) -> Frontier:
+        if not measured_once:
+            measured_once.append(place_on_frontier((16, 1024), progress=progress))
+        return measured_once[0]
+
+    monkeypatch.setattr("attnorm.theory.normalizer_frontier.place_on_frontier", place_once)
     result = runner.invoke(app, ["frontier", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)
