@@ -30,7 +30,7 @@ HEAD = st.fixed_dictionaries(
     {
         "entropy_ratio": share, "entropy_nats": st.floats(0, 7),
         "entropy_floor": st.one_of(st.just(math.nan), st.floats(0, 6)),
-        "max_weight": share, "sink_mass": share, "horizon": positive, "jacobian_norm": share,
+        "max_weight": share, "sink_mass": share, "horizon": positive, "jacobian_norm": share, "gated_sink_mass": share,
         "jacobian_norm_q75": share, "entropy_ratio_without_sink": share, "horizon_without_sink": positive,
         "gap_slope": slope, "gap_slope_without_sink": slope, "gap_slope_error": st.floats(0, 0.3),
         "n_high": st.integers(2, 2048), "n_low": st.integers(2, 2048), "broken_rows": st.sampled_from([0, 0, 0, 1]),

@@ -4,12 +4,15 @@ The finished layers of a long part are written too (analysis/layers.py).
 """
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
@@ -18,9 +21,11 @@ from attnorm.analysis.plan import AnalysisPlan, PartPlan
 from attnorm.analysis.reads import token_texts
 from attnorm.analysis.sequences import query_masks
 from attnorm.analysis.settings import AnalysisSettings
+from attnorm.metrics.normalized import MODEL
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe
+from attnorm.models.output_gates import OutputGates, output_gates
 from attnorm.normalizers.contract import Normalizer
 from attnorm.provenance import versions
 
@@ -122,7 +127,11 @@ def _measure(
     if settings.read_keys:
         texts = token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)
     collector = Collector(settings, job.normalizers, tokens, after_layer, texts, layers)
-    with _kept_on_errors(layers), observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"):
+    with (
+        _kept_on_errors(layers),
+        observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"),
+        output_gates(job.loaded.model) as gates,
+    ):
         output = run(job.loaded, part.model_inputs)
         collector.finish()
     length = collector.longest if part.length is None else part.length
@@ -137,7 +146,29 @@ def _measure(
         "start": part.start,
         **reading(job.loaded, part.model_inputs, output).as_dict(),
     }
-    return store.Part(key, about, collector.tables(part.text.name, length, part.window))
+    tables = collector.tables(part.text.name, length, part.window)
+    return store.Part(key, about, {**tables, "heads": with_gates(tables["heads"], gates)})
+
+
+def with_gates(heads: pa.Table, gates: OutputGates) -> pa.Table:
+    """The table of heads with the output gates of the model, where it has some."""
+    if not gates.layers:
+        return heads
+    keys = list(zip(*(heads[name].to_pylist() for name in ("normalizer", "kind", "layer", "head")), strict=True))
+    for name, values in {
+        "output_gate": {layer: found.gate.tolist() for layer, found in gates.layers.items()},
+        "gated_sink_mass": {layer: found.gated_sink_mass.tolist() for layer, found in gates.layers.items()},
+    }.items():
+        column = [
+            values[kind, layer][head] if normalizer == MODEL and (kind, layer) in values else math.nan
+            for normalizer, kind, layer, head in keys
+        ]
+        heads = heads.set_column(
+            heads.column_names.index(name),
+            heads.schema.field(name),
+            pa.array(column, pa.float64()).cast(heads.schema.field(name).type),
+        )
+    return heads
 
 
 @contextlib.contextmanager

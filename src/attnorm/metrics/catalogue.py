@@ -121,6 +121,16 @@ METRICS: tuple[Metric, ...] = (
         reading="0: frozen, no gradient reaches the logits. 1/2 is the worst case of softmax: as sensitive as can be.",
     ),
     Metric(
+        name="output_gate", label="Output gate", unit="", group="weights", per_row=False, bounded=(0, 1),
+        meaning="Share of the head's output that the model's own gate lets pass, mean over rows; NaN without gates.",
+        reading="Near 0 the head is switched off, whatever its weights are.",
+    ),
+    Metric(
+        name="gated_sink_mass", label="Sink mass behind the gate", unit="", group="sink", per_row=False, bounded=(0, 1),
+        meaning="Sink mass of a row times its output gate, mean over rows; NaN without gates.",
+        reading="Near 0 nothing of the sink reaches the model: a gated head parks by closing its gate.",
+    ),
+    Metric(
         name="gap_slope", label="Slope of the gap", unit="", group="rate", per_row=False,
         meaning="Least-squares slope of the effective gap on log n over the row's bins of n.",
         reading="0 disperses as theory predicts, 1 compensates fully for the growing context.",

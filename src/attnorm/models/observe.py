@@ -41,16 +41,22 @@ _watched: dict[nn.Module, tuple["_Observation", ...]] = {}  # attention module -
 
 @contextmanager
 def observe(
-    model: nn.Module, on_call: Callable[[AttentionCall], None], *, inputs: bool = False, check: bool = True
+    model: nn.Module,
+    on_call: Callable[[AttentionCall], None],
+    *,
+    inputs: bool = False,
+    check: bool = True,
+    on_output: Callable[[AttentionCall, Tensor], None] | None = None,
 ) -> Iterator[None]:
     """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
 
     The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
-    projected from. check: rebuild one row of every module (models.output_check); once per model is enough.
+    projected from. check: rebuild one row of every module (models.output_check); once per model is enough. on_output:
+    also gets each call with its output (B, Q, H, E).
     Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
     """
     check_observable(model)
-    observation = _Observation(model, on_call, inputs, check)
+    observation = _Observation(model, on_call, inputs, check, on_output)
     with ExitStack() as restore:
         _register(observation)
         restore.callback(_forget, observation)
@@ -72,8 +78,16 @@ def observe(
 class _Observation:
     """The state of one observed model while it runs."""
 
-    def __init__(self, model: nn.Module, on_call: Callable[[AttentionCall], None], inputs: bool, check: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_call: Callable[[AttentionCall], None],
+        inputs: bool,
+        check: bool,
+        on_output: Callable[[AttentionCall, Tensor], None] | None,
+    ) -> None:
         self.on_call = on_call
+        self.on_output = on_output
         self.keep_inputs = inputs
         self.sites = attention_sites(model)
         self.read_mask = MaskReader()
@@ -122,6 +136,8 @@ class _Observation:
         self.calls += 1
         self.on_call(call)
         result = function(module, *args, **kwargs)
+        if self.on_output is not None:
+            self.on_output(call, result[0])
         if module not in self._checked and call.normalizer is None and not call.dropout:
             with torch.no_grad():
                 self.undecided.append(check_output(call, result[0], self.sites[module].path, kernel))

@@ -63,7 +63,7 @@ KINDS: dict[str, str] = {
     "cross": "cross-attention",
 }
 
-SHARES = ("sink_mass", "forced_share")  # metrics shown in percent
+SHARES = ("sink_mass", "forced_share", "output_gate", "gated_sink_mass")  # metrics shown in percent
 
 # The numbers at the top of a head's panel, and the columns of the table of heads.
 PANEL_METRICS = (

@@ -48,7 +48,9 @@ class Judged:
     """All heads as arrays: what is judged, and what does not change between windows."""
 
     numbers: Arrays  # (H,)
-    fixed: Arrays  # (H,): n_high, n_low, broken_rows, worst_norm, near_worst, what_if, slope_over_lengths
+    fixed: (
+        Arrays  # (H,): n_high, n_low, broken_rows, worst_norm, near_worst, what_if, slope_over_lengths, gated_sink_mass
+    )
 
 
 def certainties(

@@ -227,6 +227,7 @@ def _arrays(heads: pa.Table, cases: Sequence[Case]) -> Judged:
         "n_low": [case.row.get("n_low") or 0 for case in cases],
         "broken_rows": [case.row.get("broken_rows") or 0 for case in cases],
         "worst_norm": [_or_nan(case.worst_norm) for case in cases],
+        "gated_sink_mass": [_or_nan(case.number("gated_sink_mass")) for case in cases],
         "near_worst": [always_near_worst(case.runs, case.thresholds.sensitive_norm) for case in cases],
         "what_if": [case.what_if for case in cases],
         "slope_over_lengths": [_or_nan(case.slope_over_lengths) for case in cases],

@@ -21,6 +21,7 @@ from attnorm.theory.dispersion import entropy_floor
 OPEN = "open"
 BEYOND_NUMBERS = 1e300  # keys
 NOISE = 64  # keys of a row in which nothing stands out
+GATE_OPEN = 0.5  # share of the output that must pass for a sink to count
 
 Findings = Iterator[tuple[str, str]]  # a verdict or OPEN, and the words for it
 
@@ -55,10 +56,16 @@ def sink_dominated(case: Case) -> Findings:
     mass = case.number("sink_mass")
     if mass is None:
         yield OPEN, "sink-dominated (no sink mass)"
-    elif mass >= case.thresholds.sink_dominated:
+    elif mass >= case.thresholds.sink_dominated and not _behind_closed_gate(case):
         rest = case.number("effective_keys_without_sink")
         shared = "" if rest is None else f"; the rest is shared by {keys(rest)} others"
         yield "sink-dominated", f"{mass:.0%} of the weight lies on {_sink(case)}{shared}"
+
+
+def _behind_closed_gate(case: Case) -> bool:
+    """Whether the model's output gate keeps most of the sink's share out: then it is none."""
+    passed = case.number("gated_sink_mass")
+    return passed is not None and passed < case.thresholds.sink_dominated * GATE_OPEN
 
 
 def frozen(case: Case) -> Findings:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from attnorm.analysis.verdicts.rules import BEYOND_NUMBERS
+from attnorm.analysis.verdicts.rules import BEYOND_NUMBERS, GATE_OPEN
 from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
 from attnorm.theory.dispersion import entropy_floor
 
@@ -21,7 +21,7 @@ def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     """Codes of VERDICTS, never "undecided".
 
     heads: the numbers of the median row by their column names, n_high, n_low, broken_rows, worst_norm (NaN: unknown),
-    near_worst and what_if (boolean), slope_over_lengths (NaN: none).
+    near_worst and what_if (boolean), slope_over_lengths and gated_sink_mass (NaN or left out: none).
     """
     if not np.size(heads["n_high"]):
         return np.zeros(np.shape(heads["entropy_ratio"]), dtype=np.int64)
@@ -39,12 +39,14 @@ def _codes(heads: Arrays, t: Thresholds) -> np.ndarray:
     norm, worst = _finite(heads["jacobian_norm"]), _finite(heads["worst_norm"])
     high_norm = _finite(heads[f"jacobian_norm_q{t.sensitive_quantile:02d}"])
 
+    gated = _finite(heads.get("gated_sink_mass", np.array(np.nan)))
+
     smeared = (ratio >= t.dispersed_entropy) & ~_keeps_up(heads, hidden, t)
     smeared &= ~(_above_floor(heads, hidden, ratio, horizon, n) <= t.near_floor)
     half_if_unknown = np.where(np.isnan(worst) | (worst == 0), 0.5, worst)
     holds = {
         "broken": heads["broken_rows"] > 0,
-        "sink-dominated": sink >= t.sink_dominated,
+        "sink-dominated": (sink >= t.sink_dominated) & ~(gated < t.sink_dominated * GATE_OPEN),
         "frozen": (_finite(heads["max_weight"]) >= t.frozen_weight) & (norm <= t.frozen_norm * half_if_unknown),
         "dispersed-forced": smeared & (n > horizon),
         "dispersed-by-choice": smeared & (n <= horizon),

@@ -1,0 +1,115 @@
+"""Output gates: how much of each head's attention output a model lets pass, o_h times sigmoid(W x).
+
+Qiu et al. 2025, https://arxiv.org/abs/2505.06708; Qwen3-Next, AFMoE and other families of transformers have such gates,
+each in its own code. Gates are measured: in modules whose code mentions one, what the attention function returned is
+compared with what the output projection receives. It counts as gated where every entry shrank without changing its
+sign. A head may put all of its weight on the first key while its gate is closed; then nothing of that sink reaches the
+model.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import MODEL
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sampling import spread
+from attnorm.models.dispatch import attention_sites
+from attnorm.models.observe import observe
+from attnorm.normalizers.contract import Mechanism
+
+PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+ROWS = 64  # of the first sequence's later half
+SAME = 1e-4  # relative difference up to which the projection receives the output itself
+ROUNDING = 1e-2  # of half precision: a gate keeps signs and makes nothing larger, where a norm may
+
+
+@dataclass(frozen=True)
+class HeadGates:
+    """One number per head, means over the sampled rows."""
+
+    gate: Tensor  # |gated output| / |output|
+    gated_sink_mass: Tensor  # sink mass times that
+
+
+@dataclass
+class OutputGates:
+    """The gates of all layers that have some, by kind and layer."""
+
+    layers: dict[tuple[str, int], HeadGates] = field(default_factory=dict)
+
+
+@contextmanager
+def output_gates(model: nn.Module) -> Iterator[OutputGates]:
+    """Inside, the gates of every attention module are measured as it runs; without gates nothing is found."""
+    found = OutputGates()
+    waiting: dict[nn.Module, list[tuple[AttentionCall, Tensor]]] = {}
+    running: list[nn.Module] = []
+
+    def enters(module: nn.Module, args: tuple[Any, ...]) -> None:
+        running[:] = [module]
+
+    def on_output(call: AttentionCall, output: Tensor) -> None:
+        if running and not isinstance(call.normalizer, Mechanism):
+            waiting.setdefault(running[0], []).append((call, output))
+
+    def projects(module: nn.Module, projection: nn.Module, args: tuple[Any, ...]) -> None:
+        outputs = waiting.pop(module, [])
+        if len(outputs) == 1 and args and isinstance(args[0], Tensor):  # differential attention combines several
+            call, output = outputs[0]
+            gates = _gates(call, output, args[0])
+            if gates is not None:
+                found.layers[call.kind, call.layer] = gates
+
+    sites = attention_sites(model)
+    with_gates = {found for found in {type(module) for module in sites} if _mentions_gate(found)}
+    gated = [module for module in sites if type(module) in with_gates]
+    with ExitStack() as until_exit:
+        for module in gated:
+            projection = next((part for name in PROJECTIONS if (part := getattr(module, name, None)) is not None), None)
+            if isinstance(projection, nn.Module):
+                until_exit.callback(module.register_forward_pre_hook(enters).remove)
+                until_exit.callback(projection.register_forward_pre_hook(partial(projects, module)).remove)
+        if gated:
+            until_exit.enter_context(observe(model, lambda call: None, check=False, on_output=on_output))
+        yield found
+
+
+def _mentions_gate(module_class: type[nn.Module]) -> bool:
+    try:
+        return "gate" in inspect.getsource(module_class.forward)
+    except (OSError, TypeError):  # no source at hand: look at the numbers
+        return True
+
+
+@torch.no_grad()
+def _gates(call: AttentionCall, output: Tensor, projected: Tensor) -> HeadGates | None:
+    """output: (B, Q, H, E) of the attention function. projected: what the output projection receives."""
+    if projected.numel() != output.numel() or projected.data_ptr() == output.data_ptr():
+        return None
+    rows = spread(torch.arange(output.shape[1] // 2, output.shape[1]), ROWS)
+    before = output[0, rows].float()  # (R, H, E)
+    after = projected.reshape(output.shape)[0, rows].float()
+    size = before.abs().max()
+    if bool((before - after).abs().max() <= SAME * size):
+        return None
+    grown = after.abs() > (1 + ROUNDING) * before.abs() + SAME * size
+    turned = (after * before < 0) & (after.abs() > SAME * size)
+    if bool((grown | turned).any()):
+        return None
+    gate = (torch.linalg.vector_norm(after, dim=-1) / torch.linalg.vector_norm(before, dim=-1)).T  # (H, R)
+    one = replace(
+        call,
+        **{name: getattr(call, name)[:1] for name in ("query_BHQD", "key_BGKD", "value_BGKE")},
+        mask=None if call.mask is None or call.mask.shape[0] == 1 else call.mask[:1],
+        bias=None if call.bias is None or call.bias.shape[0] == 1 else call.bias[:1],
+    )
+    sink = measure_rows(one, [None], rows, (), names=("sink_mass",))[MODEL].values["sink_mass"][0]
+    return HeadGates(gate.nanmean(-1).cpu(), (gate * sink.to(gate.device, gate.dtype)).nanmean(-1).cpu())

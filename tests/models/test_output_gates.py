@@ -1,0 +1,105 @@
+"""Output gates: measured in models that have them, absent in others, and a sink behind a closed gate is none."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+import attnorm
+from attnorm.analysis.verdicts.rules import Case, sink_dominated
+from attnorm.analysis.verdicts.thresholds import Thresholds
+from attnorm.metrics.call import AttentionCall
+from attnorm.models.observe import observe
+from attnorm.models.output_gates import output_gates
+from tests.models.tiny import _GROUPED, tiny, tokens
+
+
+def gated(logit: float = 0.0) -> PreTrainedModel:
+    """Two full-attention layers; the logits of all gates are moved by `logit`."""
+    torch.manual_seed(0)
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    config = Qwen3NextConfig(**_GROUPED, **experts, layer_types=["full_attention"] * 2, attention_bias=True)
+    model = Qwen3NextForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = layer.self_attn.q_proj.bias.view(config.num_attention_heads, 2, config.head_dim)
+            bias[:, 1] += logit  # each head: queries, then gates
+    return model
+
+
+def found(model: PreTrainedModel, length: int = 24) -> Any:
+    with torch.no_grad(), output_gates(model) as gates:
+        model(input_ids=tokens(2, length))
+    return gates.layers
+
+
+def test_models_without_gates_have_none() -> None:
+    for family in ("llama", "gpt2", "gpt_oss", "gemma2"):
+        assert not found(tiny(family)), family
+    torch.manual_seed(0)
+    assert not found(DiffLlamaForCausalLM(DiffLlamaConfig(**_GROUPED)).eval())  # a difference and a norm, no gate
+
+
+@pytest.mark.parametrize("logit", [-4.0, 0.0, 4.0])
+def test_the_gate_of_a_head_is_the_share_of_its_output_that_passes(logit: float) -> None:
+    layers = found(gated(logit))
+    assert [*layers] == [("decoder", 0), ("decoder", 1)]
+    for gates in layers.values():
+        assert gates.gate.shape == (4,)
+        torch.testing.assert_close(gates.gate, torch.full((4,), 1 / (1 + math.exp(-logit))), rtol=0.1, atol=0.0)
+
+
+def test_gated_sink_mass_is_the_mean_of_mass_times_gate_by_definition() -> None:
+    model, calls = gated(1.0), []
+    with torch.no_grad():
+        for layer in model.model.layers:  # gates and rows that differ from token to token
+            torch.nn.init.normal_(layer.self_attn.q_proj.weight, std=0.5)
+    layers = found(model)
+    with torch.no_grad(), observe(model, calls.append, inputs=True):
+        model(input_ids=tokens(2, 24))
+    for number, call in enumerate(calls):
+        assert isinstance(call, AttentionCall)
+        attention = model.model.layers[number].self_attn
+        gate = attention.q_proj(call.inputs_BKC[0]).view(24, 4, 16)[..., 8:].sigmoid().transpose(0, 1)
+        output, weights = attnorm.attention(
+            call.query_BHQD, call.key_BGKD, call.value_BGKE, causal=True, scale=call.scale, return_weights=True
+        )
+        share = ((output[0] * gate).norm(dim=-1) / output[0].norm(dim=-1))[:, 12:]
+        expected = (share * weights[0, :, 12:, 0]).mean(-1)
+        torch.testing.assert_close(layers["decoder", number].gated_sink_mass, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_analyze_reports_gates_and_leaves_them_out_of_what_ifs() -> None:
+    ids = tokens(1, 24)
+    analysis = attnorm.analyze(gated(-3.0), ids, metrics="core", normalizers=["model", "ssmax"])
+    heads = analysis.heads.to_pandas() if hasattr(analysis.heads, "to_pandas") else analysis.heads
+    own, other = (heads[heads["normalizer"] == name] for name in ("model", "ssmax"))
+    assert own["output_gate"].between(0.02, 0.1).all()
+    assert (own["gated_sink_mass"] < 0.1).all()
+    assert other["output_gate"].isna().all()
+
+
+def test_a_sink_behind_a_closed_gate_is_none() -> None:
+    row = {"n_high": 100, "sink_mass_q50": 0.95, "effective_keys_without_sink_q50": 3.0}
+
+    def verdicts(**more: float) -> list[str]:
+        case = Case(row={**row, **more}, thresholds=Thresholds(), runs="softmax")
+        return [verdict for verdict, _ in sink_dominated(case)]
+
+    assert verdicts() == ["sink-dominated"]
+    assert verdicts(gated_sink_mass=math.nan) == ["sink-dominated"]
+    assert verdicts(gated_sink_mass=0.9) == ["sink-dominated"]
+    assert verdicts(gated_sink_mass=0.02) == []
