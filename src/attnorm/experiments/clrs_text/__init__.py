@@ -5,5 +5,5 @@
     results        exact matches with intervals, paired tests against softmax
     figure, experiment   what `attnorm reproduce clrs-text` draws and concludes
 
-Plan and work import neither pyarrow, matplotlib nor scipy.
+Plan and work import neither pyarrow nor matplotlib.
 """
