@@ -99,6 +99,21 @@ def test_a_batch_that_cannot_be_shared_and_other_launchers_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_every_process_refuses_a_folder_with_other_files(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waits for the others, which would wait for ever, and before anything is written."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="no training run"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(batch=8), device="cpu")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
 def test_shares_of_a_batch_are_disjoint_and_complete() -> None:
     batch = torch.arange(6)
     assert sorted(torch.cat([Processes(rank, 3).share(batch) for rank in range(3)]).tolist()) == batch.tolist()

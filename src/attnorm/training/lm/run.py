@@ -101,8 +101,7 @@ def train_lm(
         )
     torch_device = chosen_device(device, processes.local_rank)
     source = describe_texts(texts, valid)
-    if processes.count == 1:
-        require_own(out)  # before the lock is written into it
+    require_own(out)  # in every process, before they meet and the first one writes its lock into it
     with processes.connected(torch_device), only_process(out) if processes.first else nullcontext():
         record = processes.by_first(lambda: open_run(out, {**settings.as_dict(), **source}, resume=resume))
         if _is_finished(record, settings, lengths):
