@@ -60,5 +60,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	      "name another one: make PYTHON=python3.12 ..." >&2; exit 1; }; \
 	  echo "creating .venv and installing attnorm with its dependencies (about 1.5 GB; a minute or two)"; \
 	  $(PYTHON) -m venv .venv; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+# pip would compile to bytecode on one core. Some packages hold files that are no valid Python.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
 	@touch $@

@@ -31,9 +31,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: kernels run, slowly, on a CPU
 
 torch.set_num_threads(1)
-os.fsync = lambda descriptor: (
-    None
-)  # nobody pulls the plug during the tests, and an analysis waits 100 times for the disk
+os.fsync = lambda descriptor: None  # an analysis would wait for the disk 100 times
 
 hypothesis.settings.register_profile("fixed", deadline=None, max_examples=40, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
