@@ -40,7 +40,7 @@ BASELINE = "softmax"
 PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
 FOR_TESTS = "adaptive_temperature"
 # Added since docs/results/retrieval.md was measured: trained where they are named.
-ADDED_SINCE = ("softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial")
+ADDED_SINCE = ("softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial", "tempered", "composed")
 # The defaults are meant for sequences; these are the equivalents for sets of 16.
 FOR_SETS = {"log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25"}
 OTHERS = ("hard", FOR_TESTS, "entmax15")  # replace a trained softmax in tests
