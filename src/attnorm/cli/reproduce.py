@@ -249,11 +249,12 @@ def _timed_log() -> Callable[[str], None]:
 
 
 def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
-    from attnorm.experiments.catalogue import TRAINED
+    from attnorm.experiments.catalogue import EXPERIMENTS, MODEL
     from attnorm.experiments.subject import default_model
 
-    # Experiments that train their own models must not look for one.
-    return asked or [default_model(quick=quick or all(name in TRAINED for name in names))]
+    # Experiments that bring or train their own models must not look for one.
+    own = all(name in EXPERIMENTS and MODEL not in EXPERIMENTS[name].takes for name in names)
+    return asked or [default_model(quick=quick or own)]
 
 
 def _note_default_text(model: str, texts: list[Path] | None) -> None:

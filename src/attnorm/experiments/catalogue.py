@@ -59,6 +59,9 @@ MORE = {
         "induction, previous-token and retrieval heads against length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
+    "atom-mapping": ExperimentEntry(
+        "attnorm.experiments.atom_mapping", "RXNMapper's heads, known to map atoms: do the verdicts find them?", {}
+    ),
     "text-max": ExperimentEntry(
         "attnorm.experiments.text_max", "the largest of n numbers, asked in words, against n", {MODEL: 1}
     ),

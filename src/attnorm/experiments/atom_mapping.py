@@ -1,0 +1,262 @@
+"""An outside truth: RXNMapper's ALBERT maps atoms by one attention head. Do attnorm's numbers find it without labels?
+
+Reactions are built from fragments, reactant "A + leaving group" and reactant "B", product "A B", so that the right
+reactant atom of every product atom is known. Each head is scored twice: the share of product atoms whose heaviest
+reactant atom of the same element is the right one, as RXNMapper reads its head, and the mean weight on that atom. These
+scores are compared with what `attnorm analyze` reports of the same heads, which knows nothing of chemistry.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from matplotlib.figure import Figure
+from scipy.stats import spearmanr
+
+from attnorm.analysis.analyze import analyze
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.figure_style import INK, letter, note, tidy
+from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reference import dense_weights
+from attnorm.models.forward_pass import run as run_model
+from attnorm.models.load import LoadedModel
+from attnorm.models.observe import observe
+from attnorm.models.rxnmapper import (
+    MAPPING_HEAD,
+    WHEEL,
+    CannotFetchMapper,
+    fetch,
+    ids_of,
+    is_atom,
+    load_mapper,
+    tokens_of,
+)
+
+REACTIONS, QUICK_REACTIONS = 48, 6
+JUDGED = 12  # reactions that analyze() measures
+MAPS = 0.8  # share of right atoms from which a head is called a mapping head
+# What stays of the first reactant, and what leaves: amide, ester, ether, sulfonamide. No atom has a symmetric twin.
+KINDS = (("{}C(=O)", "O", "N{}"), ("{}C(=O)", "O", "O{}"), ("{}C", "Br", "O{}"), ("{}S(=O)(=O)", "Cl", "N{}"))
+FIRST = ("CCC", "CCOC", "c1ccc(Cl)cc1", "COc1ccccc1", "N#CCC", "Cc1ccnc(F)c1")
+SECOND = ("CCOC", "Cc1cccnc1", "c1cccc(F)c1", "Cc1ccco1", "CCSC", "CC1CCCO1")
+METRICS = ("max_weight", "entropy_ratio", "effective_keys", "effective_gap", "sink_mass", "jacobian_norm")
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """Tokens, and for every atom of the product its position and that of the right reactant atom."""
+
+    tokens: tuple[str, ...]
+    rows: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @property
+    def reactant_atoms(self) -> list[int]:
+        end = self.tokens.index(">>")
+        return [position for position in range(end) if is_atom(self.tokens[position])]
+
+
+def reaction(kind: tuple[str, str, str], first: str, second: str) -> Reaction:
+    kept, leaving, added = kind[0].format(first), kind[1], kind[2].format(second)
+    tokens = tokens_of(f"{kept}{leaving}.{added}>>{kept}{added}")
+    before = len(tokens_of(kept)) - 1  # with [CLS]
+    start = tokens.index(">>") + 1
+    skipped = len(tokens_of(leaving)) - 2 + 1  # and the dot
+    rows = [position for position in range(start, len(tokens)) if is_atom(tokens[position])]
+    offsets = [position - start + 1 for position in rows]
+    targets = [at if at < before else at + skipped for at in offsets]
+    return Reaction(tuple(tokens), tuple(rows), tuple(targets))
+
+
+def reactions(count: int, seed: int) -> list[Reaction]:
+    """Return different reactions of all kinds, in random order."""
+    every = list(product(KINDS, FIRST, SECOND))
+    chosen = np.random.default_rng(seed).permutation(len(every))[:count]
+    return [reaction(*every[index]) for index in chosen]
+
+
+@torch.no_grad()
+def head_scores(loaded: LoadedModel, folder: Path, some: Sequence[Reaction]) -> tuple[Floats, Floats]:
+    """Return share of right atoms and mean weight on the right atom, (layers, heads) each, over all product atoms."""
+    right: dict[int, list[Any]] = {}
+    weight: dict[int, list[Any]] = {}
+    for one in some:
+        rows, targets, atoms = (torch.tensor(part) for part in (one.rows, one.targets, one.reactant_atoms))
+        same = torch.tensor([[one.tokens[row] == one.tokens[atom] for atom in atoms.tolist()] for row in one.rows])
+
+        def on_call(
+            call: AttentionCall, rows: Any = rows, targets: Any = targets, atoms: Any = atoms, same: Any = same
+        ) -> None:
+            # A reaction has some 50 tokens: the whole matrix is small, and all its columns are needed.
+            weights = dense_weights(call, None)[0][:, rows].double()
+            best = atoms[weights[..., atoms].masked_fill(~same, -1.0).argmax(-1)]
+            right.setdefault(call.layer, []).append((best == targets).double())
+            weight.setdefault(call.layer, []).append(
+                weights.gather(-1, targets[None, :, None].expand(len(weights), -1, 1))
+            )
+
+        with observe(loaded.model, on_call, check=False):
+            run_model(loaded, {"input_ids": ids_of(list(one.tokens), folder)})
+    layers = sorted(right)
+    shares, means = (
+        np.array([torch.cat(found[layer], dim=1).flatten(1).mean(1).tolist() for layer in layers])
+        for found in (right, weight)
+    )
+    return shares, means
+
+
+def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnorm" / "rxnmapper"
+    progress("fetching the model", 0, 3)
+    try:
+        folder = fetch(cache)
+    except CannotFetchMapper as error:
+        raise ValueError(f"atom-mapping needs the model inside {WHEEL}: {error}") from None
+    loaded = load_mapper(folder)
+    some = reactions(QUICK_REACTIONS if subject.quick else REACTIONS, subject.seed)
+    progress("scoring heads", 1, 3)
+    shares, weights = head_scores(loaded, folder, some)
+    progress("analyzing", 2, 3)
+    judged = some[: min(JUDGED, len(some))]
+    texts = {f"reaction {number}": ids_of(list(one.tokens), folder) for number, one in enumerate(judged)}
+    analysis = analyze(loaded, texts, rows="all", read_keys=0, seed=subject.seed)
+    table = heads_table(analysis.heads, shares, weights)
+    about = f"{WHEEL}, {len(some)} reactions, {sum(len(one.rows) for one in some)} product atoms, seed {subject.seed}"
+    return Outcome(
+        summary=summary(table),
+        findings=judge_claims(table),
+        figures={"atom-mapping": figure(shares, table, about)},
+        tables={"heads": table},
+        parameters={
+            "wheel": WHEEL, "reactions": len(some), "judged_reactions": len(judged), "mapping_head": MAPPING_HEAD,
+            "maps_from": MAPS, "seed": subject.seed,
+        },
+    )  # fmt: skip
+
+
+def heads_table(heads: pa.Table, shares: Floats, weights: Floats) -> pa.Table:
+    """Return one row per head: its scores, its commonest verdict, and means of analyze()'s numbers over reactions."""
+    rows = heads.select(["layer", "head", "verdict", "leaning", *METRICS]).to_pylist()
+    found = []
+    for layer, head in product(range(shares.shape[0]), range(shares.shape[1])):
+        own = [row for row in rows if (row["layer"], row["head"]) == (layer, head)]
+        verdicts = [row["leaning"] or row["verdict"] or "not judged" for row in own]
+        found.append(
+            {
+                "layer": layer, "head": head, "right": shares[layer, head], "weight": weights[layer, head],
+                "verdict": max(sorted(set(verdicts)), key=verdicts.count),
+                **{name: float(np.nanmean([row[name] for row in own])) for name in METRICS},
+            }
+        )  # fmt: skip
+    return pa.Table.from_pylist(found)
+
+
+def place(table: pa.Table, column: str, *, largest: bool = True) -> int:
+    """Return the rank of the authors' head by a column, 1 is first."""
+    rows = table.to_pylist()
+    own = next(row[column] for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
+    return 1 + sum(bool(row[column] > own if largest else row[column] < own) for row in rows)
+
+
+def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
+    rows = table.to_pylist()
+    own = next(row for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
+    mapping = [row for row in rows if row["right"] >= MAPS]
+    first = place(table, "right")
+    verdicts = sorted({row["verdict"] for row in mapping})
+    among = sum(row["verdict"] in verdicts for row in rows)
+    correlations = {
+        name: float(spearmanr(table["right"].to_numpy(), table[name].to_numpy()).statistic) for name in METRICS
+    }
+    best = max(correlations, key=lambda name: abs(correlations[name]))
+    rank = place(table, best, largest=correlations[best] > 0)
+    return (
+        ExperimentFinding(
+            claim=f"Head {MAPPING_HEAD[1]} of layer {MAPPING_HEAD[0]} maps product atoms to reactant atoms (Schwaller "
+            "et al. 2021)",
+            ours=f"right for {own['right']:.0%} of the atoms, with {own['weight']:.2f} of the weight; rank {first} of "
+            f"{len(rows)} heads. {MAPS:.0%} are reached by {len(mapping)} heads: "
+            f"{', '.join(map(_name, mapping)) or 'none'}",
+            verdict="reproduces" if own["right"] >= MAPS else "does not",
+            why="the layers of ALBERT share their weights, so one head number means the same in all of them",
+        ),
+        ExperimentFinding(
+            claim="attnorm's verdict separates the mapping heads from the others",
+            ours=f"the {len(mapping)} mapping heads are called {', '.join(verdicts) or '-'}, and so are {among} of "
+            f"{len(rows)} heads",
+            verdict="not tested"
+            if not mapping
+            else "reproduces" if among <= 2 * len(mapping) else "partly" if among < len(rows) else "does not",
+            why="a verdict says how a head selects, not whether what it selects is right",
+        ),
+        ExperimentFinding(
+            claim="A number of attnorm, without labels, ranks the authors' head among the first",
+            ours=f"best of {len(METRICS)} numbers: {best}, rank {rank} of {len(rows)} (Spearman "
+            f"{correlations[best]:.2f} with the share of right atoms over all heads)",
+            verdict="reproduces" if rank <= 5 else "partly" if rank <= len(rows) // 4 else "does not",
+            why="the number was chosen after the fact: this is the best case",
+        ),
+    )  # fmt: skip
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"L{row['layer']}H{row['head']}"
+
+
+def summary(table: pa.Table) -> str:
+    rows = sorted(table.to_pylist(), key=lambda row: -row["right"])
+    listed = ", ".join(f"L{row['layer']}H{row['head']} {row['right']:.0%}" for row in rows[:4])
+    ranks = ", ".join(
+        f"{name} {place(table, name, largest=name not in ('entropy_ratio', 'effective_keys'))}" for name in METRICS
+    )
+    return (
+        f"The heads with most right atoms are {listed}. The authors' head, L{MAPPING_HEAD[0]}H{MAPPING_HEAD[1]}, has "
+        f"these ranks among {len(rows)} heads by attnorm's numbers, the sharpest first: {ranks}."
+    )
+
+
+EXPERIMENT = Experiment(
+    name="atom-mapping",
+    title="An outside truth: RXNMapper's heads",
+    source="Schwaller et al. 2021, https://doi.org/10.1126/sciadv.abe4166",
+    question="Do attnorm's verdicts single out the heads that are known to be right?",
+    run=run,
+    needs_model=False,
+)
+
+
+def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
+    drawing = Figure(figsize=(8.8, 4.2), facecolor="white")
+    left, right = drawing.subplots(
+        1, 2, gridspec_kw={"left": 0.07, "right": 0.98, "top": 0.9, "bottom": 0.17, "wspace": 0.3}
+    )
+    image = left.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    layer, head = MAPPING_HEAD
+    left.plot(
+        head, layer, marker="s", markersize=13, markerfacecolor="none", markeredgecolor="#d9731a", markeredgewidth=2
+    )
+    left.set_xlabel("head")
+    left.set_ylabel("layer")
+    drawing.colorbar(image, ax=left, label="share of right atoms")
+    letter(left, "a", "Square: the authors' head")
+    rows = table.to_pylist()
+    for row in rows:
+        own = (row["layer"], row["head"]) == MAPPING_HEAD
+        right.plot(
+            row["max_weight"], row["right"], marker="s" if own else "o", markersize=8 if own else 4, linestyle="none",
+            color="#d9731a" if own else INK, alpha=1 if own else 0.6,
+        )  # fmt: skip
+    right.set_xlabel("largest weight of the median row, from analyze")
+    right.set_ylabel("share of right atoms")
+    right.set_ylim(0, 1.03)
+    letter(right, "b", "Sharp heads and right heads")
+    tidy(right)
+    note(drawing, about)
+    return drawing
