@@ -1,7 +1,7 @@
 """analyze(): run a model over texts, measure its attention, and judge every head."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from attnorm.analysis.settings import (
     named_normalizers,
     settings_of,
     started_at_length,
+    whole_pictures,
 )
 from attnorm.analysis.verdicts import Thresholds
-from attnorm.models.inputs import texts_from
+from attnorm.models.inputs import Text, texts_from
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.media import with_model_inputs
 from attnorm.models.observe import check_observable
+from attnorm.models.picture import PatchPicture, picture_of
 
 __all__ = ["AnalysisProgress", "analyze"]
 
@@ -94,7 +96,7 @@ def analyze(
         temperatures: Divisors of the logits for the group sensitivity.
         seed: Random seed for row sampling and permutations; verdicts do not depend on it.
         read_keys: Heaviest keys to store per listed row, with their text (tables `reads` and `tokens`); 0 stores no
-            text.
+            text. For an image the default stores all patches of two rows: the first token and the patch in the middle.
         read_rows: Number of listed rows, spread over the text including the last, or which ones, e.g. (-1, 120).
         dtype: "float32", "bfloat16", "float16", "float64" or "auto" for the checkpoint's own (default: float32 on a
             CPU, else "auto").
@@ -133,8 +135,9 @@ def analyze(
     given = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
     texts = [with_model_inputs(text, loaded) for text in given]
     parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
+    pictures = _pictures(texts, loaded) if read_keys else {}
     settings = replace(
-        settings,
+        whole_pictures(settings, [(one.rows, one.columns) for one in pictures.values()]),
         normalizers={name: description(normalizer) for name, normalizer in named.items()},
         windows=windows,
         window_count=parts_plan.windows,
@@ -168,10 +171,20 @@ def analyze(
         tables["heads"] = circuits.with_circuits(tables["heads"], found)
     if "output" in settings.metrics:
         finished["output"] = measure_output(loaded, given).as_dict()
+    if pictures:
+        finished["pictures"] = {name: one.as_dict() for name, one in pictures.items()}
     analysis = Analysis.of(tables, finished, thresholds)
     if folder is not None:
         analysis.save(folder)
     return analysis
+
+
+def _pictures(texts: Sequence[Text], loaded: LoadedModel) -> dict[str, PatchPicture]:
+    """Return the images among the inputs by name."""
+    found = {
+        text.name: picture_of(text.content, loaded.model.config) for text in texts if isinstance(text.content, Mapping)
+    }
+    return {name: picture for name, picture in found.items() if picture is not None}
 
 
 def _is_finished(folder: Path) -> bool:

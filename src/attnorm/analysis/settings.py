@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +26,7 @@ TOP_N = (1, 5, 10, 20, 100)
 TEMPERATURES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 EPSILONS = (1e-3, 1e-1, 10.0)  # step sizes of the papers' finite differences; columns gain_* of `sensitivity`
 READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # default keys per listed row, default listed rows, most keys
+TOKENS_BEFORE_PATCHES = 8  # of an image: class and register tokens
 
 SAMPLED_ROWS = 64  # rows with the costly metrics, unless a number of rows is given
 FEWEST_SAMPLED_PER_WINDOW = 8
@@ -118,6 +119,19 @@ def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
         return max(min(settings.vector_rows, FEWEST_SAMPLED_PER_WINDOW), shared)
     given = settings.rows if isinstance(settings.rows, int) else 0
     return max(FEWEST_SAMPLED_ROWS, given // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
+
+
+def whole_pictures(settings: AnalysisSettings, grids: Sequence[tuple[int, int]]) -> AnalysisSettings:
+    """List every patch, for the first token and the middle patch, unless keys or rows were chosen.
+
+    grids: rows and columns of patches of each image.
+    """
+    if not grids or (settings.read_keys, settings.read_rows) != (READ_KEYS, READ_ROWS):
+        return settings
+    most = max(rows * columns for rows, columns in grids)
+    middle = {rows // 2 * columns + columns // 2 - rows * columns for rows, columns in grids}  # from the end
+    read_keys = min(most + TOKENS_BEFORE_PATCHES, MOST_READ_KEYS)
+    return replace(settings, read_keys=read_keys, read_rows=tuple(sorted({0, *middle})))
 
 
 def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from attnorm.safe_text import visible
 KEY = tuple(name for name, _ in HEAD_KEY)
 LONGEST_TOKEN = 40  # characters
 MOST_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
+MOST_PATCHES = 120_000  # of images, which need every key: two rows of 144 heads have 57,000 for 196 patches
 
 # Columns for the curves of a head.
 CURVES = (
@@ -75,8 +76,9 @@ def payload(analysis: Analysis) -> dict[str, Any]:
             [name for name in analysis.sensitivity.column_names if name not in (*KEY, "rows")],
         ),
         "coverage": _coverage(analysis.coverage, choices),
-        "reads": _reads(analysis.reads, index),
+        "reads": _reads(analysis.reads, index, MOST_PATCHES if analysis.manifest.get("pictures") else MOST_KEYS),
         "tokens": _tokens(analysis.tokens, choices),
+        "pictures": _pictures(analysis.manifest, choices),
         "sides": {"input": INPUT, "kinds": {kind: list(pair) for kind, pair in SIDES.items()}},
     }
 
@@ -172,12 +174,12 @@ def _coverage(table: pa.Table, choices: dict[str, list[Any]]) -> list[list[Any]]
     return rows
 
 
-def _reads(reads: pa.Table, index: Mapping[tuple[Any, ...], int]) -> dict[str, Any]:
+def _reads(reads: pa.Table, index: Mapping[tuple[Any, ...], int], limit: int) -> dict[str, Any]:
     """Return the read keys sorted by head, row and rank. left_out: keys per row that are not on the page."""
     reads = _first_window(reads)
     if not reads.num_rows:
         return {"starts": [0] * (len(index) + 1), "columns": {}, "left_out": 0}
-    most, shown = int(pc.max(reads["rank"]).as_py()), _ranks_that_fit(reads)
+    most, shown = int(pc.max(reads["rank"]).as_py()), _ranks_that_fit(reads, limit)
     reads = reads.filter(pc.less_equal(reads["rank"], shown))
     starts, order = _owned_rows(reads, index, "row", "rank")
     whole = {name: packed_whole(reads[name].to_numpy()[order]) for name in ("row", "key")}
@@ -197,10 +199,19 @@ def _tokens(tokens: pa.Table, choices: Mapping[str, list[Any]]) -> list[dict[str
     ]
 
 
-def _ranks_that_fit(reads: pa.Table) -> int:
+def _pictures(manifest: Mapping[str, Any], choices: Mapping[str, list[Any]]) -> dict[int, dict[str, Any]]:
+    """Return the images by the index of their text. A folder may come from anyone: only a PNG as data is shown."""
+    found = {}
+    for name, one in (manifest.get("pictures") or {}).items():
+        if name in choices["text"] and str(one["png"]).startswith("data:image/png;base64,"):
+            found[choices["text"].index(name)] = {name: one[name] for name in ("png", "rows", "columns")}
+    return found
+
+
+def _ranks_that_fit(reads: pa.Table, limit: int) -> int:
     """Return the largest rank up to which all keys fit on the page; at least 1."""
     counts = np.bincount(reads["rank"].to_numpy())
-    return max(1, int(np.searchsorted(np.cumsum(counts), MOST_KEYS, side="right")) - 1)
+    return max(1, int(np.searchsorted(np.cumsum(counts), limit, side="right")) - 1)
 
 
 def _first_window(table: pa.Table) -> pa.Table:

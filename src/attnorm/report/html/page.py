@@ -21,7 +21,7 @@ from attnorm.report.vocabulary import VERDICTS
 HERE = Path(__file__).parent
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "print")
 SCRIPTS = (
-    "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "reads", "panel", "table",
+    "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "picture", "reads", "panel", "table",
     "coverage", "main",
 )  # fmt: skip
 

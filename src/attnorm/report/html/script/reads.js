@@ -23,7 +23,8 @@ function readsByRow(row) {
 }
 
 function readsOf(row) {
-  const title = h("h4", { id: "reads-title" }, "Which tokens it reads");
+  const picture = pictureOf(row);
+  const title = h("h4", { id: "reads-title" }, picture ? "Where it looks" : "Which tokens it reads");
   const section = h("section", { class: "reads", "aria-labelledby": "reads-title" }, title);
   const found = readsByRow(row);
   if (!found.size) {
@@ -33,10 +34,12 @@ function readsOf(row) {
     return section;
   }
   const rows = [...found.keys()];
-  const queries = tokensOf(row, 0);
-  const keys = tokensOf(row, 1);
+  const names = picture && { length: heads.nHigh[row], name: (position) => patchName(picture, position) };
+  const queries = names || tokensOf(row, 0);
+  const keys = names || tokensOf(row, 1);
+  const drawn = picture && pictureBox(picture);
   const together = queries === keys; // in cross-attention rows and keys belong to two texts
-  const elements = keys ? textElements(keys, found, together) : new Map();
+  const elements = keys && !picture ? textElements(keys, found, together) : new Map();
   const body = h("tbody");
   const caption = h("caption");
   const chips = new Map(rows.map((position) => [position, chip(position, queries, () => pin(position), () => reveal(position))]));
@@ -48,7 +51,9 @@ function readsOf(row) {
     for (const [one, element] of elements) element.classList.toggle("reader", together && one === position);
     for (const [one, element] of chips) element.setAttribute("aria-pressed", String(one === position));
     caption.replaceChildren(`Row ${number(position)} `, quotedToken(queries, position), " reads");
-    body.replaceChildren(...found.get(position).map((one, i) => readLine(one, i, keys)));
+    const listed = picture ? found.get(position).slice(0, LISTED_PATCHES) : found.get(position);
+    body.replaceChildren(...listed.map((one, i) => readLine(one, i, keys)));
+    if (drawn) drawn.light(position, found.get(position));
   }
   function reveal(position) {
     show(position);
@@ -59,11 +64,13 @@ function readsOf(row) {
     readRow = position;
     show(position);
   }
-  const first = () => (found.has(readRow) ? readRow : rows[rows.length - 1]);
+  const first = () => (found.has(readRow) ? readRow : rows[picture ? 0 : rows.length - 1]);
   const fewer = source.reads.left_out ? ` The table “reads” has ${count(source.reads.left_out, "more key")} per row.` : "";
-  const note = `A row is the query of one token. Point at a row to see its keys; darker keys have more weight. Click to keep it.${fewer}`;
-  const head = ["", "Key", "Token", "Weight"].map((label) => h("th", { scope: "col", class: label === "Token" ? "words" : null }, label));
-  if (keys) box = textBox(elements, keys, { show, pin, first, readers: together ? found : new Map() });
+  const shown = picture ? "brighter patches" : "darker keys";
+  const note = `A row is the query of one token. Point at a row to see its keys; ${shown} have more weight. Click to keep it.${fewer}`;
+  const head = ["", "Key", picture ? "Patch" : "Token", "Weight"].map((label) => h("th", { scope: "col", class: /Token|Patch/.test(label) ? "words" : null }, label));
+  if (drawn) box = drawn.element;
+  else if (keys) box = textBox(elements, keys, { show, pin, first, readers: together ? found : new Map() });
   section.append(
     h("p", { class: "note" }, note),
     h("div", { class: "read-rows", role: "group", "aria-label": "Rows", onpointerleave: () => show(first()) }, [...chips.values()]),
@@ -81,6 +88,7 @@ function chip(position, queries, pin, show) {
 }
 
 function quotedToken(tokens, position) {
+  if (tokens && tokens.name) return tokens.name(position); // patches of an image
   return tokens ? h("bdi", { class: "quoted" }, `‘${tokens[position]}’`) : "(no text)";
 }
 
