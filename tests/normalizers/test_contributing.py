@@ -83,6 +83,7 @@ def test_it_is_checked_computed_patched_saved_and_listed(copy: Path, tmp_path: P
     assert promises
 
 
+@pytest.mark.nightly  # 14 s of CPU; the test above uses it in every way in every run
 def test_the_tests_find_it_in_the_registry(copy: Path) -> None:
     """No test keeps a table of its own: each of these files has cases for the new normalizer."""
     names = ["normalizers/test_reference", "attention/test_reference", "models/test_warm_start", "metrics/test_rows"]
