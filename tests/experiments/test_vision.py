@@ -1,6 +1,7 @@
 """Image classifiers: reading an archive, training one model, resuming by records, and how records become findings."""
 
 import io
+import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ViTForImageClassification
+from typer.testing import CliRunner
 
+from attnorm.cli import app
 from attnorm.experiments import vision
 from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
 from attnorm.training.vision.images import generated_textures, read_archive, shifted_and_mirrored
-from attnorm.training.vision.train import VisionSettings, build_vit
+from attnorm.training.vision.train import VisionSettings, build_vit, square_landmarks
 
 QUICK = ExperimentSubject(quick=True, device="cpu")
 PLAN = replace(vision.QUICK, epochs=((8, 1),))
@@ -86,6 +90,20 @@ def test_shared_keys_are_the_queries() -> None:
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (own, shared)]
     assert counts[0] - counts[1] == 8 * 8 + 8
     assert len(patched_modules(shared)) == 1
+
+
+def test_landmarks_are_the_class_token_and_the_means_of_squares() -> None:
+    keys = torch.randn(2, 3, 1 + 16, 5)
+    found = square_landmarks(keys, 2)
+    assert found.shape == (2, 3, 5, 5)
+    assert torch.equal(found[:, :, 0], keys[:, :, 0])
+    assert torch.allclose(found[:, :, 2], keys[:, :, [3, 4, 7, 8]].mean(-2), atol=1e-6)  # top right
+    assert torch.allclose(square_landmarks(keys, 9), keys)  # not more landmarks than patches
+
+
+def test_squares_need_soft() -> None:
+    with pytest.raises(ValueError, match="linear"):
+        build_vit(VisionSettings(normalizer="linear", squares=2, layers=1, heads=2, width=8), ("a", "b"), 16)
 
 
 def test_equal_seeds_start_from_equal_weights() -> None:
@@ -194,6 +212,27 @@ def test_a_failed_model_is_counted_and_drawn(trained: tuple[Path, list[vision.Re
     assert rows["gaussian"]["failed"] == 1
     assert rows["soft"]["failed"] == 0
     assert {finding.verdict for finding in made.findings} == {"not tested"}
+
+
+def test_the_command_trains_a_model_that_analyze_reads(tmp_path: Path) -> None:
+    out = tmp_path / "textures"
+    words = ["train", "vision", "--quick", "--epochs", "1", "--layers", "1", "--normalizer", "soft:landmarks=4"]
+    done = CliRunner().invoke(app, [*words, "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    record = json.loads((out / "vision.json").read_text())
+    assert record["settings"]["normalizer"] == "soft:landmarks=4"
+    assert (out / "preprocessor_config.json").exists()
+    loaded = ViTForImageClassification.from_pretrained(out)
+    assert loaded.config.id2label[3] == "rings"
+    again = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert again.exit_code == 2
+    assert "textures" in again.output
+
+
+def test_the_command_needs_images_or_quick(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["train", "vision", "--out", str(tmp_path / "x")])
+    assert done.exit_code == 2
+    assert "--quick" in done.output
 
 
 def test_it_is_listed() -> None:

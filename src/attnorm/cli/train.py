@@ -1,4 +1,4 @@
-"""attnorm train: language models (lm), pass keys hidden in text (needle); retrieval and clrs have their own files."""
+"""attnorm train: language models (lm), pass keys hidden in text (needle); the others have their own files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ from attnorm.cli.output import Json, add_command, failures, say, show, show_json
 from attnorm.cli.progress import ProgressBar
 from attnorm.cli.train_clrs import clrs
 from attnorm.cli.train_retrieval import Device, retrieval
+from attnorm.cli.train_vision import vision
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
@@ -243,9 +244,9 @@ def _keys_found(record: dict[str, Any]) -> Table:
 train = typer.Typer(
     name="train",
     help="Train small models: on text (lm), to find keys in text (needle), to pick from sets (retrieval), to answer "
-    "questions about algorithms (clrs).",
+    "questions about algorithms (clrs), to classify images (vision).",
     no_args_is_help=True,
     epilog="Example: attnorm train retrieval --quick --out sets",
 )
-for command in (lm, needle, retrieval, clrs):
+for command in (lm, needle, retrieval, clrs, vision):
     add_command(train, command)

@@ -39,19 +39,21 @@ class VisionModel:
 
     name: str
     normalizer: str
+    squares: int = 0
     shared_keys: bool = False
 
 
+SQUARES = 7  # 49 landmarks, as in the paper, and the class token
 MODELS = (
     VisionModel("softmax", "softmax"),
     VisionModel("gaussian", "gaussian"),
-    VisionModel("soft", "soft"),
-    VisionModel("soft++", "soft:normalised=true"),
+    VisionModel("soft", "soft", SQUARES),
+    VisionModel("soft++", "soft:normalised=true", SQUARES),
     VisionModel("linear", "linear"),
     VisionModel("sigmoid", "sigmoid"),
     VisionModel("entmax15", "entmax15"),
-    VisionModel("soft K=Q", "soft", shared_keys=True),
-    VisionModel("soft++ K=Q", "soft:normalised=true", shared_keys=True),
+    VisionModel("soft K=Q", "soft", SQUARES, shared_keys=True),
+    VisionModel("soft++ K=Q", "soft:normalised=true", SQUARES, shared_keys=True),
 )
 
 
@@ -78,8 +80,8 @@ class VisionPlan:
             (
                 model,
                 replace(
-                    self.settings, normalizer=model.normalizer, shared_keys=model.shared_keys, patch=patch,
-                    epochs=epochs, seed=first_seed + seed,
+                    self.settings, normalizer=model.normalizer, squares=model.squares,
+                    shared_keys=model.shared_keys, patch=patch, epochs=epochs, seed=first_seed + seed,
                 ),
             )
             for patch, epochs in self.epochs
@@ -91,7 +93,7 @@ class VisionPlan:
 
 FULL = VisionPlan(settings=VisionSettings(dtype="bfloat16"))
 QUICK = VisionPlan(
-    models=(MODELS[0], VisionModel("soft", "soft:landmarks=4"), VisionModel("linear", "linear")),
+    models=(MODELS[0], VisionModel("soft", "soft", squares=2), VisionModel("linear", "linear")),
     epochs=((8, 2), (4, 2)),
     seeds=(0,),
     settings=VisionSettings(layers=1, heads=2, width=16, batch=32, learning_rate=1e-2),

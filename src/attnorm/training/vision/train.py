@@ -7,14 +7,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
+from attnorm.files import write_json
+from attnorm.mechanisms.soft import Soft
 from attnorm.models.patch import patch
-from attnorm.models.patch_state import patched_modules
+from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import MemoryPeak
 from attnorm.training.vision.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
@@ -29,6 +33,7 @@ class VisionSettings:
 
     normalizer: str = "softmax"  # with options, as in soft:normalised=true
     shared_keys: bool = False  # K = Q, as in SOFT: one projection for both
+    squares: int = 0  # of `soft`: landmarks are the means of squares x squares parts of the image; 0: segments
     patch: int = 4
     layers: int = 6
     heads: int = 3
@@ -69,7 +74,25 @@ def build_vit(settings: VisionSettings, classes: tuple[str, ...], side: int) -> 
     if settings.shared_keys:
         for module in patched_modules(model).values():
             _share_keys(module)
+    if settings.squares:
+        for module in patched_modules(model).values():
+            mechanism = normalizer_of(module)
+            if not isinstance(mechanism, Soft):
+                raise ValueError(f"expected the normalizer soft with squares={settings.squares}, got {name}.")
+            mechanism.landmarks = partial(square_landmarks, squares=settings.squares)
     return model
+
+
+def square_landmarks(keys_BHLD: Tensor, squares: int) -> Tensor:
+    """Return the class token and the means of squares x squares parts of the image, (B, H, 1 + squares^2, D).
+
+    The paper pools by a learned convolution over the image. Means of the parts need no parameters.
+    """
+    token, patches = keys_BHLD[..., :1, :], keys_BHLD[..., 1:, :]
+    side = math.isqrt(patches.shape[-2])
+    grid = patches.transpose(-1, -2).unflatten(-1, (side, side))
+    means = adaptive_avg_pool2d(grid.flatten(0, 1), min(squares, side)).flatten(-2).transpose(-1, -2)
+    return torch.cat([token, means.unflatten(0, keys_BHLD.shape[:2])], dim=-2)
 
 
 def _share_keys(attention: nn.Module) -> None:
@@ -191,6 +214,15 @@ def evaluate(model: Any, images: LabelledImages, settings: VisionSettings) -> Re
         "test_loss": mean if math.isfinite(mean) else None,
         "test_images_per_second": rate,
     }
+
+
+def save_vit(model: Any, record: Record, side: int, folder: Path) -> None:
+    """Write the model, the processor that prepares images as in training, and the record."""
+    from transformers import ViTImageProcessor
+
+    model.save_pretrained(folder)
+    ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+    write_json(folder / "vision.json", record)
 
 
 def _finish(device: torch.device) -> None:
