@@ -150,3 +150,8 @@ def test_the_example_of_a_package_of_ones_own_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "_registered", {})
     exec(compile(blocks(CONTRIBUTING, "python")[2], "CONTRIBUTING", "exec"), {})
     assert "centred" in attnorm.available()
+
+
+def test_the_number_of_normalizers_is_right() -> None:
+    (number,) = re.findall(r"one of (\d+) normalizers", README)
+    assert int(number) == len(BUILT_IN)
