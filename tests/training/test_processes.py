@@ -1,10 +1,16 @@
-"""torchrun and `accelerate launch` with two processes: the same losses as one process, and every file written once."""
+"""Training in two processes: the same losses as one process, and every file written once.
+
+torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two forks of the test
+process get them; at night the launchers start them.
+"""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ from safetensors.torch import load_file
 
 from attnorm.training.lm.run import train_lm
 from attnorm.training.processes import Processes
+from tests.forked import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -45,12 +52,42 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
     )
 
 
+RANK = """
+import json, os, sys, warnings
+os.environ.update(json.loads(sys.argv[1]))
+warnings.resetwarnings()  # as in a new process, where a warning is no error
+from attnorm.cli import app
+app(sys.argv[2:], standalone_mode=False)
+"""
+
+
+def fork_two(texts: tuple[Path, Path], out: Path, *more: str) -> list[str]:
+    """Train in two processes; what each of them prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    call = ["train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(forked(RANK, json.dumps({**common, "RANK": rank, "LOCAL_RANK": rank}), *call))
+            for rank in ("0", "1")
+        ]
+        printed = [one.stdout.read() for one in ranks]
+        assert [one.wait() for one in ranks] == [0, 0]
+    return printed
+
+
 def curve(out: Path) -> list[tuple[int, float, float | None]]:
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(entry["step"], entry["loss"], entry.get("valid_loss")) for entry in entries]
 
 
-def test_two_processes_of_torchrun_train_as_one(texts: tuple[Path, Path], encoded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
+def test_two_processes_train_as_one(
+    launcher: str | None, texts: tuple[Path, Path], encoded: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     settings = tiny(architecture="llama", recipe={"1": "ssmax"}, steps=20)
@@ -59,9 +96,14 @@ def test_two_processes_of_torchrun_train_as_one(texts: tuple[Path, Path], encode
         checkpoint_every=10,
     )  # fmt: skip
     more = ("--recipe", str(recipe), "--steps", "20", "--eval-every", "10", "--checkpoint-every", "10", "--json")
-    done = launch(TORCHRUN, texts, tmp_path / "two", *more)
-    assert done.returncode == 0, done.stderr
-    together = json.loads(done.stdout)  # printed by one process
+    if launcher is None:
+        first, second = fork_two(texts, tmp_path / "two", "--device", "cpu", *more)
+        printed = first + second
+    else:
+        done = launch(launcher, texts, tmp_path / "two", *more)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    together = json.loads(printed)  # printed by one process
     assert together["run"] == alone["run"]
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert [step for step, *_ in two] == [step for step, *_ in one] == [10, 20]  # logged once
