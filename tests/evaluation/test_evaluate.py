@@ -71,6 +71,10 @@ def test_a_folder_of_another_run_is_not_mixed_in(bundled: Any, tmp_path: Path) -
     small(bundled, tasks=["perplexity"], normalizers=[], out=tmp_path)
     with pytest.raises(ValueError, match="limit is 2 here and 3 there"):
         small(bundled, tasks=["perplexity"], normalizers=[], limit=2, out=tmp_path)
+    text = tmp_path.with_suffix(".txt")
+    text.write_text("Other words. " * 100)
+    with pytest.raises(ValueError, match=f"text is {text} here and the bundled"):
+        small(bundled, tasks=["perplexity"], normalizers=[], text=text, out=tmp_path)
 
 
 def test_an_interrupted_run_keeps_finished_parts(bundled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,12 +220,16 @@ def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         require_only(folder, (), "files, but no evaluation")
     else:
         require_same_run(
-            record["run"], there["run"], f"{folder} holds another evaluation", "Choose a new folder with --out."
+            record["run"], there["run"], f"{folder} holds another evaluation", "Choose a new folder with --out.", _shown
         )
         for name in ("sides", "items"):
             record[name] = there[name] + [each for each in record[name] if each not in there[name]]
     write_json(folder / RECORD, record)
     return record
+
+
+def _shown(setting: Any) -> str:
+    return str(setting["name"]) if isinstance(setting, dict) else str(setting)
 
 
 def _digest(model: nn.Module) -> str:
