@@ -1,5 +1,6 @@
 """The loss of a text, from the hidden states of the measured pass: that of the model, in chunks, padding left out."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,17 @@ def test_a_loss_that_is_not_finite_is_none() -> None:
     model = tiny("gpt2")
     torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
     assert read(model, tokens()) == forward_pass.Reading(None, None, 0)
+
+
+def test_the_base_model_reads_inputs_that_it_takes_and_the_whole_model_reads_others() -> None:
+    class Base(torch.nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return pixels
+
+    base = Base()
+    model: Any = SimpleNamespace(base_model=base)
+    one = torch.ones(1)
+    assert forward_pass._reader(model, {"pixels": one}) is base  # all that it takes, and no more
+    assert forward_pass._reader(model, {}) is base
+    assert forward_pass._reader(model, {"pixels": one, "mask": one}) is model
+    assert forward_pass._reader(model, {"mask": one}) is model
