@@ -170,10 +170,7 @@ def of_smollm2(smollm2: Path) -> Numbers:
 
 @pytest.mark.slow
 @pytest.mark.real_model
-@pytest.mark.parametrize(
-    ("dtype", "absolute", "relative", "apart"),
-    [(torch.float64, 1e-5, 1e-5, 0), pytest.param(torch.float32, 1e-4, 1e-3, 0.05, marks=pytest.mark.nightly)],
-)
+@EACH_DTYPE
 def test_smollm2(
     of_smollm2: Numbers, smollm2: Path, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:
