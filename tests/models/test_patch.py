@@ -295,7 +295,7 @@ def test_an_exception_gives_the_model_back() -> None:
         ("ssmax", {"layers": [2]}, "layers= names layer 2.*0 to 1"),
         ("ssmax", {"layers": []}, "no layer at all"),
         ("ssmax", {"layers": {0: [4]}}, r"heads 0 to 3; got \[4\]$"),
-        ("ssmax", {"layers": {0: [1, 1]}}, "each of the heads once"),
+        ("ssmax", {"layers": {0: [1, 1]}}, "heads.*once"),
         ("ssmax", {"alpha": 3}, "accepts"),
         ("differential", {}, "another architecture"),
         ("differential_v2", {}, "another architecture"),
@@ -318,8 +318,8 @@ def test_an_exception_gives_the_model_back() -> None:
         ("ssmax", {"heads": 2}, "heads=2 is no number of heads.*4 .*layers="),
         ("ssmax", {"heads": [0, 1]}, r"heads=\[0, 1\] is no number of heads.*layers="),
         ("entmax15", {"heads": [0, 1]}, "layers="),
-        (attnorm.get("ssmax", heads=2), {}, "'ssmax' does not fit model.layers.0.self_attn, which has 4 heads"),
-        (attnorm.get("sink", heads=2), {"layers": {0: [1]}}, "'sink' does not fit .*4 heads"),
+        (attnorm.get("ssmax", heads=2), {}, "'ssmax'.*model.layers.0.self_attn.*4 heads"),
+        (attnorm.get("sink", heads=2), {"layers": {0: [1]}}, "'sink'.*4 heads"),
     ],
 )
 @pytest.mark.as_installed
