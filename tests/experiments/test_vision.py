@@ -77,6 +77,14 @@ def test_shifts_stay_within_an_eighth_and_half_are_mirrored() -> None:
     assert 150 < (columns >= 8).sum() < 250
 
 
+def test_a_shift_uncovers_the_reflected_image() -> None:
+    image = torch.arange(1, 17, dtype=torch.uint8).expand(50, 3, 16, 16)
+    moved = shifted_and_mirrored(image, torch.Generator().manual_seed(0))[:, 0, 0].int()
+    assert moved.min() == 1
+    assert (moved[:, 1:] - moved[:, :-1]).abs().unique().tolist() == [1]  # no jump at an edge
+    assert moved[:, 0].unique().tolist() == [1, 2, 3, 14, 15, 16]
+
+
 def test_textures_are_deterministic_and_of_every_class() -> None:
     one, two = generated_textures(40, 8, 16), generated_textures(40, 8, 16)
     assert torch.equal(one.train.pixels, two.train.pixels)

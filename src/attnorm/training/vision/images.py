@@ -11,7 +11,7 @@ from torch import Tensor
 
 SPLITS = ("train", "test")
 PICTURES = (".jpg", ".jpeg", ".png")
-PADDING = 1 / 8  # of the side: an image is shifted by up to this much in training
+LARGEST_SHIFT = 1 / 8  # of the side, in training
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,23 @@ def as_model_input(pixels: Tensor) -> Tensor:
 def shifted_and_mirrored(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Shift each image by up to an eighth of its side and mirror half of them.
 
+    What a shift uncovers is the reflected image: black borders would be seen in training only, and models whose weights
+    do not sum to 1 fail on test images without them.
+
     generator: on the CPU, so that a GPU trains on the same images.
     """
     count, _, side, _ = pixels.shape
-    most = round(PADDING * side)
-    padded = torch.nn.functional.pad(pixels, (most, most, most, most))
-    top, left = torch.randint(2 * most + 1, (2, count, 1), generator=generator)
+    most = round(LARGEST_SHIFT * side)
+    top, left = torch.randint(-most, most + 1, (2, count, 1), generator=generator)
     mirrored = torch.rand(count, 1, generator=generator) < 0.5
     along = torch.arange(side)
-    rows = (top + along).to(pixels.device)
-    columns = (left + torch.where(mirrored, along.flip(0), along)).to(pixels.device)
+    rows = _reflected(top + along, side).to(pixels.device)
+    columns = _reflected(left + torch.where(mirrored, along.flip(0), along), side).to(pixels.device)
     image = torch.arange(count, device=pixels.device)
-    moved = padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    moved = pixels[image[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return moved.permute(0, 3, 1, 2)
+
+
+def _reflected(index: Tensor, side: int) -> Tensor:
+    """Indices beyond an edge count back from it."""
+    return (side - 1) - ((side - 1) - index.abs()).abs()
