@@ -224,11 +224,11 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
             ("soft++", "softmax", "SOFT++ is more accurate than softmax at equal size"),
             ("soft K=Q", "softmax", "SOFT with K = Q is more accurate than softmax"),
             ("soft++ K=Q", "softmax", "SOFT++ with K = Q is more accurate than softmax"),
-            ("soft", "gaussian", "the landmarks lose no accuracy against the full Gaussian kernel"),
+            ("soft", "gaussian", "the landmarks are at least as accurate as the full Gaussian kernel"),
         ):
             if (tokens, name) in groups and (tokens, rival) in groups:
                 ours, theirs = accuracy(groups[tokens, name]), accuracy(groups[tokens, rival])
-                verdict: Verdict = _verdict(ours, theirs, equal_is_enough=rival == "gaussian")
+                verdict: Verdict = _verdict(ours, theirs)
                 found.append(
                     ExperimentFinding(
                         claim=f"{claim} ({tokens:,} tokens)",
@@ -240,12 +240,13 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
     return tuple(found)
 
 
-def _verdict(ours: Accuracy, theirs: Accuracy, *, equal_is_enough: bool) -> Verdict:
+def _verdict(ours: Accuracy, theirs: Accuracy) -> Verdict:
+    """Intervals that overlap decide nothing: with three seeds they are wide."""
     if ours.low > theirs.high:
         return "reproduces"
     if ours.high < theirs.low:
         return "does not"
-    return "reproduces" if equal_is_enough else "partly"
+    return "partly"
 
 
 def _words(found: Accuracy) -> str:
