@@ -28,7 +28,7 @@ from attnorm.training.device import chosen_device
 from attnorm.training.vision.images import ImageSplits, generated_textures, read_archive
 from attnorm.training.vision.train import Record, VisionSettings, train_vit
 
-RECORDS = "records.jsonl"  # in the output folder: records of other sittings, plain or .xz
+RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
 GENERATED = "generated textures"
 
