@@ -16,7 +16,7 @@ from tests.attention.reference import TYPICAL, Case, seen
 
 every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 
-ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_temperature", "tempered", "composed"]
+ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_temperature", "ssa", "tempered", "composed"]
 
 
 @every_case

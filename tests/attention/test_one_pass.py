@@ -94,7 +94,7 @@ def test_the_maps_that_have_a_kernel() -> None:
     names = ["softmax", "ssmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu", "softpick"]
     assert list(dict.fromkeys(case.name for case in DECLARED)) == [
         *names, "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
-        "odd_polynomial",
+        "odd_polynomial", "composed", "tempered",
     ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def test_the_blocks_of_the_page_run(
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, object] = {}
     for block in blocks:
         if "lightning" not in block or find_spec("lightning"):

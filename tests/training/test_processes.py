@@ -1,7 +1,7 @@
 """Training in two processes: the same losses as one process, and every file written once.
 
-torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two forks of the test
-process get them; at night the launchers start them.
+torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two processes get
+them from the test; at night the launchers start them.
 """
 
 import json
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from safetensors.torch import load_file
 
 from attnorm.training.lm.run import train_lm
 from attnorm.training.processes import Processes
-from tests.forked import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -52,31 +50,28 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
     )
 
 
-RANK = """
-import json, os, sys, warnings
-os.environ.update(json.loads(sys.argv[1]))
-warnings.resetwarnings()  # as in a new process, where a warning is no error
-from attnorm.cli import app
-app(sys.argv[2:], standalone_mode=False)
-"""
-
-
-def fork_two(texts: tuple[Path, Path], out: Path, *more: str) -> list[str]:
-    """Train in two processes; what each of them prints."""
+def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
+    """Train in two processes with the environment variables of torchrun; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     call = ["train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(forked(RANK, json.dumps({**common, "RANK": rank, "LOCAL_RANK": rank}), *call))
-            for rank in ("0", "1")
-        ]
-        printed = [one.stdout.read() for one in ranks]
-        assert [one.wait() for one in ranks] == [0, 0]
-    return printed
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "attnorm", *call], env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        printed = [one.communicate(timeout=300) for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+    assert [one.returncode for one in ranks] == [0, 0], [errors for _, errors in printed]
+    return "".join(words for words, _ in printed)
 
 
 def curve(out: Path) -> list[tuple[int, float, float | None]]:
@@ -97,8 +92,7 @@ def test_two_processes_train_as_one(
     )  # fmt: skip
     more = ("--recipe", str(recipe), "--steps", "20", "--eval-every", "10", "--checkpoint-every", "10", "--json")
     if launcher is None:
-        first, second = fork_two(texts, tmp_path / "two", "--device", "cpu", *more)
-        printed = first + second
+        printed = run_two(texts, tmp_path / "two", "--device", "cpu", *more)
     else:
         done = launch(launcher, texts, tmp_path / "two", *more)
         assert done.returncode == 0, done.stderr

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnorm.training.lm import data as texts_module
-from attnorm.training.lm.data import as_transformers, pieces, prepare, token_bytes, train_tokenizer
+from attnorm.training.lm.data import END_OF_TEXT, as_transformers, pieces, prepare, token_bytes, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ LIKE_PROSE = st.text(st.sampled_from("ab '\n\n1.,é\t"), max_size=80)
 
 @given(text=ANYTHING | LIKE_PROSE)
 def test_every_text_comes_back_unchanged(text: str, tokenizer: Any) -> None:
+    assume(END_OF_TEXT not in text)  # the marker between texts is no text
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
