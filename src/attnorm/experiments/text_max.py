@@ -253,7 +253,7 @@ def figure(found: TextMax, about: str) -> Figure:
     left.plot(found.sizes, found.right, **MEASURED, label="right answers")
     left.plot(found.sizes, found.first_right, **CORRECTED, label="right first tokens")
     left.plot(found.sizes, 1 / np.array(found.sizes), **{**NULL, "marker": None}, label="a random number of the list")
-    left.set_ylim(0, 1.2)
+    left.set_ylim(0, 1.4)
     left.set_yticks(np.linspace(0, 1, 6))
     left.set_ylabel("share of lists")
     letter(left, "a", "Accuracy")
