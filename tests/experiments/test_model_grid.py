@@ -63,6 +63,30 @@ def test_records_from_elsewhere_are_used(
     assert read_jsonl(tmp_path / grid.RECORDS) == records
 
 
+def test_records_of_another_plan_are_not_used(trained: tuple[Path, list[grid.Record]], tmp_path: Path) -> None:
+    """The quick and the full plan have models of the same name."""
+    _, records = trained
+    append_jsonl(tmp_path / grid.RECORDS, records)
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:2], tokens=256)
+    (found,) = grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
+    assert found["settings"]["steps"] == 2 != records[0]["settings"]["steps"]
+
+
+def test_what_another_process_finished_meanwhile_is_not_trained_again(
+    trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, records = trained
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+
+    def finish_elsewhere(what: str, done: int, total: int) -> None:
+        if what.startswith("training"):
+            append_jsonl(tmp_path / "parts" / "temperature" / "results.jsonl", [records[done]])
+
+    monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
+    found = grid.records_of(plan, SUBJECT, finish_elsewhere, tmp_path / "parts" / "temperature")
+    assert [record["label"] for record in found] == [record["label"] for record in records]
+
+
 def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> grid.Record:
     return {
         "map": map_, "temperature": str(T), "seed": seed, "valid_loss": loss, "diverged": loss is None,

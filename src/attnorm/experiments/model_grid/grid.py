@@ -19,6 +19,7 @@ from attnorm.experiments.language_models.workspace import ModelPlan, Texts, Work
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import read_jsonl
 from attnorm.normalizers.spec import parse_spec
+from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, in_training
@@ -64,29 +65,31 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
     """Return the record of every model and seed of the plan; train what no record exists for."""
     plan = on_this_machine(plan)
     workspace = Workspace.open(parts, plan)
-    known = {_key(record): record for record in _known_records(workspace, parts)}
     wanted = [(model, subject.seed + seed) for seed in plan.seeds for model in plan.models]
-    missing = [one for one in wanted if _key_of(*one) not in known]
+    keys = [_key(model.label, settings_of(plan, model, seed).as_dict()) for model, seed in wanted]
+    known = _known_records(workspace, parts)
+    missing = [(key, *one) for key, one in zip(keys, wanted, strict=True) if key not in known]
     if missing:
         progress("encoding the texts", 0, len(missing))
         train, valid, others = texts_of(subject, parts)
         texts = prepare_texts(workspace, train, valid, others)
         unigram = _unigram_loss(workspace)
-        for done, (model, seed) in enumerate(missing):
+        for done, (key, model, seed) in enumerate(missing):
             progress(f"training {model.label}, seed {seed}", done, len(missing))
             with workspace.claimed(f"{model.label}-seed-{seed}") as mine:
-                if mine:
+                if mine and key not in _known_records(workspace, parts):  # another process may have finished it
                     record = train_and_measure(plan, model, seed, texts, parts, chosen_device(subject.device))
                     ended = record["valid_loss"]
-                    record |= {"unigram_loss": unigram, "diverged": ended is None or ended > unigram}
-                    known[_key(record)] = workspace.add(record)
-    return [known[key] for one in wanted if (key := _key_of(*one)) in known]
+                    workspace.add(record | {"unigram_loss": unigram, "diverged": ended is None or ended > unigram})
+    known = _known_records(workspace, parts)
+    return [known[key] for key in keys if key in known]
 
 
-def _known_records(workspace: Workspace[GridPlan], parts: Path) -> list[Record]:
+def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
     elsewhere = [record for file in files if file.exists() for record in read_jsonl(file)]
-    return [*(record for record in elsewhere if record["stage"] == "model"), *workspace.results(stage="model")]
+    found = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
+    return {_key(record["label"], record["settings"]): record for record in found}
 
 
 def _unigram_loss(workspace: Workspace[GridPlan]) -> float:
@@ -96,21 +99,21 @@ def _unigram_loss(workspace: Workspace[GridPlan]) -> float:
     return loss
 
 
-def _key_of(model: GridModel, seed: int) -> str:
-    return f"{model.label}, seed {seed}"
+def _key(label: str, settings: Mapping[str, Any]) -> str:
+    """What identifies a record: the model and all settings, seed included; the dtype is the machine's."""
+    return settings_hash({"label": label, **{name: value for name, value in settings.items() if name != "dtype"}})
 
 
-def _key(record: Record) -> str:
-    return f"{record['label']}, seed {record['seed']}"
+def settings_of(plan: GridPlan, model: GridModel, seed: int) -> LMSettings:
+    others = model.settings or {}
+    return plan.model_settings(model.normalizer, rate=plan.rate, tokens=plan.tokens, seed=seed, **others)
 
 
 def train_and_measure(
     plan: GridPlan, model: GridModel, seed: int, texts: Texts, parts: Path, device: torch.device
 ) -> Record:
     """Train one model from scratch and measure it; a run that diverges is a result too."""
-    settings = plan.model_settings(
-        model.normalizer, rate=plan.rate, tokens=plan.tokens, seed=seed, **(model.settings or {})
-    )
+    settings = settings_of(plan, model, seed)
     attention = _attention(model)
     folder = parts / "runs" / f"{model.label}-seed-{seed}".replace(" ", "-").replace(":", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run, which has no checkpoint
