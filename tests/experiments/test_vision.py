@@ -152,8 +152,9 @@ def test_finished_models_are_not_trained_again(
     parts, records = trained
     monkeypatch.setattr(vision, "train_vit", lambda *_: pytest.fail("trained again"))
     assert vision.records_of(PLAN, QUICK, silent, parts) == records
-    append_jsonl(tmp_path / vision.RECORDS, records)  # of another sitting
-    assert vision.records_of(PLAN, QUICK, silent, tmp_path / "parts" / "vision") == records
+    of_a_gpu = [{**one, "settings": {**one["settings"], "dtype": "bfloat16"}} for one in records]
+    append_jsonl(tmp_path / vision.RECORDS, of_a_gpu)
+    assert vision.records_of(PLAN, QUICK, silent, tmp_path / "parts" / "vision") == of_a_gpu
     assert vision.records_of(PLAN, replace(QUICK, only=("soft",)), silent, parts) == [records[1]]
 
 

@@ -154,8 +154,8 @@ def read_images(subject: ExperimentSubject) -> ImageSplits:
 
 
 def _key(settings: dict[str, Any], images: str) -> str:
-    """Identify a record by its settings and images; on which device it ran is part of the dtype only."""
-    return f"{sorted(settings.items())} {images}"
+    """Identify a record by its settings and images; the dtype is the machine's: records of a GPU are drawn on any."""
+    return f"{sorted((name, value) for name, value in settings.items() if name != 'dtype')} {images}"
 
 
 @dataclass(frozen=True)
