@@ -101,4 +101,4 @@ class Processes:
         """The module, with gradients averaged over the processes."""
         if self.count == 1:
             return module
-        return nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
+        return nn.parallel.DistributedDataParallel(module)
