@@ -39,6 +39,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "softpick": {},
     "scale_invariant": {},
     "adaptive_temperature": {},
+    "sa_softmax": {},
 }
 
 
@@ -56,6 +57,11 @@ MORE: dict[str, Any] = {
         "softpick", scale=[attnorm.get("softcap", cap=2.0), "ssmax"]
     ),
     "distances behind a cap": lambda: attnorm.compose(scale=[attnorm.get("softcap", cap=2.0), "scale_invariant"]),
+    "range of a window behind a cap and ssmax": lambda: attnorm.compose(
+        "sa_softmax",
+        scale=[attnorm.get("softcap", cap=2.0), attnorm.get("ssmax", heads=4)],
+        select=attnorm.get("local", window=9),
+    ),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
 
@@ -91,9 +97,9 @@ def test_every_map_and_every_call(case: Case, call: tuple[Any, ...]) -> None:
 
 
 def test_the_maps_that_have_a_kernel() -> None:
-    names = ["softmax", "ssmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu", "softpick"]
+    names = ["softmax", "ssmax", "sa_softmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu"]
     assert list(dict.fromkeys(case.name for case in DECLARED)) == [
-        *names, "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
+        *names, "softpick", "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
         "odd_polynomial", "composed", "tempered",
     ]  # fmt: skip
 
@@ -154,20 +160,35 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
     q, k, v = draw(SQUARE)
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=DEVICE)
     mask[0, :, 5] = False
-    for name in ("softpick", "sink", "sigmoid"):
+    for name in ("softpick", "sink", "sigmoid", "sa_softmax"):
         normalizer = attnorm.get(name).to(DEVICE)
         output, *grads = run((q, k, v), normalizer, "triton", mask=mask)
         assert (output[0, :, 5] == 0).all()
         assert all(g.isfinite().all() for g in grads)
     poisoned = k.detach().clone()
     poisoned[1, 1, 7] = torch.nan
-    for name in ("softpick", "sink", "sigmoid", "relu"):
+    for name in ("softpick", "sink", "sigmoid", "relu", "sa_softmax"):
         found = attnorm.attention(
             q.detach(), poisoned, v.detach(), attnorm.get(name).to(DEVICE), engine="triton", causal=True
         )
         assert found[1, 1, 7:].isnan().all(), name
         assert found[1, 1, :7].isfinite().all(), name
         assert found[0].isfinite().all(), name
+
+
+def test_weights_of_sa_softmax_lie_between_0_and_1_and_that_of_the_smallest_logit_is_0() -> None:
+    """Also where all logits lie far from 0, and where a row has one logit only."""
+    z = torch.stack([torch.linspace(-3, 5, 40), torch.linspace(90, 91, 40), torch.linspace(-1e3, -999, 40)])
+    q = torch.eye(3).repeat(6, 1)[None, None].to(DEVICE)
+    k, v = z.T[None, None].contiguous().to(DEVICE), torch.eye(40)[None, None].to(DEVICE)
+    found = attnorm.attention(q, k, v, "sa_softmax", scale=1.0, engine="triton")[0, 0, :3].double()
+    expected = attnorm.normalize(z.double(), "sa_softmax").to(DEVICE)
+    steps = torch.finfo(torch.float32).eps * z.abs().amax(-1, keepdim=True).clamp(min=8).to(DEVICE)
+    assert ((found - expected).abs() <= 8 * steps * expected.amax(-1, keepdim=True)).all()
+    assert ((found >= 0) & (found <= 1)).all()
+    assert found[0, 0] == 0
+    alone = attnorm.attention(q, k[..., :1, :], v[..., :1, :1], "sa_softmax", scale=1.0, engine="triton")[0, 0, :3, 0]
+    assert torch.allclose(alone, torch.tensor([0.0, 1.0, 0.0], device=DEVICE), atol=1e-5)
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
@@ -178,10 +199,11 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 def test_compiled_code_contains_the_kernels_as_operators() -> None:
     q, k, v = draw((1, 1, 1, 20, 20, 16, 16))
-    normalizer = attnorm.get("adaptive_temperature")
+    composed = [attnorm.get(name) for name in ("adaptive_temperature", "sa_softmax")]
 
     def loss(q: Tensor) -> Tensor:
-        return attnorm.attention(q, k, v, normalizer, causal=True, engine="triton").square().sum()
+        outputs = [attnorm.attention(q, k, v, one, causal=True, engine="triton") for one in composed]
+        return torch.stack(outputs).square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     (found,), (expected,) = (torch.autograd.grad(one(q), q) for one in (compiled, loss))
@@ -219,7 +241,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import one_pass, one_pass_backward
+from attnorm.kernels import extremes, one_pass, one_pass_backward
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -232,11 +254,14 @@ types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
 types |= dict.fromkeys((*rows, "grad_shift"), "*fp32")
+types |= dict.fromkeys(("lowest", "highest"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
-    for kernel in (one_pass.forward, one_pass_backward.backward_queries, one_pass_backward.backward_keys):
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
+    for kernel in (one_pass.forward, *backward, extremes.extreme_keys):
+        given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
         target = GPUTarget("cuda", capability, 32)
-        assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=constants), target=target).asm
+        assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=given), target=target).asm
 """
     assert_compiles(script)

@@ -82,7 +82,7 @@ def test_auto_engine_in_bfloat16_follows_float64(name, lengths, heads, mask, cau
     _assert_close(found, expected, 3e-2)
 
 
-@pytest.mark.parametrize("name", sorted(set(ROWS) - {name for name, _ in FLEX}))
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {name for name, _ in FLEX if name != "sa_softmax"}))
 @pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES)
 def test_auto_engine_in_float32_matches_float64(name, lengths, heads, mask, causal):
     normalizer = attnorm.get(name).cuda()

@@ -5,6 +5,9 @@ float32. The kernels are operators of torch.library, so compiled code contains t
 
 Adaptive temperature is two such calls. The entropy of a row is log D - <q, attention(q, K, K)> * scale, both of which
 carry gradients, and its beta is the factor of the second call.
+
+Self-adjusted softmax is a search for the extreme keys of each row, then one call. Logits count from the smallest one,
+which is the shift of the row and carries its gradient; the output is divided by the row's range.
 """
 
 from dataclasses import dataclass, replace
@@ -54,6 +57,8 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
         return None
     cap, rules = _own_softcap(inputs, normalizer)
+    if map_.ranged and not all(isinstance(rule, ScaleRule) for rule in rules):
+        return None
     form = Lowered(map_, softcap=inputs.softcap if cap is None else cap)
     last = rules[-1] if rules else None
     if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
@@ -98,6 +103,11 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         if logit.dim() == 1 and logit.shape[0] != heads:
             raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
         sink = logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+    if form.map.ranged:
+        low, high = _range(inputs, factor, form)
+        width = high - low
+        output = _call(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)[0]
+        return output / torch.where(width > 0, width, 1.0)[..., None]
     return _call(inputs, inputs.v_BGKE, factor, shift, sink, form)[0]
 
 
@@ -109,6 +119,26 @@ def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tenso
     mean = inputs.scale * (inputs.q_BHQD.float() * mean_key).sum(-1)
     entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
     return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
+
+
+def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest logit of each row, (B, H, Q), 0 included. The first such key takes the gradient."""
+    q, k = inputs.q_BHQD, inputs.k_BGKD
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    fixed = None if factor is None else factor.detach()
+    found = _extreme_keys(q.detach(), k.detach(), mask, fixed, form.softcap, inputs.causal, form.window, inputs.scale)
+    batches = torch.arange(q.shape[0], device=q.device)[:, None, None]
+    key_heads = (torch.arange(q.shape[1], device=q.device) // inputs.groups)[:, None]
+    empty = inputs.n()[..., 0] == 0
+    extremes = []
+    for keys in found:
+        chosen = k[batches, key_heads, keys.long()]  # backward of this indexing is deterministic, that of gather is not
+        logit = inputs.scale * (q.float() * chosen.float()).sum(-1)
+        if form.softcap is not None:
+            logit = form.softcap * torch.tanh(logit / form.softcap)
+        logit = logit if factor is None else logit * factor
+        extremes.append(torch.where(empty, 0.0, logit))
+    return extremes[0].clamp(max=0), extremes[1].clamp(min=0)
 
 
 def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: KernelForm) -> tuple[Tensor | None, Tensor | None]:
@@ -150,6 +180,25 @@ def _form(
         map=map, power=power, floor=floor, rule=rule, parameter=parameter, softcap=softcap, causal=causal,
         window=window, scale=scale,
     )  # fmt: skip
+
+
+@torch.library.custom_op("attnorm::extreme_keys", mutates_args=())
+def _extreme_keys(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import one_pass_attention
+
+    form = _form("softmax", 1, 0.0, "none", 0.0, softcap, causal, window, scale)
+    return one_pass_attention.extreme_keys(q, k, mask, factor, form)
+
+
+@_extreme_keys.register_fake
+def _(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape[:3], dtype=torch.int32), q.new_empty(q.shape[:3], dtype=torch.int32)
 
 
 @torch.library.custom_op("attnorm::one_pass_attention", mutates_args=())

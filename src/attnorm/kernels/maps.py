@@ -147,6 +147,22 @@ def elu1_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def self_adjusted_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    """Softmax times the logit. P = 2: times its distance from the smallest, 0 there but for rounding."""
+    p = tl.exp2(z - r)
+    x = z * LN2
+    if P == 2:
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return p * x, p
+
+
+@triton.jit
+def self_adjusted_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    a, p = self_adjusted_weights(z, r, P, FAST)
+    return a, a + p, p
+
+
+@triton.jit
 def no_rule(z, t, p, FAST: tl.constexpr):
     return z, 1.0
 
@@ -181,6 +197,9 @@ MAPS: dict[str, TileMap] = {
     "softpick": TileMap(softpick_weights, softpick_slopes, Reference.AT_LEAST_ZERO, normalised=True, lift=1024.0),
     "softplus": TileMap(softplus_weights, softplus_slopes, Reference.AT_MOST_ZERO, normalised=True),
     "elu+1": TileMap(elu1_weights, elu1_slopes, Reference.AT_MOST_ZERO, normalised=True),
+    "self_adjusted": TileMap(
+        self_adjusted_weights, self_adjusted_slopes, Reference.LARGEST, normalised=True, lift=16.0
+    ),
     "polynomial": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=True),
     "sigmoid": TileMap(sigmoid_weights, sigmoid_slopes, Reference.NONE, normalised=False, lift=1024.0),
     "relu": TileMap(relu_weights, relu_slopes, Reference.NONE, normalised=False, lift=32.0),

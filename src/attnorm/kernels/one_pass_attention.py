@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import one_pass, one_pass_backward
+from attnorm.kernels import extremes, one_pass, one_pass_backward
 from attnorm.kernels.launch import Launch, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 
@@ -19,7 +19,7 @@ class Form:
     """Which kernel a call needs, beyond its tensors: the map and rule by name, and their numbers."""
 
     map: str
-    power: int = 1  # of relu and polynomial
+    power: int = 1  # of relu and polynomial; the variant of self_adjusted
     floor: float = 0.0  # added to the denominator of a scaled map, in natural units
     rule: str = "none"
     parameter: float = 0.0  # of the rule
@@ -95,6 +95,23 @@ def backward(
     return grad_q, grad_k, grad_v, grad_factor, grad_shift, grad_sink
 
 
+def extreme_keys(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    """The first keys of the smallest and of the largest logit of each row, (B, H, Q); 0 in rows that see none."""
+    call = _OnePassLaunch.of(q, k, k, mask, factor, None, None, form)
+    lowest, highest = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
+    rows, columns, warps, stages = _extremes_tile(q)
+    q_in, k_in, _, mask_in, factor_in, _ = call.tensors
+    names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
+    with call.device:
+        extremes.extreme_keys[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+            q_in, k_in, mask_in, factor_in, lowest, highest, *call.strides[:6], *call.strides[9:],
+            *call.lengths, form.window or 0, q.shape[-1], form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E,
+            **{name: call.constants[name] for name in names}, ROWS=rows, COLUMNS=columns, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+    return lowest, highest
+
+
 @dataclass(frozen=True)
 class _OnePassLaunch(Launch):
     shift: Tensor | None
@@ -160,3 +177,10 @@ def _backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     if q.dtype == torch.float32:
         return 32, 32, 4, 2
     return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (32, 32, 4, 2)
+
+
+def _extremes_tile(q: Tensor) -> tuple[int, int, int, int]:
+    """Four numbers per logit stay in registers."""
+    if q.dtype == torch.float32:
+        return 32, 32, 4, 2
+    return (64, 64, 4, 3) if padded(q) <= 128 else (64, 64, 4, 2)

@@ -49,6 +49,7 @@ class KernelForm:
     row_shift: Callable[[Tensor], Tensor] | None = None  # of n: added to them
     counts_keys: bool = False  # n enters, so that no selection may hide keys in front of the map
     float16: bool = True  # whether float16 can hold its weights
+    ranged: bool = False  # logits count from the smallest of the row or 0, and weights are divided by the row's range
 
 
 class Map(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.normalizers.softmax import softmax_row
 
@@ -32,6 +32,9 @@ class SelfAdjusted(Map):
         p = torch.softmax(block.filled_low(), dim=-1)
         # Hidden logits are 0 in the block, and both clamps include 0 anyway.
         return block.hide(p * (self._position_in_range(block.logits) if self.normalised else block.logits))
+
+    def kernel_form(self) -> KernelForm:
+        return KernelForm("self_adjusted", power=2 if self.normalised else 1, ranged=self.normalised)
 
     @staticmethod
     def _position_in_range(z: Tensor) -> Tensor:

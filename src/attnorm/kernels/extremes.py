@@ -1,0 +1,88 @@
+"""For each row, the visible keys of its smallest and its largest logit: one pass over the keys, without values.
+
+Every column of a tile keeps its own extremes and the tiles they lie in, so that rows are searched once, at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from attnorm.kernels.maps import no_rule
+from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys
+
+
+@triton.jit
+def _fold(
+    low, high, low_at, high_at, start, stop, q_tile, k, rows, factor,
+    mask, k_row, mask_row, mask_column, queries, keys, offset, window, width, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    for at in range(start, stop, COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        i, j = rows[:, None], columns[None, :]
+        z = logits(
+            dot * scale, i, j, offset, factor[:, None], 0.0, cap, 0.0, no_rule, False, False, CAPPED, FACTORED, False
+        )
+        smaller, larger = z < low, z > high
+        if EDGE:
+            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
+            smaller, larger = smaller & seen, larger & seen
+        low, low_at = tl.where(smaller, z, low), tl.where(smaller, at, low_at)
+        high, high_at = tl.where(larger, z, high), tl.where(larger, at, high_at)
+    return low, high, low_at, high_at
+
+
+@triton.jit
+def _first_key(values, extreme, tile_at, keys, COLUMNS: tl.constexpr):
+    """The first key of each row whose value is the extreme; 0 in a row that saw none."""
+    key = tile_at + tl.arange(0, COLUMNS)[None, :]
+    return tl.minimum(tl.min(tl.where(values == extreme[:, None], key, keys), 1), keys - 1)
+
+
+@triton.jit
+def extreme_keys(
+    q, k, mask, factor, lowest, highest,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """lowest, highest (B, H, Q): indices of keys."""
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks  # the longest causal rows first
+    batch_head = (program // blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    k += batch * k_batch + head // groups * k_head
+    mask += batch * mask_batch + head * mask_head
+    rows = block * ROWS + tl.arange(0, ROWS)
+    inside = rows < queries
+    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
+    row_at = batch_head * queries + rows
+    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
+
+    low = tl.full([ROWS, COLUMNS], float("inf"), tl.float32)
+    high = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+    low_at = tl.zeros([ROWS, COLUMNS], tl.int32)
+    high_at = tl.zeros([ROWS, COLUMNS], tl.int32)
+    first, begin, end, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
+    if WINDOWED or MASKED:
+        low, high, low_at, high_at = _fold(
+            low, high, low_at, high_at, first, begin, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
+            queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, True,
+            PRECISION, COLUMNS, WIDTH, FULL,
+        )  # fmt: skip
+    low, high, low_at, high_at = _fold(
+        low, high, low_at, high_at, begin, end, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
+        queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, False,
+        PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    low, high, low_at, high_at = _fold(
+        low, high, low_at, high_at, end, last, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
+        queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, True,
+        PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    tl.store(lowest + row_at, _first_key(low, tl.min(low, 1), low_at, keys, COLUMNS), mask=inside)
+    tl.store(highest + row_at, _first_key(high, tl.max(high, 1), high_at, keys, COLUMNS), mask=inside)
