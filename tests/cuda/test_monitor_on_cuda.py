@@ -24,6 +24,12 @@ MECHANISMS = [name for name in NORMALIZERS if isinstance(attnorm.get(name), attn
 COMPARED = ("entropy_nats", "max_logit", "sink_mass", "jacobian_norm", "logit_spread")
 
 
+@pytest.fixture(autouse=True)
+def _kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequences are short; with fewer than 65 rows the statistics would come from blocks of logits."""
+    monkeypatch.setattr("attnorm.metrics.rows.FEWEST_KERNEL_ROWS", 1)
+
+
 def measured(model: PreTrainedModel, ids: Tensor, autocast: bool = False, **options: Any) -> dict[str, float]:
     monitor = AttentionMonitor(every=1, top_n=5, **options)
     with (

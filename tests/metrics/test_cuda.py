@@ -17,6 +17,13 @@ from tests.metrics.test_rows import TOP_N, same
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.fixture(params=["kernel", "blocks"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls have few rows, which go through blocks of logits unless the kernel takes one row already."""
+    if request.param == "kernel":
+        monkeypatch.setattr("attnorm.metrics.rows.FEWEST_KERNEL_ROWS", 1)
+
+
 def on_cuda(call: AttentionCall) -> AttentionCall:
     moved = {name: value.cuda() for name, value in vars(call).items() if isinstance(value, torch.Tensor)}
     return dataclasses.replace(call, **moved)
