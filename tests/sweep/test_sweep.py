@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -180,6 +181,26 @@ def _runs_items(process: psutil.Process) -> bool:
         return "spawn_main" in " ".join(process.cmdline())
     except psutil.Error:  # ended meanwhile
         return False
+
+
+DRIVER = """
+import os, sys, threading, time
+from pathlib import Path
+from attnorm.sweep.engines import LocalEngine
+from attnorm.sweep.plan import Resources
+engine, both = LocalEngine(Path(sys.argv[1]), Resources(), 2, None), threading.Barrier(2)
+print(*engine._threads.map(lambda _: (both.wait(), engine._pool().submit(os.getpid).result())[1], range(2)), flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_their_driver(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        workers = [psutil.Process(int(number)) for number in driver.stdout.readline().split()]
+        driver.kill()
+        assert len(workers) == 2
+        assert psutil.wait_procs(workers, timeout=120)[1] == []
 
 
 def test_two_processes_never_run_one_item_twice(tmp_path: Path) -> None:

@@ -129,10 +129,18 @@ def _start_worker(number: int, gpus: float) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the driver ends the workers
+    threading.Thread(target=_end_with_driver, daemon=True).start()
     if gpus > 0:
         per_gpu = max(1, int(1 / gpus))
         first = number // per_gpu if gpus < 1 else number * int(gpus)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + max(1, int(gpus)))))
+
+
+def _end_with_driver() -> None:
+    """A killed driver cannot end its workers, and each of them would wait for its next item for ever."""
+    if (driver := multiprocessing.parent_process()) is not None:
+        driver.join()
+        os._exit(1)
 
 
 def processes_that_fit(resources: Resources) -> int:
