@@ -129,7 +129,7 @@ class Oracle(torch.nn.Module):
         return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(following, 300).float())
 
     def get_output_embeddings(self) -> Any:
-        return SimpleNamespace(weight=torch.eye(300))
+        return torch.nn.Identity()
 
 
 def test_what_is_counted_is_what_was_right() -> None:

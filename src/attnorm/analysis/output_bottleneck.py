@@ -27,7 +27,7 @@ from attnorm.models.token_windows import tokens_of, window_inputs
 NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
 WINDOW = 256  # tokens of a pass
 MOST_CONTEXTS = 2048
-DENSE = 2**27  # logits of a model whose head is not linear
+DENSE = 2**27  # logits of a model whose head is not linear: capped, or a mixture of softmaxes
 AT_ONCE = 2**24  # logits of a block
 BINDS, ROOM = 0.9, 0.5  # needed rank over width: from here the width binds; below there is room
 
@@ -70,7 +70,10 @@ class OutputBottleneck:
 
     @property
     def verdict(self) -> str:
-        """ "binds", "partly", "room", or "not tested" where there are fewer contexts than twice the width."""
+        """ "binds", "partly" or "room"; "lifted" where the predictions need a rank above the width, as only an output
+        layer that is not linear has; "not tested" where there are fewer contexts than twice the width."""
+        if self.own.needed > self.width + 1:  # one more than the width: a bias
+            return "lifted"
         if self.larger is not None:
             return "binds" if self.larger.kl_at(self.width) > NEGLIGIBLE else "room"
         if self.contexts < 2 * self.width:
@@ -85,6 +88,7 @@ class OutputBottleneck:
             "binds": "the width binds",
             "partly": "the width binds in part",
             "room": "the width leaves room",
+            "lifted": "the width does not bind, as the output layer is not linear",
             "not tested": f"not judged, as {self.contexts:,} contexts are fewer than twice the width",
         }
         first = (
@@ -236,8 +240,8 @@ def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor,
         return U, values, Q @ V.T
     if len(hidden) * len(W) > DENSE:
         raise ValueError(
-            f"{loaded.name} caps its output logits, so all of them are needed at once: {len(hidden) * len(W):,}, more "
-            f"than {DENSE:,}. Use at most {DENSE // len(W):,} contexts."
+            f"the output layer of {loaded.name} is not linear (capped logits, or a mixture), so all logits are needed "
+            f"at once: {len(hidden) * len(W):,}, more than {DENSE:,}. Use at most {DENSE // len(W):,} contexts."
         )
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=some.device)
     logits = head_logits(loaded.model, ids, hidden[None].to(some.device), kind)[0].double().cpu()

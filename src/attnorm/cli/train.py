@@ -33,6 +33,13 @@ def lm(
     recipe: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Recipe file with a normalizer per layer, instead.")
     ] = None,
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="softmax|mos:K|moc:K",
+            help="Output layer: softmax, a mixture of K softmaxes, or K contexts mixed before one softmax.",
+        ),
+    ] = "softmax",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
     width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
@@ -77,7 +84,10 @@ def lm(
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
-    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --out my-lm
+    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has exactly as
+    many parameters and cannot. The record also names the width at which plain softmax has as many.
+
+    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm
     """
     import torch
 
@@ -100,7 +110,7 @@ def lm(
             learning_rate=lr if lr is not None else by_layer.learning_rate or 1e-3,
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             normalizer=normalizer, normalizer_options=_options(normalizer_options),
-            recipe=by_layer.layers,
+            recipe=by_layer.layers, output=output,
         )  # fmt: skip
         lengths = numbers_of("--eval-lengths", eval_lengths)
     with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
@@ -135,7 +145,7 @@ def _losses(result: dict[str, Any]) -> Table:
     validation = result["validation"]
     table = Table(
         title=f"Validation loss after {result['tokens']:,} tokens",
-        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes{_speed(result)}",
+        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes{_size(result)}{_speed(result)}",
     )
     table.add_column("")
     for name in ("nats per token", "perplexity", "bits per byte"):
@@ -149,6 +159,12 @@ def _losses(result: dict[str, Any]) -> Table:
             name, f"{figures['nats_per_token']:.3f}", f"{figures['perplexity']:.1f}", f"{figures['bits_per_byte']:.3f}"
         )
     return table
+
+
+def _size(result: dict[str, Any]) -> str:
+    equal = result.get("softmax_of_equal_size")
+    other = f" (plain softmax: {equal['parameters']:,} at width {equal['width']})" if equal else ""
+    return f"; {result['parameters']:,} parameters{other}"
 
 
 def _speed(result: dict[str, Any]) -> str:

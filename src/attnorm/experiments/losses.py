@@ -99,5 +99,5 @@ def _losses(model: Any, windows: Sequence[Tensor] | Tensor, report: Callable[[in
         report(index)
         half = len(window) // 2
         hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[:, half:]
-        found.append(float(predicted_loss(hidden, model.get_output_embeddings().weight, window[None, half + 1 :])))
+        found.append(float(predicted_loss(hidden, model.get_output_embeddings(), window[None, half + 1 :])))
     return np.array(found)

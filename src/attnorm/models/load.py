@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from attnorm.models.output_head import restore_output
 from attnorm.models.private_names import commit_hash, loaded_from, uncompiled
 from attnorm.models.saving import restore_normalizers, with_known_loss
 from attnorm.models.source import (
@@ -95,6 +96,7 @@ def load(
         found = _read(place, config, precision, device, options)
         if not as_gguf:
             restore_normalizers(found, source, revision=revision, local_files_only=local_only)
+            restore_output(found, source, revision=revision, local_files_only=local_only)
         read, problem = _tokenizer(tokenizer, place, options)
     found.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)

@@ -68,9 +68,7 @@ def read_normalizers(
 
     digest: of `values_digest`, if one was saved. pickles: also read weights that are not safetensors.
     """
-    found: dict[str, Tensor] = {}
-    for file in _weight_files(directory, variant, pickles, where):
-        found |= _tensors_of(file)
+    found = read_weights(directory, OURS, variant=variant, pickles=pickles, **where)
     groups = _groups(found)
     if not groups:
         return [*_format_1(directory, where)]
@@ -89,6 +87,16 @@ def read_normalizers(
             ) from None
         normalizers.append(SavedNormalizer(WRAPPERS.sub("", path), recipe, values))
     return normalizers
+
+
+def read_weights(
+    directory: Any, pattern: re.Pattern[str], *, variant: str | None = None, pickles: bool = False, **where: Any
+) -> dict[str, Tensor]:
+    """The weights of a folder or hub repository whose names match; no others are read."""
+    found: dict[str, Tensor] = {}
+    for file in _weight_files(directory, pattern, variant, pickles, where):
+        found |= _tensors_of(file, pattern)
+    return found
 
 
 def values_digest(state: Mapping[str, Tensor]) -> str:
@@ -116,32 +124,34 @@ def _groups(state: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Tensor]
     return [(recipe, values.get(module, {})) for module, recipe in recipes.items()]
 
 
-def _weight_files(directory: Any, variant: str | None, pickles: bool, where: Mapping[str, Any]) -> Iterator[Path]:
-    """The files that can hold normalizers; of a model in several files those that do by its index."""
+def _weight_files(
+    directory: Any, pattern: re.Pattern[str], variant: str | None, pickles: bool, where: Mapping[str, Any]
+) -> Iterator[Path]:
+    """The files that can hold such weights; of a model in several files those that do by its index."""
     named = f".{variant}" if variant else ""
     kinds = [("model", "safetensors"), ("adapter_model", "safetensors")]
     for stem, suffix in [*kinds, *([("pytorch_model", "bin"), ("adapter_model", "bin")] if pickles else [])]:
         index = find_file(directory, f"{stem}.{suffix}.index{named}.json", **where)
-        names = {f"{stem}{named}.{suffix}"} if index is None else _indexed(index)
+        names = {f"{stem}{named}.{suffix}"} if index is None else _indexed(index, pattern)
         yield from (file for name in sorted(names) if (file := find_file(directory, name, **where)) is not None)
 
 
-def _indexed(index: Path) -> set[str]:
+def _indexed(index: Path, pattern: re.Pattern[str]) -> set[str]:
     weights = json.loads(index.read_text(encoding="utf-8")).get("weight_map") or {}
-    names = {file for key, file in weights.items() if OURS.match(key)}
+    names = {file for key, file in weights.items() if pattern.search(key)}
     if bad := [name for name in names if not isinstance(name, str) or not FILE_NAME.fullmatch(name)]:
         raise ValueError(f"{index}: expected names of weight files in the same folder, got {bad[0]!r}")
     return names
 
 
-def _tensors_of(file: Path) -> dict[str, Tensor]:
-    """The recipes and values in a file of weights; nothing else is read."""
+def _tensors_of(file: Path, pattern: re.Pattern[str]) -> dict[str, Tensor]:
+    """The weights of a file whose names match; nothing else is read."""
     if file.suffix == ".bin":
         state = torch.load(file, map_location="cpu", weights_only=True)
-        return {key: value for key, value in state.items() if OURS.match(key)}
+        return {key: value for key, value in state.items() if pattern.search(key)}
     try:
         with safe_open(file, framework="pt") as weights:
-            keys = [key for key in weights.keys() if OURS.match(key)]  # noqa: SIM118 - not a mapping
+            keys = [key for key in weights.keys() if pattern.search(key)]  # noqa: SIM118 - not a mapping
             for key in keys:
                 if key.endswith(f"{RECIPE}.json") and math.prod(weights.get_slice(key).get_shape()) > MOST_BYTES:
                     raise ValueError(f"{file}: expected at most {MOST_BYTES:,} bytes in {key}. Save the model again.")

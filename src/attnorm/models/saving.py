@@ -22,6 +22,8 @@ from attnorm.files import atomic_replace
 from attnorm.models.dispatch import NORMALIZER, attention_sites
 from attnorm.models.head_subset import check_fit, checked_heads, on_heads
 from attnorm.models.normalizer_files import SavedNormalizer, read_normalizers, remove_format_1, values_digest
+from attnorm.models.output_head import SAVED as SAVED_OUTPUT
+from attnorm.models.output_head import has_saved_output, restore_output
 from attnorm.models.patch_state import (
     RECORD,
     attach,
@@ -114,7 +116,7 @@ def from_pretrained(
     where: dict[str, Any] = {name: options[name] for name in PLACE if name in options}
     options = {"use_safetensors": True, **options}
     files = {**where, "variant": options.get("variant"), "pickles": not options["use_safetensors"]}
-    if not read_normalizers(directory, **files):
+    if not read_normalizers(directory, **files) and not has_saved_output(directory, **files):
         raise FileNotFoundError(
             f"expected a folder or a model in the Hugging Face cache, got {str(directory)!r}, and the hub cannot be "
             "reached. Give the folder of a patched model, or connect."
@@ -130,10 +132,12 @@ def from_pretrained(
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
-    with expecting_weights(chosen, rf"\.({NORMALIZER}|{RECIPE})\."), warnings.catch_warnings():
+    ours = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
+    with expecting_weights(chosen, ours), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*attnorm_replaced_softmax")  # PEFT, about the mark of peft_adapters
         model: PreTrainedModel = chosen.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **files)
+    restore_output(model, directory, **files)
     return with_known_loss(model)
 
 

@@ -21,7 +21,7 @@ model = attnorm.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 
-`transformers` alone would load the same weights and run them with softmax, which is not the trained model."""
+`transformers` alone would load the same weights and run them with plain softmaxes, which is not the trained model."""
 
 
 def model_card(record: dict[str, Any], sample: str = "") -> str:
@@ -39,13 +39,14 @@ def _front_matter() -> str:
 
 
 def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
-    loading = _LOADING_PATCHED if "normalizer" in run or "recipe" in run else _LOADING
+    ours = any(setting in run for setting in ("normalizer", "recipe", "output"))
+    loading = _LOADING_PATCHED if ours else _LOADING
     return f"""
 # A language model of {result["parameters"] / 1e6:.2f} million parameters
 
-{ARCHITECTURES[run["architecture"]].description}. {_attention(run)}{run["layers"]} layers of {run["heads"]} heads, \
-width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of {result["vocabulary"]}. Trained with \
-`attnorm train lm`; weights in float16.
+{ARCHITECTURES[run["architecture"]].description}. {_attention(run)}{_output(run, result)}{run["layers"]} layers \
+of {run["heads"]} heads, width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of \
+{result["vocabulary"]}. Trained with `attnorm train lm`; weights in float16.
 
 {loading}"""
 
@@ -62,6 +63,20 @@ def _attention(run: dict[str, Any]) -> str:
     paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
     chosen = ", ".join(f"{option}={value}" for option, value in options.items())
     return f"Attention uses `{name}`{f' with {chosen}' if chosen else ''}{paper} instead of softmax. "
+
+
+def _output(run: dict[str, Any], result: dict[str, Any]) -> str:
+    """Return sentences about a mixture at the output; empty for one softmax."""
+    if "output" not in run:
+        return ""
+    kind, _, components = run["output"].partition(":")
+    what = "softmaxes" if kind == "mos" else "contexts in front of one softmax"
+    equal = result["softmax_of_equal_size"]
+    return (
+        f"The output layer is a mixture of {components} {what} "
+        f"([Yang et al. 2018](https://arxiv.org/abs/1711.03953)); all weights together are {result['parameters']:,} "
+        f"numbers. A plain output layer has at least as many from width {equal['width']} on ({equal['parameters']:,}). "
+    )
 
 
 def _figures(result: dict[str, Any]) -> str:

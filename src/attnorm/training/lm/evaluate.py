@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch.nn import functional as F
 
+from attnorm.models.output_head import MixtureHead
 from attnorm.training.lm.data import Tokens, check_length, validation_windows
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 
@@ -29,21 +30,24 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 def predicted_loss(
     hidden: Float[torch.Tensor, "batch length width"],
-    unembedding: Float[torch.Tensor, "vocabulary width"],
+    head: Any,
     targets: Int64[torch.Tensor, "batch length"],
 ) -> Float[torch.Tensor, ""]:
     """Return the mean cross entropy in nats per token.
 
     A function of its own so that it can be compiled alone: the logits are the largest array of a small model's step.
+    head: the output layer, linear or a mixture.
     """
-    logits = F.linear(hidden, unembedding)
+    if isinstance(head, MixtureHead):
+        return head.loss(hidden, targets)
+    logits = F.linear(hidden, head.weight)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def window_loss(model: Any, windows: Int64[torch.Tensor, "batch window"], loss: Callable[..., Any]) -> Any:
     """Return the loss of every token of the windows except the first, given the tokens before it in the window."""
     hidden = model.base_model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
-    return loss(hidden, model.get_output_embeddings().weight, windows[:, 1:])
+    return loss(hidden, model.get_output_embeddings(), windows[:, 1:])
 
 
 @torch.inference_mode()

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from attnorm.files import write_json, write_text
+from attnorm.models.layer_recipe import SOFTMAX
 from attnorm.provenance import package_versions
 from attnorm.training.lm.card import model_card
 from attnorm.training.lm.data import Corpus, as_transformers, token_bytes
 from attnorm.training.lm.evaluate import baselines, losses_by_length
-from attnorm.training.lm.model import RECORD, LMSettings
+from attnorm.training.lm.model import RECORD, LMSettings, count_parameters, softmax_of_equal_size
 from attnorm.training.lm.train import METRICS, loss_rise, speed_and_memory
 
 SAMPLE = "sample.txt"
@@ -49,18 +50,20 @@ def export(
 
     from attnorm.models.saving import from_pretrained
 
-    read_back: Any = from_pretrained if settings.patched else AutoModelForCausalLM.from_pretrained
+    ours = settings.patched or settings.output != SOFTMAX
+    read_back: Any = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
     tokenizer = as_transformers(corpus.tokenizer, settings.context)
     with _without_progress_bars():
         _save_pretrained(out, model, tokenizer)
         saved: Any = read_back(out, dtype=torch.float32, local_files_only=True)
     saved = saved.to(device).eval()
+    parameters = count_parameters(saved)
     result = {
         "steps": steps,
         "tokens": steps * settings.tokens_per_step,
         "training_tokens_in_text": len(corpus.train),
         "vocabulary": corpus.vocabulary,
-        "parameters": sum(parameter.numel() for parameter in saved.parameters()),
+        "parameters": parameters,
         "training_seconds": round(seconds, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **speed_and_memory(out / METRICS),
@@ -70,6 +73,8 @@ def export(
         "command": command,
         "note": note,
     }
+    if settings.output != SOFTMAX:
+        result["softmax_of_equal_size"] = softmax_of_equal_size(settings, corpus.vocabulary, parameters)
     sample = ""
     if sample_tokens:
         # Selective attention depends on the choices of all earlier queries, which no cache keeps.

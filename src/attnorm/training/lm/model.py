@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
+from attnorm.models.output_head import parse_output, set_output
 from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 from attnorm.training.lm.data import LARGEST_VOCABULARY
@@ -47,6 +48,8 @@ class LMSettings:
     recipe: dict[str, str] = field(default_factory=dict)
     """Layers -> normalizer, instead of `normalizer`. Equal recipes become equal: ranges are as long as possible, and a
     recipe with one normalizer for all layers becomes `normalizer`."""
+    output: str = "softmax"
+    """Output layer: "softmax", or a mixture "mos:K" or "moc:K" (models.output_head)."""
 
     def __post_init__(self) -> None:
         if self.architecture not in ANY_LENGTH:
@@ -76,6 +79,7 @@ class LMSettings:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        parse_output(self.output)
         if self.recipe:
             self._simplify_recipe()
 
@@ -107,11 +111,12 @@ class LMSettings:
         return any(named != (SOFTMAX, {}) for named in self.normalizers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings without unused ones about normalizers: records of earlier versions stay valid."""
+        """Return the settings without unused ones about softmaxes: records of earlier versions stay valid."""
         used = {
             "normalizer": self.patched and not self.recipe,
             "normalizer_options": self.patched and not self.recipe,
             "recipe": bool(self.recipe),
+            "output": self.output != SOFTMAX,
         }
         return {key: value for key, value in asdict(self).items() if used.get(key, True)}
 
@@ -203,7 +208,8 @@ ARCHITECTURES = {
 def build_model(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any:
     """Build a float32 model whose weights depend only on the settings; the global random state does not change.
 
-    The normalizer starts at the values of its paper, not at those that change a trained model least.
+    The normalizer starts at the values of its paper, not at those that change a trained model least. The weights below
+    the output layer are those of the same model with another output layer.
 
     Raises:
         ValueError: The normalizer is unknown, has no such options, or fits no language model.
@@ -213,7 +219,24 @@ def build_model(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any:
         model = ARCHITECTURES[settings.architecture].build(settings, vocabulary, end_of_text)
         if settings.patched:
             _replace_softmax(model, settings)
+        set_output(model, settings.output)
     return model
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def softmax_of_equal_size(settings: LMSettings, vocabulary: int, parameters: int) -> dict[str, int]:
+    """Return width and parameters of the narrowest model with a plain output layer and at least as many parameters."""
+    plain = replace(settings, output=SOFTMAX)
+    step = settings.heads * (2 if ANY_LENGTH[settings.architecture] else 1)
+    while True:
+        with torch.device("meta"):
+            found = count_parameters(ARCHITECTURES[plain.architecture].build(plain, vocabulary, 0))
+        if found >= parameters:
+            return {"width": plain.width, "parameters": found}
+        plain = replace(plain, width=plain.width + step)
 
 
 def check_normalizer(settings: LMSettings) -> None:

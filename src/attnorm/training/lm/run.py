@@ -158,7 +158,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     started = any((out / CHECKPOINTS).glob("*")) or record.get("result")
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
     remedy = f"Choose another folder, or give the same settings to continue that run{unsaved}"
-    usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}}
+    usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
     here, there = ({**usual, **each} for each in (identity, record["run"]))
     require_same_run(here, there, f"{out} holds another run", remedy, _named)
     if resume:

@@ -157,5 +157,5 @@ def answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
     """Return the logits of the answers, (windows, questions, characters, vocabulary)."""
     hidden = model.base_model(input_ids=puzzles.windows[:, :-1], use_cache=False).last_hidden_state
     before = (puzzles.answers.flatten(1) - 1)[..., None].expand(-1, -1, hidden.shape[-1])
-    logits = F.linear(hidden.gather(1, before), model.get_output_embeddings().weight)
+    logits: torch.Tensor = model.get_output_embeddings()(hidden.gather(1, before))
     return logits.reshape(*puzzles.answers.shape, -1)
