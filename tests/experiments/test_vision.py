@@ -22,7 +22,7 @@ from attnorm.experiments.subject import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
 from attnorm.training.vision.images import generated_textures, read_archive, shifted_and_mirrored
-from attnorm.training.vision.train import VisionSettings, build_vit, square_landmarks
+from attnorm.training.vision.train import VisionSettings, build_model, square_landmarks
 
 QUICK = ExperimentSubject(quick=True, device="cpu")
 PLAN = replace(vision.QUICK, epochs=((8, 1),))
@@ -94,8 +94,8 @@ def test_textures_are_deterministic_and_of_every_class() -> None:
 
 def test_shared_keys_are_the_queries() -> None:
     shape: dict[str, Any] = {"layers": 1, "heads": 2, "width": 8}
-    own = build_vit(VisionSettings(normalizer="soft", **shape), ("a", "b"), 16)
-    shared = build_vit(VisionSettings(normalizer="soft", shared_keys=True, **shape), ("a", "b"), 16)
+    own = build_model(VisionSettings(normalizer="soft", **shape), ("a", "b"), 16)
+    shared = build_model(VisionSettings(normalizer="soft", shared_keys=True, **shape), ("a", "b"), 16)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (own, shared)]
     assert counts[0] - counts[1] == 8 * 8 + 8
     assert len(patched_modules(shared)) == 1
@@ -112,12 +112,12 @@ def test_landmarks_are_the_class_token_and_the_means_of_squares() -> None:
 
 def test_squares_need_soft() -> None:
     with pytest.raises(ValueError, match="linear"):
-        build_vit(VisionSettings(normalizer="linear", squares=2, layers=1, heads=2, width=8), ("a", "b"), 16)
+        build_model(VisionSettings(normalizer="linear", squares=2, layers=1, heads=2, width=8), ("a", "b"), 16)
 
 
 def test_equal_seeds_start_from_equal_weights() -> None:
     models = [
-        build_vit(VisionSettings(normalizer=name, layers=1, heads=2, width=8), ("a", "b"), 16)
+        build_model(VisionSettings(normalizer=name, layers=1, heads=2, width=8), ("a", "b"), 16)
         for name in ("softmax", "entmax15")
     ]
     first, second = (dict(model.named_parameters()) for model in models)
@@ -126,7 +126,7 @@ def test_equal_seeds_start_from_equal_weights() -> None:
 
 def test_a_patch_must_divide_the_image() -> None:
     with pytest.raises(ValueError, match="16, got 5"):
-        build_vit(VisionSettings(patch=5), ("a", "b"), 16)
+        build_model(VisionSettings(patch=5), ("a", "b"), 16)
 
 
 @pytest.fixture(scope="module")

@@ -202,3 +202,46 @@ def test_low_precision_inputs_lose_only_their_own_rounding(dtype: torch.dtype, n
 def test_an_empty_batch_gives_an_empty_output() -> None:
     q, k, v = apart(Call(batch=0))
     assert attnorm.attention(q, k, v, Soft(3, normalised=True)).shape == (0, HEADS, 5, 4)
+
+
+@pytest.mark.parametrize("token", [0, 1])
+def test_landmarks_of_a_grid_are_means_or_convolutions_of_squares(token: int) -> None:
+    q, k, v = (torch.randn(2, 3, 16 + token, 5, dtype=torch.float64) for _ in range(3))
+    soft = Soft(stride=2, convolution=5).double()
+    assert soft.sampling is not None
+    torch.nn.init.normal_(soft.sampling)
+    squares = [
+        sum(
+            soft.sampling[:, :, i, j] @ k[b, h, token + 4 * (2 * row + i) + 2 * column + j]
+            for i in (0, 1)
+            for j in (0, 1)
+        )
+        for b in range(2)
+        for h in range(3)
+        for row in (0, 1)
+        for column in (0, 1)
+    ]
+    expected = torch.cat([k[..., :token, :], torch.stack(squares).view(2, 3, 4, 5)], -2)  # type: ignore[arg-type]
+    by_hand = attnorm.attention(q, k, v, Soft(lambda keys: expected))
+    torch.testing.assert_close(attnorm.attention(q, k, v, soft), by_hand)
+    means = k[..., token:, :].unflatten(-2, (2, 2, 2, 2)).mean((-2, -4)).flatten(-3, -2)
+    by_hand = attnorm.attention(q, k, v, Soft(lambda keys: torch.cat([k[..., :token, :], means], -2)))
+    torch.testing.assert_close(attnorm.attention(q, k, v, Soft(stride=2)), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "message"),
+    [
+        ({"stride": 0}, 16, "stride.*0"),
+        ({"convolution": 5}, 16, "stride=.*convolution=5"),
+        ({"stride": 3}, 16, "stride=3.*16 keys"),
+        ({"stride": 2}, 18, "18 keys"),
+        ({"stride": 2, "convolution": 4}, 16, "convolution=5.*4"),
+    ],
+)
+def test_squares_that_do_not_fit(options: dict[str, int], keys: int, message: str) -> None:
+    k = torch.randn(1, 1, keys, 5)
+    with pytest.raises(ValueError, match=message):
+        attnorm.attention(k, k, k, Soft(**options))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stride=2"):
+        attnorm.attention(k, k, k, Soft(stride=2), mask=torch.ones(1, 1, 1, keys, dtype=torch.bool))

@@ -23,9 +23,18 @@ def vision(
     normalizer: Annotated[
         str, typer.Option(metavar="NAME", help="Normalizer of all heads, options as in soft:landmarks=16.")
     ] = "softmax",
+    architecture: Annotated[
+        str, typer.Option(help="vit, or pyramid: three stages that merge patches, the last one with softmax.")
+    ] = "vit",
+    landmarks: Annotated[
+        str, typer.Option(help="Landmarks of soft: segments, squares (means) or convolution (learned).")
+    ] = "segments",
+    landmark_side: Annotated[
+        int, typer.Option(help="Landmarks along the side of an image, for squares and convolution.")
+    ] = 4,
     patch: Annotated[int, typer.Option(help="Pixels along each side of a patch.")] = 4,
     layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="6")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads per layer.", show_default="3")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads per layer.", show_default="3; pyramid: 4")] = None,
     width: Annotated[
         int | None, typer.Option(help="Width of the model; a multiple of the heads.", show_default="192")
     ] = None,
@@ -40,13 +49,15 @@ def vision(
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model on generated textures: seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a ViT on labelled images, test it, and write a standard Hugging Face folder with an image processor.
+    """Train a ViT or a pyramid on labelled images, test it, and write a Hugging Face folder with an image processor.
 
-    `attnorm analyze DIR --image FILE` then draws where its heads look. An interrupted run starts again.
+    `attnorm analyze DIR --image FILE` then draws where its heads look. An interrupted run starts again. Layers, heads
+    and width of a pyramid are those of all stages together, of the last stage, and of the last stage.
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
-    Example: attnorm train vision --quick --out textures
+    Example: attnorm train vision --quick --architecture pyramid --patch 2 --normalizer soft --landmarks convolution
+    --out textures
     """
     with usage_errors():
         if quick == (images is not None):
@@ -62,15 +73,27 @@ def vision(
     given = {
         "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,
     }  # fmt: skip
+    if architecture == "pyramid" and heads is None:
+        given["heads"] = 4  # halved from stage to stage
     tiny: dict[str, Any] = (
-        {"layers": 2, "heads": 2, "width": 32, "epochs": 4, "batch": 32, "learning_rate": 5e-3} if quick else {}
+        {
+            "layers": 3 if architecture == "pyramid" else 2,
+            "heads": 2,
+            "width": 32,
+            "epochs": 4,
+            "batch": 32,
+            "learning_rate": 5e-3,
+        }
+        if quick
+        else {}
     )
     with failures(writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar("reading images") as progress:
         if out.exists():
             raise ValueError(f"--out: expected a folder that does not exist, got {out}. Choose another one.")
         place = chosen_device(device)
         settings = VisionSettings(
-            normalizer=normalizer, patch=patch, seed=seed,
+            normalizer=normalizer, architecture=architecture, landmarks=landmarks, landmark_side=landmark_side,
+            patch=patch, seed=seed,
             dtype=dtype or ("bfloat16" if place.type == "cuda" else "float32"),
             **(tiny | {name: value for name, value in given.items() if value is not None}),
         )  # fmt: skip

@@ -1,0 +1,118 @@
+"""The pyramid of `train vision`: its shape, where the normalizer is, learned landmarks, and the saved folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import attnorm
+from attnorm.cli import app
+from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.vision.images import generated_textures
+from attnorm.training.vision.train import VisionSettings, build_model, save_vit, train_vit
+
+SIDE = 16
+CLASSES = ("a", "b", "c")
+
+
+def settings(**changed: Any) -> VisionSettings:
+    small: dict[str, Any] = {
+        "architecture": "pyramid", "patch": 2, "layers": 4, "heads": 4, "width": 32, "epochs": 2, "batch": 16,
+        "learning_rate": 5e-3,
+    }  # fmt: skip
+    return VisionSettings(**{**small, **changed})
+
+
+def test_stages_halve_the_side_and_double_the_width() -> None:
+    model = build_model(settings(normalizer="entmax15"), CLASSES, SIDE)
+    assert model.config.depths == [1, 1, 2]
+    assert model.config.hidden_sizes == [8, 16, 32]
+    assert model.config.num_attention_heads == [1, 2, 4]
+    stages: list[tuple[int, ...]] = []
+    for stage in model.segformer.stages:
+        stage.register_forward_hook(lambda module, args, output: stages.append(tuple(output.shape[1:])))
+    assert model(pixel_values=torch.randn(2, 3, SIDE, SIDE)).logits.shape == (2, 3)
+    assert stages == [(8, 8, 8), (16, 4, 4), (32, 2, 2)]
+
+
+def test_the_last_stage_keeps_softmax() -> None:
+    paths = list(patched_modules(build_model(settings(normalizer="gaussian"), CLASSES, SIDE)))
+    assert [path.split(".")[2] for path in paths] == ["0", "1"]
+
+
+def test_models_of_a_comparison_start_with_equal_weights() -> None:
+    one, other = (build_model(settings(normalizer=name), CLASSES, SIDE).state_dict() for name in ("softmax", "soft"))
+    ours = {name for name in one if "attnorm" not in name}
+    assert ours == {name for name in other if "attnorm" not in name}
+    assert all(torch.equal(one[name], other[name]) for name in ours)
+
+
+@pytest.mark.parametrize("architecture", ["vit", "pyramid"])
+def test_a_convolution_starts_as_the_mean_of_its_square_and_learns(architecture: str) -> None:
+    means, learned = (
+        build_model(
+            settings(architecture=architecture, normalizer="soft", landmarks=kind, landmark_side=2), CLASSES, SIDE
+        )
+        for kind in ("squares", "convolution")
+    )
+    pixels = torch.randn(2, 3, SIDE, SIDE)
+    torch.testing.assert_close(learned(pixel_values=pixels).logits, means(pixel_values=pixels).logits)
+    sampling = [normalizer_of(module).sampling for module in patched_modules(learned).values()]
+    expected = {"vit": [(8, 8, 4, 4)] * 4, "pyramid": [(8, 8, 4, 4), (8, 8, 2, 2)]}
+    assert [tuple(each.shape) for each in sampling] == expected[architecture]  # type: ignore[union-attr,operator]
+    learned(pixel_values=pixels).logits.square().sum().backward()
+    assert all(float(each.grad.abs().max()) > 0 for each in sampling)  # type: ignore[union-attr,operator]
+
+
+def test_a_trained_pyramid_is_saved_with_its_landmarks(tmp_path: Path) -> None:
+    images = generated_textures(64, 32, SIDE)
+    chosen = settings(normalizer="soft:normalised=true", landmarks="convolution", landmark_side=2)
+    model, record = train_vit(chosen, images, torch.device("cpu"))
+    assert record["problem"] is None
+    assert record["tokens"] == 64
+    assert record["training_loss"][-1] < record["training_loss"][0]
+    assert record["settings"]["landmarks"] == "convolution"
+    save_vit(model, record, SIDE, tmp_path / "run")
+    again = attnorm.from_pretrained(tmp_path / "run").eval()
+    pixels = torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(again(pixel_values=pixels).logits, model.eval()(pixel_values=pixels).logits)
+    start = build_model(chosen, images.train.classes, SIDE).state_dict()
+    name = next(name for name in start if name.endswith("sampling"))
+    assert not torch.equal(again.state_dict()[name], start[name])
+
+
+def test_older_records_stay_valid() -> None:
+    assert not {"architecture", "landmarks", "landmark_side"} & VisionSettings().as_dict().keys()
+    assert settings().as_dict()["architecture"] == "pyramid"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architecture": "cone"}, "'cone'"),
+        ({"landmarks": "cubes", "normalizer": "soft"}, "'cubes'"),
+        ({"landmarks": "squares"}, "soft.*softmax"),
+        ({"landmarks": "squares", "normalizer": "soft", "squares": 7}, "squares and 7"),
+        ({"landmarks": "squares", "normalizer": "soft", "landmark_side": 0}, "landmark_side.*0"),
+        ({"landmarks": "squares", "normalizer": "soft", "landmark_side": 3}, "8.*3"),
+        ({"layers": 2}, "3 layers.*got 2"),
+        ({"patch": 8}, "2 patches"),
+        ({"width": 30}, r"\[7, 15, 30\]"),
+        ({"patch": 3}, "16.*3"),
+    ],
+)
+def test_sizes_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(settings(**changed), CLASSES, SIDE)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    words = ["train", "vision", "--quick", "--architecture", "pyramid", "--patch", "2", "--normalizer", "soft"]
+    words += ["--landmarks", "convolution", "--epochs", "1", "--json", "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert '"architecture": "pyramid"' in done.stdout
+    assert (tmp_path / "run" / "preprocessor_config.json").exists()
