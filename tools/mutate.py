@@ -7,12 +7,12 @@ Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and
 `and` to `or`, `not x` to `x`.
 
 Before the mutants of an area, each of its test files runs once, unchanged, to record which lines each test runs
-(OUT/calls, once per version of the sources and of the test file). A mutant is put into the imported function and tried
-on the tests that run its statement and pass. One that acts on import is imported in a new process and tried on the
-tests that run a line which names the constant. Up to --test-seconds, tests in files named after the source file come
-first, cheap tests before expensive ones, and one case of each test before further cases of the same test; the first
-failure ends the run. Processes that tests start run the original code. A mutant that uses ten times the processor time
-of its tests is endless and counts as killed. One that reaches --timeout on the clock is not decided.
+(OUT/calls, once per version of the test file and of the sources that it runs). A mutant is put into the imported
+function and tried on the tests that run its statement and pass. One that acts on import is imported in a new process
+and tried on the tests that run a line which names the constant. Up to --test-seconds, tests in files named after the
+source file come first, cheap tests before expensive ones, and one case of each test before further cases of the same
+test; the first failure ends the run. Processes that tests start run the original code. A mutant that uses ten times the
+processor time of its tests is endless and counts as killed. One that reaches --timeout on the clock is not decided.
 
 OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
 with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in

@@ -18,47 +18,9 @@ from attnorm.analysis.circuits import (
 from attnorm.analysis.own_models import measure
 from attnorm.analysis.settings import GROUPS, groups
 from attnorm.analysis.verdicts.circuits import circuit_of, circuit_sentences, circuit_words, reach
-from attnorm.metrics import reference
-from attnorm.metrics.targets import measure_targets
 from attnorm.models.load import load
 from attnorm.normalizers import get
 from tests.analysis.planted import planted
-from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_weight_of_a_target_is_that_of_the_dense_matrix(name: str) -> None:
-    call = CALLS[name]
-    batch, _, queries, _ = call.query_BHQD.shape
-    keys = call.key_BGKD.shape[-2]
-    rows = torch.tensor(sorted({0, queries // 3, queries - 1}))
-    targets = torch.randint(keys, (batch, len(rows)), generator=torch.Generator().manual_seed(1))
-    (found,) = measure_targets(call, [None], rows, targets).values()
-    visible = reference.dense_visible(call)[..., rows, :]
-    dense = torch.where(visible, reference.dense_weights(call, None).detach()[..., rows, :], 0.0)
-    at = targets[:, None, :, None].expand(*dense.shape[:3], 1)
-    own = dense.gather(-1, at).squeeze(-1)
-    torch.testing.assert_close(found.weight, own.double(), rtol=2e-3 if "large" in name else 1e-4, atol=1e-6)
-    assert torch.equal(found.n, visible.expand(dense.shape).sum(-1))
-    sure = (own - dense.scatter(-1, at, 0.0).amax(-1)).abs() > 1e-4
-    assert torch.equal(found.heaviest[sure], (own > dense.scatter(-1, at, 0.0).amax(-1))[sure])
-
-
-@pytest.mark.parametrize("name", ["entmax15", "ssmax", "hard"])
-def test_other_normalizers_weigh_the_target_themselves(name: str) -> None:
-    assert name in ROW_NORMALIZERS
-    call, rows, normalizer = make_call(batch=1), torch.tensor([4, 9]), get(name)
-    found = measure_targets(call, [normalizer], rows, torch.tensor([[2, 7]]))[name]
-    dense = reference.dense_weights(call, normalizer)[..., rows, :]
-    torch.testing.assert_close(found.weight[0, :, 0], dense[0, :, 0, 2].double(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.weight[0, :, 1], dense[0, :, 1, 7].double(), rtol=1e-4, atol=1e-6)
-
-
-def test_targets_outside_the_call_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"targets.*shape"):
-        measure_targets(make_call(batch=1), [None], torch.tensor([4]), torch.tensor([[1, 2]]))
-    with pytest.raises(ValueError, match=r"targets.*999"):
-        measure_targets(make_call(batch=1), [None], torch.tensor([4]), torch.tensor([[999]]))
 
 
 def test_a_repeated_sequence_has_its_key_after_the_earlier_occurrence() -> None:

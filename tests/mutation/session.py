@@ -153,17 +153,16 @@ class MutantSession:
         for item in session.items:
             by_file[item.nodeid.partition("::")[0]].append(item)
         records: list[dict[str, Any]] = [{IMPORTS: {"lines": sorted(self._at_import)}}]
-        sources = digest((ROOT / "src" / "attnorm").rglob("*.py"))
         for name, items in by_file.items():
             folder = (ROOT / name).parent
             helpers = [path for path in folder.rglob("*.py") if not path.name.startswith("test_")]
-            version = f"{sources}.{digest([ROOT / name, *helpers, *(ROOT / 'tests').glob('*.py')])}"
+            version = digest([ROOT / name, *helpers, *(ROOT / "tests").glob("*.py")])
             path = self.calls / f"{name.removesuffix('.py').replace('/', '.')}.{version}.json"
-            if not path.exists():
+            if not is_current(path):
                 code = in_a_fork(lambda items=items, path=path: self._record(items, path), 3600, 3600)
                 if code:
                     raise RuntimeError(f"the tests of {name} could not be recorded: exit code {code}")
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = json.loads(path.read_text(encoding="utf-8"))["tests"]
             records.append({test: entry for test, entry in known.items() if test in self.items})
         self.work(self, CallRecords(records))
         return True
@@ -216,7 +215,9 @@ class MutantSession:
             self._recorder.start()
         self._recorder.stop()
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(found), encoding="utf-8")
+        ran = {function.partition(":")[0] for entry in found.values() for function in entry["lines"]}
+        sources = {name: digest([ROOT / name]) for name in sorted(ran)}
+        draft.write_text(json.dumps({"sources": sources, "tests": found}), encoding="utf-8")
         draft.replace(path)
         return 0
 
@@ -235,6 +236,14 @@ class MutantSession:
 def _add(lines: dict[str, set[int]], more: dict[str, set[int]]) -> None:
     for function, numbers in more.items():
         lines.setdefault(function, set()).update(numbers)
+
+
+def is_current(record: Path) -> bool:
+    """Whether a record exists and the source files that its tests ran are unchanged."""
+    if not record.exists():
+        return False
+    sources = json.loads(record.read_text(encoding="utf-8"))["sources"]
+    return all((ROOT / name).exists() and digest([ROOT / name]) == known for name, known in sources.items())
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -29,7 +29,6 @@ def measure_coverage(
     """The share of a row's visible keys in the top-N sets of the heads. A key of weight 0 is selected by no head, and
     rows with broken weights are left out."""
     chosen = resolve_normalizers(call, normalizers)
-    heads = call.query_BHQD.shape[1]
     sums = {one.name: torch.zeros(3, len(top_n), dtype=torch.float64) for one in chosen}
     counts = dict.fromkeys(sums, 0)
     for block in logit_blocks(call, rows, all_heads=True):
@@ -46,8 +45,7 @@ def measure_coverage(
                 inside = torch.zeros_like(visible).scatter_(-1, heavy.indices[..., :N], heavy.values[..., :N] > 0)
                 share = inside.sum(-1, dtype=torch.float64) / size.clamp(min=1)
                 union = inside.any(0).sum(-1, dtype=torch.float64) / size.clamp(min=1)
-                alone = independent_union(share.T) if heads > 1 else share[0]
-                for row, value in enumerate((share.mean(0), union, alone)):
-                    sums[one.name][row, index] += value[sound].sum().cpu()
-    means = {name: total / counts[name] if counts[name] else total * torch.nan for name, total in sums.items()}
+                shares = torch.stack([share.mean(0), union, independent_union(share.T)])
+                sums[one.name][:, index] += shares[:, sound].sum(-1).cpu()
+    means = {name: total / counts[name] if counts[name] else total.fill_(torch.nan) for name, total in sums.items()}
     return {name: LayerCoverage(mean[0], mean[1], mean[2], counts[name]) for name, mean in means.items()}

@@ -66,7 +66,7 @@ def measure_targets(
             where = (block.item, block.heads, block.rows)
             numbers = found[one.name]
             numbers.weight[where] = own
-            numbers.gap[where] = own.log() - others.log() + (n - 1).clamp(min=1).log()
+            numbers.gap[where] = own.log() - others.log() + (n - 1).clamp(min=1).double().log()
             numbers.heaviest[where] = seen & (own >= weights.amax(-1))
             numbers.n[where] = n
     return found

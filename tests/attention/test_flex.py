@@ -1,0 +1,125 @@
+"""Every FlexAttention recipe against the blocked engine in float64, under every kind of mask."""
+
+import math
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.engines import flex
+from attnorm.engines.blocked import blocked
+from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
+from attnorm.normalizers import compose, get
+from attnorm.normalizers.contract import Normalizer
+
+WIDTH = flex.LEAST_WIDTH
+RECIPES = {
+    "kernel": get("kernel"),
+    "sigmoid": get("sigmoid"),
+    "sigmoid with a bias": get("sigmoid", bias=-0.5),
+    "relu": get("relu"),
+    "relu squared": get("relu", power=2.0),
+    "softpick": get("softpick"),
+    "softpick with a large eps": get("softpick", eps=0.3),
+    "sa_softmax": get("sa_softmax"),
+    "scale_invariant": get("scale_invariant", tau=3.0),
+    "ssmax before sigmoid": compose("sigmoid", scale=get("ssmax", s=0.7)),
+    "ssmax before sa_softmax": compose("sa_softmax", scale=get("ssmax", s=0.7)),
+    "ssmax before distances": compose(scale=[get("ssmax", s=0.7), get("scale_invariant", tau=3.0)]),
+}
+SEEN = torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(2)) < 0.6
+SEEN[0, 1, 2] = SEEN[1, :, 4] = False  # rows that see nothing
+CALLS: dict[str, tuple[tuple[int, int], bool, Tensor | None]] = {
+    "all": ((5, 7), False, None),
+    "causal": ((5, 7), True, None),
+    "one query": ((1, 7), True, None),
+    "one key": ((3, 1), False, None),
+    "more queries than keys": ((7, 4), True, None),
+    "padding of keys": ((5, 7), False, SEEN[:, :1, :1]),
+    "padding of keys, causal": ((5, 7), True, SEEN[:, :1, :1]),
+    "a mask per query": ((5, 7), False, SEEN[:1, :1]),
+    "a mask per head": ((5, 7), True, SEEN[:1]),
+    "a mask per item, head and query": ((5, 7), False, SEEN),
+    "rows hidden": ((5, 7), False, SEEN[:, :1, :, :1]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing every score with torch.compile takes a second each, and changes no number."""
+    module = import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
+def inputs_of(name: str, dtype: torch.dtype = torch.float64) -> Inputs:
+    (queries, keys), causal, mask = CALLS[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, width, generator=generator, dtype=torch.float64).to(dtype)
+        for heads, length, width in ((4, queries, WIDTH), (2, keys, WIDTH), (2, keys, WIDTH + 1))
+    )
+    return validate_inputs(q, k, v, mask=mask, causal=causal, scale=0.3, positions=None)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@torch.no_grad()
+def test_recipes_equal_the_blocks(recipe: str, call: str) -> None:
+    normalizer, inputs = RECIPES[recipe], inputs_of(call)
+    assert isinstance(normalizer, Normalizer)
+    assert flex.applies(inputs, normalizer)
+    found = flex.flex(inputs, normalizer)
+    assert found.dtype == torch.float64
+    # softpick and sa_softmax keep numbers of float32 inside
+    torch.testing.assert_close(found, blocked(inputs, normalizer), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("recipe", ["ssmax before sigmoid", "ssmax before sa_softmax"])
+@torch.no_grad()
+def test_half_precision_multiplies_the_logits_and_not_the_queries(recipe: str) -> None:
+    normalizer, inputs = RECIPES[recipe], inputs_of("padding of keys, causal", torch.bfloat16)
+    assert isinstance(normalizer, Normalizer)
+    found = flex.flex(inputs, normalizer)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, blocked(inputs, normalizer), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("elements", [1, 60, 2**24])
+@pytest.mark.parametrize("call", ["causal", "a mask per item, head and query"])
+def test_the_keys_of_the_smallest_and_largest_logit_in_blocks_of_any_size(call: str, elements: int) -> None:
+    normalizer, inputs = RECIPES["ssmax before sa_softmax"], inputs_of(call)
+    assert isinstance(normalizer, Normalizer)
+    factor = row_factors(inputs, normalizer)
+    one = flex._FlexCall(inputs, inputs.q_BHQD, inputs.n(), factor)
+    found = torch.stack(flex._extreme_keys(one, elements))
+    assert factor is not None
+    z = inputs.scale * inputs.q_BHQD @ inputs.k_BGKD.repeat_interleave(2, 1).mT * factor
+    visible = inputs.visible(0, inputs.queries, inputs.keys)
+    assert visible is not None
+    some = visible.expand(z.shape).any(-1)
+    low, high = z.masked_fill(~visible, math.inf).argmin(-1), z.masked_fill(~visible, -math.inf).argmax(-1)
+    assert torch.equal(found[:, some], torch.stack([low, high])[:, some])
+    logit = flex._logit_of(one, high)[..., 0]
+    expected = z.gather(-1, high[..., None])[..., 0]
+    torch.testing.assert_close(logit[some].double(), expected[some], rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_mask_is_made_only_where_keys_are_hidden() -> None:
+    assert flex._block_mask(inputs_of("all")) is None
+    assert flex._block_mask(inputs_of("one query")) is None
+    for name, (_, _, mask) in CALLS.items():
+        inputs = inputs_of(name)
+        made = flex._block_mask(inputs)
+        if name in ("all", "one query", "one key"):
+            assert made is None
+            continue
+        assert made is not None
+        batches, heads = (1, 1) if mask is None else inputs.mask.shape[:2]  # type: ignore[union-attr]
+        assert made.shape == (batches, heads, inputs.queries, inputs.keys)
+
+
+def test_sums_of_no_keys_are_zero() -> None:
+    output = torch.tensor([[math.nan, 1.0], [2.0, 3.0]])
+    log_sum = torch.tensor([[-math.inf], [math.log(4.0)]])
+    torch.testing.assert_close(flex._scaled_by_sum(output, log_sum), torch.tensor([[0.0, 0.0], [8.0, 12.0]]))

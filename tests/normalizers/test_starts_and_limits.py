@@ -1,0 +1,266 @@
+"""Where normalizers start in a trained model, which options they take at their limits, and what they print."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from attnorm.normalizers import get
+from attnorm.normalizers.alibi import slopes
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.declaration import LayerFacts, Row, bisect, declare, warm_start_of
+from attnorm.normalizers.registry import BUILT_IN
+from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.ssmax import critical_s, neutral_s
+from tests.normalizers.variants import ROW_NAMES
+
+LAYER = LayerFacts(heads=3, length=100)
+MEAN_LOG_N = sum(math.log(n) for n in range(1, 101)) / 100
+
+
+def started(name: str, layer: LayerFacts = LAYER, **given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options and values that a warm start sets."""
+    start = BUILT_IN[name].declaration.warm_start
+    assert start is not None
+    options = start.options(layer, given)
+    return options, start.values(layer, given, options | given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "options"),
+    [
+        ("alibi", {}, {"heads": 3}),
+        ("asentmax", {}, {"delta": 0.25, "beta": 0.25, "heads": 3}),
+        ("asentmax", {"alpha": 2.0}, {"delta": 0.125, "beta": 0.125, "heads": 3}),
+        ("asentmax", {"beta": 0.1}, {"delta": 0.4, "beta": 0.1, "heads": 3}),
+        ("asentmax", {"beta": 0.1, "gamma": 2.0}, {"delta": 0.5 - 0.1 * math.log(101) ** 2, "beta": 0.1, "heads": 3}),
+        ("composed", {}, {"heads": 3, "train_length": 100}),
+        ("entmax", {}, {}),
+        ("entmax", {"learned": True}, {"alpha": 1.05, "heads": 3}),
+        ("kneemax", {}, {}),
+        ("log_scaled", {}, {"train_length": 100}),
+        ("sink", {}, {"logit": -10.0, "heads": 3}),
+        ("ssa", {}, {"heads": 3}),
+        ("ssmax", {}, {"s": 1 / MEAN_LOG_N, "heads": 3}),
+        ("ssmax", {"bias": True}, {"s": 0.0, "heads": 3}),
+        ("ssmax", {"rho": 0.5}, {"heads": 3}),
+        ("tempered", {}, {}),
+        ("tempered", {"learned": True}, {"heads": 3}),
+        ("topk", {}, {}),
+    ],
+)
+def test_options_of_warm_starts(name: str, given: dict[str, Any], options: dict[str, Any]) -> None:
+    assert started(name, **given)[0] == pytest.approx(options)
+
+
+def test_values_of_warm_starts() -> None:
+    assert started("ssmax")[1] == {}
+    assert started("ssmax", bias=True)[1] == {"scale.0.bias": 1.0}
+    assert started("ssmax", bias=True, s=0.1)[1] == pytest.approx({"scale.0.bias": 1 - 0.1 * MEAN_LOG_N})
+    critical = started("ssmax", bias=True, rho=0.5, size=2.0)[1]
+    assert critical == pytest.approx({"scale.0.bias": 1 - MEAN_LOG_N})
+    assert started("ssmax", bias=True, rho=0.5)[1] == pytest.approx({"scale.0.bias": 1 - 2 * MEAN_LOG_N})
+    sinks = torch.tensor([1.0, 2.0, 3.0])
+    own = LayerFacts(heads=3, length=100, sinks_H=sinks)
+    assert started("sink", own)[1] == {"sink.logit": sinks}
+    assert started("sink", own, logit=-1.0)[1] == {}
+    assert started("sink")[1] == {}
+
+
+def test_a_factory_without_a_declared_start_is_given_the_heads_if_it_takes_them() -> None:
+    def with_heads(heads: int | None = None) -> None: ...
+    def without(k: int = 1) -> None: ...
+
+    assert warm_start_of(with_heads).options(LAYER, {}) == {"heads": 3}
+    assert warm_start_of(without).options(LAYER, {}) == {}
+    assert warm_start_of(with_heads).close == "unknown"
+    start = warm_start_of(declare(warm_start=BUILT_IN["ssmax"].declaration.warm_start)(with_heads))
+    assert start is BUILT_IN["ssmax"].declaration.warm_start
+
+
+@pytest.mark.parametrize("length", [3, 4, 10])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 50])
+def test_the_mean_of_log_n_is_that_of_all_rows_of_a_text(length: int, window: int | None) -> None:
+    rows = [min(n, window or n) for n in range(1, length + 1)]
+    mean = sum(math.log(n) for n in rows) / length
+    assert LayerFacts(1, length, window=window).mean_log_n() == pytest.approx(mean, abs=1e-12)
+    assert LayerFacts(1, length, causal=False, window=window).mean_log_n() == pytest.approx(math.log(length))
+
+
+def test_a_text_has_at_least_three_tokens() -> None:
+    with pytest.raises(ValueError, match="got 2"):
+        LayerFacts(1, 2).mean_log_n()
+
+
+@pytest.mark.parametrize("heads", range(1, 13))
+def test_the_slopes_of_alibi_are_those_of_the_paper(heads: int) -> None:
+    """A geometric sequence from 2^(-8/H); with H between powers of two: every second one of the next power."""
+
+    def of_power(count: int) -> list[float]:
+        return [2 ** (-8 * (head + 1) / count) for head in range(count)]
+
+    power = 2 ** math.floor(math.log2(heads))
+    expected = of_power(power) + of_power(2 * power)[::2][: heads - power]
+    assert slopes(heads) == pytest.approx(expected)
+    rule = get("alibi", heads=heads)
+    assert rule.rules[0].slopes.tolist() == pytest.approx(expected)
+    assert get("alibi").rules[0].slopes.item() == 2**-8
+
+
+def test_alibi_takes_the_distance_of_either_side() -> None:
+    weights = get("alibi", heads=1)(torch.zeros(1, 3, 5, dtype=torch.float64))[0]  # queries at positions 2, 3, 4
+    distance = (torch.arange(2, 5)[:, None] - torch.arange(5)).abs()
+    torch.testing.assert_close(weights, torch.softmax(-(2**-8) * distance.double(), -1))
+
+
+LIMITS: list[tuple[str, str, list[Any], list[Any]]] = [
+    ("alibi", "heads", [1], [0, -1]),
+    ("entmax", "alpha", [1, 1.0, 2.0], [0.999, 2.001]),
+    ("kneemax", "knee", [1e-6, 0.5], [0.0, 0.501]),
+    ("kneemax", "share", [1e-6], [0.0, -1.0]),
+    ("local", "window", [1], [0]),
+    ("log_scaled", "train_length", [2], [1]),
+    ("norm_softmax", "temperature", [1e-6], [0.0, -1.0, math.inf, math.nan]),
+    ("odd_polynomial", "power", [1, 3, 5], [0, -1, 2, 4]),
+    ("relu", "power", [1.0], [0.999]),
+    ("softcap", "cap", [1e-6], [0.0, -1.0, math.inf, math.nan]),
+    ("softmax", "temperature", [1e-6], [0.0, -1.0]),
+    ("softpick", "eps", [1e-12], [0.0, -1.0]),
+    ("ssa", "beta", [-50.0, 50.0], [math.inf, -math.inf]),
+    ("ssmax", "s", [-1.0, 0.0], [math.inf, -math.inf]),
+    ("ssmax", "train_length", [2], [1]),
+    ("threshold_relu", "beta", [0.0], [-1e-6, math.inf, math.nan]),
+    ("threshold_relu", "power", [1.0], [0.999, math.nan]),
+    ("threshold_relu", "width", [1], [0]),
+    ("topk", "k", [1], [0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "good", "bad"), LIMITS, ids=[f"{name} {option}" for name, option, *_ in LIMITS]
+)
+def test_an_option_is_taken_at_its_limit_and_refused_beyond(
+    name: str, option: str, good: list[Any], bad: list[Any]
+) -> None:
+    for value in good:
+        normalizer = get(name, **{option: value})
+        assert isinstance(normalizer, Normalizer)
+        assert normalizer(torch.randn(1, value if option == "heads" else 1, 2, 3)).shape[-1] == 3
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"{option}.*{value}"):
+            get(name, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "bad"),
+    [
+        ({"rule": "llama4", "floor_scale": 0}, "floor_scale.*0"),
+        ({"rule": "yarn", "extension": 0.99}, "extension.*0.99"),
+    ],
+)
+def test_length_rules_of_deployed_models_have_limits(options: dict[str, Any], bad: str) -> None:
+    with pytest.raises(ValueError, match=bad):
+        get("log_scaled", **options)
+    at_limit = {key: round(value + 0.5) if key != "rule" else value for key, value in options.items()}
+    z = torch.randn(1, 4)
+    torch.testing.assert_close(get("log_scaled", rule="yarn", extension=1)(z), z.softmax(-1))
+    assert get("log_scaled", **at_limit | {"floor_scale": 1})(z).sum().item() == pytest.approx(1)
+
+
+def test_scales_of_ssmax() -> None:
+    for length in (2, 3, 1024):
+        assert neutral_s(length) == pytest.approx(length / sum(math.log(n) for n in range(1, length + 1)))
+    assert critical_s(0.5) == pytest.approx(2.0)
+    assert critical_s(-1.0, 4.0) == pytest.approx(0.125)
+    for rho, size in ((1.0, 1.0), (0.0, 0.0), (-math.inf, 1.0), (0.0, math.inf), (math.nan, 1.0)):
+        with pytest.raises(ValueError, match=rf"rho={rho} and size={size}"):
+            critical_s(rho, size)
+    with pytest.raises(ValueError, match=r"s=0.5 and rho=0.5"):
+        get("ssmax", s=0.5, rho=0.5)
+    assert get("ssmax", rho=0.5, size=2.0).rules[0].s.item() == pytest.approx(1.0)
+    assert get("ssmax", train_length=2).rules[0].s.item() == pytest.approx(2 / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("topk", {}),
+        (" topk : k = 4 ", {"k": 4}),
+        ("entmax:alpha=1.3:learned=true", {"alpha": 1.3, "learned": True}),
+        ("log_scaled:rule=yarn", {"rule": "yarn"}),
+    ],
+)
+def test_a_specification_is_a_name_and_options(spec: str, options: dict[str, Any]) -> None:
+    name = spec.partition(":")[0].strip()
+    assert parse_spec(spec) == (name, options)
+
+
+@pytest.mark.parametrize("part", ["k", "k=", "=4", "", "heads=3"])
+def test_a_part_that_is_no_option_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="key=value"):
+        parse_spec(f"topk:{part}")
+
+
+def test_an_option_is_given_once() -> None:
+    with pytest.raises(ValueError, match="'k=5'"):
+        parse_spec("topk:k=4:k=5")
+
+
+def test_a_falling_sum_is_bisected_to_the_last_digits() -> None:
+    assert bisect(lambda x: 3 - x, 0.0, 10.0) == pytest.approx(2.0, abs=1e-10)
+    assert bisect(lambda x: 3 - x, 0.0, 2.0) <= 2.0
+    row = Row(torch.zeros(3), torch.arange(3), head=1, learned={"a": torch.tensor(2.0), "b": torch.tensor([3.0, 4.0])})
+    assert (row.n, row.value("a", 0.0).item(), row.value("b", 0.0).item(), row.value("c", 5.0).item()) == (3, 2, 4, 5)
+    assert Row(torch.zeros(1), torch.zeros(1), learned={"b": torch.tensor([3.0, 4.0])}).value("b", 0.0).item() == 3
+
+
+@pytest.mark.parametrize("name", ["kneemax", "entmax15", "sparsemax"])
+def test_vmap_over_any_dimension_of_logits_and_masks_equals_a_loop(name: str) -> None:
+    z, normalizer = torch.randn(4, 3, 2, 5, dtype=torch.float64), get(name)
+    mask = torch.rand(4, 2, 5) < 0.7
+    mask[..., 0] = True
+    for dim, out in itertools.product(range(2), range(2)):
+        mapped = torch.func.vmap(normalizer, in_dims=dim, out_dims=out)(z)
+        looped = torch.stack([normalizer(one) for one in z.unbind(dim)], out)
+        torch.testing.assert_close(mapped, looped)
+    with_masks = torch.func.vmap(lambda one, seen: normalizer(one, mask=seen))(z, mask)
+    torch.testing.assert_close(
+        with_masks, torch.stack([normalizer(one, mask=seen) for one, seen in zip(z, mask, strict=True)])
+    )
+    other = torch.func.vmap(lambda seen: normalizer(z[0], mask=seen))(mask)
+    torch.testing.assert_close(other, torch.stack([normalizer(z[0], mask=seen) for seen in mask]))
+    moved = torch.func.vmap(lambda seen: normalizer(z[0], mask=seen), in_dims=1)(mask.transpose(0, 1))
+    torch.testing.assert_close(moved, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "printed"),
+    [
+        ("kneemax", {}, "share=1.0"),
+        ("kneemax", {"knee": 0.25}, "knee=0.25"),
+        ("softcap", {"cap": 3.0}, "cap=3.0"),
+        ("topk", {"k": 5}, "k=5"),
+        ("norm_softmax", {"temperature": 0.5}, "temperature=0.5"),
+        ("entmax", {"alpha": 1.25}, "alpha=1.25"),
+        ("entmax", {"alpha": 1.25, "learned": True}, "alpha learned from 1.25"),
+    ],
+)
+def test_a_normalizer_prints_its_options(name: str, options: dict[str, Any], printed: str) -> None:
+    assert printed in repr(get(name, **options))
+
+
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_a_row_of_one_key_cannot_change_where_the_sum_is_fixed(name: str) -> None:
+    normalizer = get(name)
+    assert isinstance(normalizer, Normalizer)
+    z = torch.tensor([[0.7], [-3.0], [20.0]], dtype=torch.float64)
+    weights = normalizer.double()(z)
+    if normalizer.properties.row_sum == "one" and normalizer.sink is None:
+        torch.testing.assert_close(weights, torch.ones_like(weights))
+    bound = normalizer.lipschitz(1)
+    if bound is not None:
+        slopes_at = torch.autograd.functional.jacobian(lambda x: normalizer(x).sum(-1), z).diagonal(dim1=0, dim2=1)
+        assert slopes_at.abs().max().item() <= bound + 1e-9
+        assert bound == 0 or normalizer.properties.row_sum != "one" or normalizer.sink is not None
