@@ -211,8 +211,10 @@ def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if engine == "fused":
         return fused.fused(inputs, normalizer)
     if engine == "triton":
-        from attnorm.engines import one_pass
+        from attnorm.engines import one_pass, stick_breaking
 
+        if stick_breaking.applies(inputs, normalizer):
+            return stick_breaking.stick_breaking(inputs, normalizer)
         return one_pass.one_pass(inputs, normalizer)
     if engine == "sparse":
         from attnorm.engines import sparse
@@ -248,9 +250,9 @@ def _applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> bool:
     if engine == "fused":
         return fused.applies(inputs, normalizer)
     if engine == "triton":
-        from attnorm.engines import one_pass  # loads Triton where there is one
+        from attnorm.engines import one_pass, stick_breaking  # load Triton where there is one
 
-        return one_pass.applies(inputs, normalizer)
+        return one_pass.applies(inputs, normalizer) or stick_breaking.applies(inputs, normalizer)
     if engine == "sparse":
         from attnorm.engines import sparse
 

@@ -219,7 +219,7 @@ def test_compiled_code_contains_the_kernels_as_operators() -> None:
 
 def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
     q, k, v = draw(SQUARE)
-    for name in ("entmax15", "topk", "stick_breaking"):
+    for name in ("entmax15", "topk", "hard"):
         with pytest.raises(ValueError, match="engine='auto' or 'blocked'"):
             attnorm.attention(q, k, v, name, engine="triton")
     inputs = validate_inputs(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)

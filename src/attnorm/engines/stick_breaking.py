@@ -1,0 +1,102 @@
+"""Stick-breaking attention on Triton kernels, forward and backward: keys from the last to the first, memory O(K).
+
+Operators of torch.library, so that compiled code contains them as they are.
+"""
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
+from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.stick_breaking import StickBreaking
+
+
+def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether this call can run on the kernels with the same result."""
+    if not isinstance(normalizer.map, StickBreaking) or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
+        return False
+    if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
+        return False
+    if inputs.positions is not None and not normalizer.map.attend_current:
+        return False
+    return has_windows(inputs, normalizer) and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
+
+
+def has_windows(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether all selections are sliding windows of a causal call."""
+    windows = [selection.kernel_window for selection in normalizer.selections]
+    return not windows or (None not in windows and inputs.causal and inputs.positions is None)
+
+
+def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    assert isinstance(normalizer.map, StickBreaking)
+    factor = row_factors(inputs, normalizer)
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    windows = [selection.kernel_window for selection in normalizer.selections if selection.kernel_window is not None]
+    output: Tensor = _forward(
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, None if factor is None else factor[..., 0],
+        not normalizer.map.attend_current, inputs.causal, min(windows, default=None), inputs.scale,
+    )[0]  # fmt: skip
+    return output
+
+
+@torch.library.custom_op("attnorm::stick_breaking_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.stick_breaking_attention import Stick, forward  # loads Triton
+
+    return forward(q, k, v, mask, factor, Stick(rest, causal, window, scale))
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    spent = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), spent
+
+
+@torch.library.custom_op("attnorm::stick_breaking_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
+    rest: bool, causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.stick_breaking_attention import Stick, backward
+
+    return backward(grad, q, k, v, mask, factor, spent, Stick(rest, causal, window, scale))
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
+    rest: bool, causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, rest, causal, window, scale = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.options = rest, causal, window, scale
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_factor = _backward(grad, *ctx.saved_tensors, *ctx.options)
+    factored = ctx.saved_tensors[4] is not None
+    return *grads, None, grad_factor if factored else None, None, None, None, None
+
+
+def _second_gradients(*_: Any) -> Never:
+    raise RuntimeError("the stick-breaking kernels are differentiated once only; use engine='blocked'")
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+_backward.register_autograd(_second_gradients)
