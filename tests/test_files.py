@@ -96,7 +96,7 @@ def test_compressed_text_and_records_are_read_like_plain_ones(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
-    [("a.txt", b"\xff\xfe\xfa", "not UTF-8"), ("a.txt.xz", b"plain", "no xz file"), ("none.txt", None, "cannot read")],
+    [("a.txt", b"\xff\xfe\xfa", "not UTF-8"), ("a.txt.xz", b"plain", "xz"), ("none.txt", None, "cannot read")],
 )
 def test_unreadable_texts_name_the_file_and_the_reason(
     tmp_path: Path, name: str, content: bytes | None, complaint: str

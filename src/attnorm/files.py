@@ -98,7 +98,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
     except (lzma.LZMAError, EOFError):
-        raise ValueError(f"{path} is no xz file, or it is cut off; pack it again") from None
+        raise ValueError(f"{path} is not a valid xz file, or it is truncated. Compress it again.") from None
     except OSError as error:
         raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
 

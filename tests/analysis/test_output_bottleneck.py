@@ -101,7 +101,7 @@ def test_wrong_models_are_rejected(tokens: torch.Tensor) -> None:
     other = GPT2LMHeadModel(GPT2Config(vocab_size=70, n_positions=300, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match=r"60.*70"):
         attnorm.output_bottleneck(model(), tokens, larger=other)
-    with pytest.raises(ValueError, match="next token"):
+    with pytest.raises(ValueError, match="vocabulary"):
         attnorm.output_bottleneck(model().transformer, tokens)
     with pytest.raises(ValueError, match=r"contexts.*1"):
         attnorm.output_bottleneck(model(), tokens, contexts=1)

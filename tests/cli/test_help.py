@@ -55,3 +55,10 @@ def test_every_option_says_what_it_does(name: str) -> None:
     for parameter in ALL[name].params:
         if parameter.name != "help":
             assert (parameter.help or "").endswith((".", ")")), parameter.name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_has_no_words_in_brackets(name: str) -> None:
+    """Rich takes them for markup and prints nothing."""
+    shown = [ALL[name].help, *(parameter.help for parameter in ALL[name].params if parameter.name != "help")]
+    assert not [words for words in shown if words and "[" in words.replace("\\[", "")]

@@ -173,7 +173,9 @@ def measure_output(
 
 def _head(loaded: LoadedModel) -> Any:
     if not predicts_next_token(loaded):
-        raise ValueError(f"{loaded.name} predicts no next token: it has no output layer over a vocabulary to measure")
+        raise ValueError(
+            f"expected a model with an output layer over a vocabulary, got {loaded.name}. Load a causal language model."
+        )
     return loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 

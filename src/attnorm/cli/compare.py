@@ -35,7 +35,7 @@ def compare(
     threshold: options.Judging = None,
     as_json: Json = False,
 ) -> None:
-    """Compare heads per verdict, median metrics and the heads that changed most with the first side.
+    """Compare analyses with the first one: heads per verdict, median metrics, and the heads that changed most.
 
     A single DIR is compared with itself: each normalizer that it was measured with is a side. Options apply to models
     that are measured now; options that are not given come from the first DIR. --threshold applies to all sides; without

@@ -52,7 +52,8 @@ def evaluate(
     """Evaluate a model before and after softmax is replaced, on the same documents.
 
     Scores have 95 % intervals. Changes are tested document by document, with Holm's correction. RULER and other tasks
-    of lm-eval need attnorm[eval]. DIR holds the score of every document and evaluation.html; attnorm compare reads it.
+    of lm-eval need the extra `eval`. DIR holds the score of every document and evaluation.html;
+    attnorm compare reads it.
 
     Exit codes: 0 evaluated; 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 

@@ -46,8 +46,8 @@ def stability(
 ) -> None:
     """Measure a model on several passages of a text and count the heads that keep their verdict.
 
-    A head is judged where its verdict is not "undecided". The share that keeps its verdict in another run is given
-    twice: with "undecided" there as a change, and with "undecided" there as no contradiction.
+    A head is judged where its verdict is not "undecided". The share that keeps its verdict in another run is
+    printed twice: counting "undecided" as a change, and not counting it.
     Verdicts use no random numbers. --seeds 0,1,2 measures the first window again with each further seed. A seed that
     gives the same numbers adds no run; any other is measured on every passage.
     Example: attnorm stability bundled --text war-and-peace.txt --lengths 512

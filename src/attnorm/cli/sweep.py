@@ -19,7 +19,9 @@ _SHOWN = 40  # items in the table of --status
 On = Annotated[str, typer.Option("--on", metavar="local|ray|slurm", help="Where the items run.")]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, help="Most items at the same time; jobs on Slurm.", show_default="as many as fit; 16 jobs"),
+    typer.Option(
+        min=1, help="Largest number of parallel items; of jobs on Slurm.", show_default="as many as fit; 16 jobs"
+    ),
 ]
 Address = Annotated[
     str | None,

@@ -84,8 +84,8 @@ def lm(
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
-    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has exactly as
-    many parameters and cannot. The record also names the width at which plain softmax has as many.
+    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has the
+    same number of parameters, and its rank cannot. training.json names the width at which a plain model has as many.
 
     Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm
     """

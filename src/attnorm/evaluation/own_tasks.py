@@ -21,7 +21,7 @@ TokenIds = np.ndarray[Any, np.dtype[np.int64]]
 def check_model(loaded: LoadedModel) -> None:
     """Raise ValueError if the model predicts no next token or has no tokenizer."""
     if loaded.tokenizer is None:
-        raise ValueError(f"expected a tokenizer for {loaded.name}, got none ({loaded.tokenizer_problem}). Pass one.")
+        raise ValueError(f"expected a tokenizer for {loaded.name}, got none ({loaded.tokenizer_problem})")
     if not predicts_next_token(loaded):
         raise ValueError(
             f"expected a model that predicts the next token, got {type(loaded.model).__name__}. Choose a causal one."

@@ -111,6 +111,6 @@ def _check_penalty(penalty: Tensor, expected: torch.Size) -> None:
     fits = penalty.dim() == 4 and penalty.shape[0] == expected[0] and penalty.shape[1:3] == (1, 1)
     if not fits or penalty.shape[-1] > expected[-1]:
         raise ValueError(
-            f"penalty of shape {tuple(penalty.shape)} is not one per key, {tuple(expected)} or fewer keys; "
-            "pass what .attend returned for the queries before"
+            f"expected a penalty of shape {tuple(expected)} or with fewer keys, got {tuple(penalty.shape)}. Pass the "
+            "penalty that .attend returned for the earlier queries."
         )

@@ -113,15 +113,20 @@ def patch(
     train_length = _checked_length(train_length)
     parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
     paths: dict[str, nn.Module] = {}
+    skipped = False
     for replacement, given, chosen in _replacements(model, normalizer, layers, options):
         _refuse_patched(chosen)
         for module, (site, heads) in chosen.items():
             part, recipe = _made(replacement, given, module, _place(site, module), heads, warm_start, train_length)
             if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
-                continue  # its keys have no place relative to the queries
+                skipped = True  # its keys have no place relative to the queries
+                continue
             parts[module], paths[site.path] = (part, recipe), module
-        if not parts:
-            raise ValueError("a normalizer that goes by the order of the keys has no meaning in cross-attention")
+    if skipped and not parts:
+        raise ValueError(
+            "expected a normalizer that does not depend on the order of the keys, since all chosen layers are "
+            "cross-attention. Choose another normalizer, or other layers with layers=."
+        )
     attach(model, parts)
     return Patch(paths)
 
@@ -262,8 +267,8 @@ def _check_head_option(options: Mapping[str, Any], count: int) -> None:
     heads = options.get("heads")
     if heads is not None and heads != count:
         raise ValueError(
-            f"heads={heads!r} is no number of heads that can learn here: {count} (as without it), or None for one "
-            "value that all share; which heads to replace is said by layers=, e.g. layers={0: [0, 1]}"
+            f"expected heads={count} or heads=None (one value for all), got heads={heads!r}. To replace "
+            "some heads only, pass layers, e.g. layers={0: [0, 1]}."
         )
 
 

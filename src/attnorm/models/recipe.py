@@ -175,4 +175,4 @@ def _is_count(value: Any, least: int, most: int) -> bool:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"expected a finite number, got {name}")

@@ -208,7 +208,9 @@ def prepare_data(
         ValueError: Fewer than two training examples remain, or a test question is also a training question.
     """
     if not 0 < held_out < len(train) - 1:
-        raise ValueError(f"expected 1 to {len(train) - 2} held-out examples, got {held_out}; {len(train)} are there")
+        raise ValueError(
+            f"expected 1 to {len(train) - 2} held-out examples of {len(train)} training examples, got {held_out}"
+        )
     common = {one.question for one in train} & {one.question for one in test}
     if common:
         raise ValueError(f"{len(common)} test questions are training questions too. Remove them from one of the files.")

@@ -65,8 +65,8 @@ class LMSettings:
             )
         if ANY_LENGTH[self.architecture] and self.width // self.heads % 2:
             raise ValueError(
-                f"{self.architecture} turns the coordinates of a head in pairs, so width / heads must be even; got "
-                f"width {self.width} and {self.heads} heads, try width {self.width + self.heads}"
+                f"expected an even width / heads, because the rotary positions of {self.architecture} use pairs of "
+                f"coordinates, got width {self.width} and {self.heads} heads. Try width {self.width + self.heads}."
             )
         if not SMALLEST_VOCABULARY <= self.vocab <= LARGEST_VOCABULARY:
             raise ValueError(f"vocab must be between {SMALLEST_VOCABULARY} and {LARGEST_VOCABULARY}, got {self.vocab}")

@@ -122,7 +122,8 @@ def normalizer_for(spelling: str, copies: int) -> Normalizer:
         per_copy = get(name, heads=copies, **options)
     except TypeError:
         raise ValueError(
-            f"{name!r} learns parameters but has no option `heads`, so the models of a stack would share them"
+            f"expected a normalizer with the option `heads`, got {name!r}: seeds that are trained together would share "
+            "its parameters. Choose another normalizer."
         ) from None
     assert isinstance(per_copy, Normalizer)
     return per_copy

@@ -189,7 +189,7 @@ def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
             raise ValueError(f"no {what}; give at least one")
         twice = [value for value in values if list(values).count(value) > 1]
         if twice:
-            raise ValueError(f"{twice[0]!r} is among the {what} twice; give it once")
+            raise ValueError(f"expected distinct {what}, got {twice[0]!r} twice. Remove one.")
     if min(seeds) < 0:
         raise ValueError(f"seeds must not be negative, got {min(seeds)}")
     for name in normalizers:
