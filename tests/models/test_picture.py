@@ -43,10 +43,37 @@ def test_a_large_image_becomes_small_and_a_grey_one_has_three_channels() -> None
         ({"pixel_values": torch.zeros(1, 2, 3, 8, 8)}, 4),  # video
         ({"pixel_values": torch.zeros(1, 3, 8, 8)}, None),
         ({"pixel_values": torch.zeros(1, 3, 8, 8)}, 16),
+        ({"pixel_values": torch.zeros(1, 3, 8, 16)}, 9),
+        ({"pixel_values": torch.zeros(1, 3, 16, 8)}, 9),
+        ({"pixel_values": torch.zeros(1, 2, 8, 8)}, 4),
+        ({"pixel_values": torch.zeros(1, 4, 8, 8)}, 4),
     ],
 )
 def test_other_inputs_have_no_picture(inputs: dict[str, torch.Tensor], patch: int | None) -> None:
     assert picture_of(inputs, SimpleNamespace(patch_size=patch)) is None
+
+
+@pytest.mark.parametrize(("side", "pixels"), [(1, 1), (159, 159), (160, 160), (161, 81), (320, 160), (321, 107)])
+def test_the_longer_side_has_at_most_160_pixels(side: int, pixels: int) -> None:
+    picture = picture_of({"pixel_values": torch.rand(2, 1, side, 1)}, SimpleNamespace(patch_size=1))
+    assert picture is not None
+    assert pixels_of(picture.png).shape == (pixels, 1, 3)
+    assert picture.as_dict() == {"png": picture.png, "rows": side, "columns": 1}
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, float("nan")])
+def test_an_image_of_one_value_is_black(value: float) -> None:
+    picture = picture_of({"pixel_values": torch.full((1, 3, 2, 2), value)}, SimpleNamespace(patch_size=2))
+    assert picture is not None
+    assert (picture.rows, picture.columns) == (1, 1)
+    assert not pixels_of(picture.png).any()
+
+
+def test_small_differences_are_stretched_to_black_and_white() -> None:
+    values = torch.tensor([0.5, 0.5 + 1e-5])[None, None, None]
+    picture = picture_of({"pixel_values": values}, SimpleNamespace(patch_size=1))
+    assert picture is not None
+    assert pixels_of(picture.png)[0].tolist() == [[0, 0, 0], [255, 255, 255]]
 
 
 IMAGE = {"pixel_values": torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))}

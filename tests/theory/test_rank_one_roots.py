@@ -1,0 +1,115 @@
+"""Eigenvalues of diag(u) - u u^T / sum u and singular values of F / sum F against dense matrices, from one entry up."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.theory.rank_one_eigenvalues import (
+    improved_root,
+    rank_one_eigenvalue,
+    rank_one_root_of_moments,
+    rank_two_singular_value,
+)
+
+ROWS = {
+    "one entry": [0.7],
+    "two": [0.7, 0.3],
+    "two equal": [0.5, 0.5],
+    "one and a zero": [0.7, 0.0],
+    "zeros": [0.0, 0.0, 0.0],
+    "three": [0.2, 0.7, 0.1],
+    "the largest twice": [0.4, 0.1, 0.4],
+    "all equal": [0.25] * 4,
+    "a zero between": [0.3, 0.0, 0.6, 0.1],
+    "far apart": [1.0, 1e-4, 1e-8, 1e-12],
+    "nearly equal": [0.3, 0.3 + 1e-9, 0.2, 0.1],
+    "many": [0.02 * (i % 7 + 1) for i in range(40)],
+}
+
+
+def dense(u: Tensor, sink: float = 0.0) -> float:
+    total = u.sum() + sink
+    if total == 0:
+        return 0.0
+    return float(torch.linalg.eigvalsh(torch.diag(u) - torch.outer(u, u) / total)[-1].clamp(min=0))
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, 0.3, 5.0])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_largest_eigenvalue_is_that_of_the_matrix(name: str, sink: float | None) -> None:
+    u = torch.tensor(ROWS[name], dtype=torch.float64)
+    at_zero = None if sink is None else torch.tensor([sink], dtype=torch.float64)
+    found = rank_one_eigenvalue(u, at_zero)
+    assert float(found) == pytest.approx(dense(u, sink or 0.0), rel=1e-12, abs=1e-15)
+    rows = torch.stack([u, u.flip(0), 3 * u])
+    sinks = None if at_zero is None else torch.stack([at_zero, at_zero, 3 * at_zero])
+    several = rank_one_eigenvalue(rows, sinks)
+    torch.testing.assert_close(several, found * torch.tensor([1.0, 1.0, 3.0], dtype=torch.float64))
+    single = rank_one_eigenvalue(u.float(), None if at_zero is None else at_zero.float())
+    assert float(single) == pytest.approx(float(found), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if len(row) > 2])
+@pytest.mark.parametrize("sink", [0.0, 0.3])
+def test_a_root_of_moments_is_improved_to_the_exact_one(name: str, sink: float) -> None:
+    u = torch.tensor(ROWS[name], dtype=torch.float64).sort(descending=True).values
+    at_zero = torch.tensor(sink, dtype=torch.float64)
+    moments = [(u[3:] ** power).sum() for power in range(1, 5)]
+    exact = dense(u, sink)
+    root = rank_one_root_of_moments(u[0], u[1], u[2], moments, at_zero)
+    assert float(root) == pytest.approx(exact, rel=5e-3, abs=1e-15)
+    assert float(root) <= exact * (1 + 1e-9)
+    if sink == 0:
+        assert float(rank_one_root_of_moments(u[0], u[1], u[2], moments)) == pytest.approx(float(root), rel=1e-12)
+    start = u[1] + 0.5 * (root - u[1])
+    for x, passes in ((root, 2), (start, 5)):
+        for _ in range(passes):
+            q = u[1:] / (x - u[1:])
+            improved = improved_root(u[0], u[1], x, q.sum(), q.square().sum(), at_zero)
+            x = torch.where(improved.isfinite(), improved, x)
+        if u[1] < u[0]:
+            assert float(x) == pytest.approx(exact, rel=1e-7, abs=1e-15)
+    kept = improved_root(u[0], u[0], u[0], torch.tensor(1.0), torch.tensor(1.0), at_zero)
+    assert float(kept) == float(u[0])  # two largest are equal: nothing to improve
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_singular_values_of_a_map_divided_by_its_sum(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = 3
+    a = torch.rand(rows, size, generator=generator, dtype=torch.float64)
+    f = torch.randn(rows, size, generator=generator, dtype=torch.float64)
+    if seed == 1:
+        a[:, 0] = 0
+        a[:, -1] += 1e-3
+    if seed == 2:
+        f[:, 0] = 0
+    if seed == 3:
+        f = f.abs().round(decimals=0)
+    a = a / a.sum(-1, keepdim=True)
+    found = rank_two_singular_value(a, f)
+    for row in range(rows):
+        matrix = torch.diag(f[row]) - torch.outer(a[row], f[row])
+        expected = float(torch.linalg.matrix_norm(matrix, 2))
+        assert float(found[row]) == pytest.approx(expected, rel=1e-7, abs=1e-12)
+    hidden = torch.zeros(rows, 2, dtype=torch.float64)
+    wider = rank_two_singular_value(torch.cat([a, hidden], -1), torch.cat([f, hidden], -1))
+    torch.testing.assert_close(wider, found, rtol=1e-7, atol=1e-12)
+
+
+def test_leading_dimensions_and_empty_rows_keep_their_shape() -> None:
+    u = torch.rand(2, 3, 4, dtype=torch.float64)
+    found = rank_one_eigenvalue(u)
+    for i, j in itertools.product(range(2), range(3)):
+        assert float(found[i, j]) == pytest.approx(dense(u[i, j]), rel=1e-12)
+    assert rank_one_eigenvalue(torch.zeros(0, 4)).shape == (0,)
+    assert rank_two_singular_value(torch.zeros(2, 0, 4), torch.zeros(2, 0, 4)).shape == (2, 0)
+    assert rank_two_singular_value(torch.zeros(1, 3), torch.zeros(1, 3)).tolist() == [0.0]
+
+
+def test_the_gradient_of_the_eigenvalue_is_that_of_the_matrix() -> None:
+    u = torch.tensor([[0.2, 0.7, 0.1], [0.3, 0.3, 0.4]], dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(rank_one_eigenvalue, (u,))
