@@ -57,6 +57,7 @@ class Inline:
     """Runs trials in this process; the driver or a worker ends after some of them."""
 
     slots = 2
+    in_flight: int | None = None
 
     def __init__(self, out: Path, hook: Any, driver_ends_after: int = 99, worker_dies_at: tuple[int, ...] = ()) -> None:
         self.out, self.hook, self.left, self.dies = out, hook, driver_ends_after, worker_dies_at

@@ -13,10 +13,12 @@ def counted(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str
     """Sleep for a while, note the start and the end, and return a number that depends only on the values."""
     seed = int(values["seed"])
     _note(shared / "started", f"{seed}\n")
+    _note(shared / "order", "+")
     time.sleep(float(os.environ.get("ATTNORM_TEST_SECONDS", "0.2")))
     if seed in (values.get("sizes") or ()):
         raise ValueError(f"seed {seed} is bad")
     _note(shared / "ended", f"{seed} {os.getpid()}\n")
+    _note(shared / "order", "-")
     return [{"score": seed * seed / 7}]
 
 
@@ -24,6 +26,15 @@ def _note(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, line.encode())
     os.close(descriptor)
+
+
+def most_at_once(shared: Path) -> int:
+    """Return how many items ran at the same time."""
+    running, most = 0, 0
+    for mark in (shared / "order").read_text():
+        running += 1 if mark == "+" else -1
+        most = max(most, running)
+    return most
 
 
 def items(count: int, bad: tuple[int, ...] = ()) -> tuple[Item, ...]:

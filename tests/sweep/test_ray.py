@@ -16,7 +16,7 @@ from attnorm.sweep.plan import Resources
 from attnorm.sweep.run import run_items
 from attnorm.sweep.work import run_item
 from tests.sweep.conftest import plan_of
-from tests.sweep.hooks import counted
+from tests.sweep.hooks import counted, most_at_once
 
 ray = pytest.importorskip("ray")
 ITEMS = ("ray::seed", "ray::model")  # how processes that run an item are called
@@ -78,6 +78,17 @@ def test_killed_workers_lose_nothing_and_repeat_nothing(
 
 def _without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def test_a_named_cluster_runs_no_more_items_at_once_than_workers(cluster: Any, tmp_path: Path) -> None:
+    plan = plan_of(6)
+    open_sweep(tmp_path, plan)
+    engine = open_engine("ray", tmp_path, plan.resources, address=cluster.address, workers=1, hook=counted)
+    assert engine.slots == 1
+    assert len(ray.nodes()) >= 3  # the named cluster, which could run two
+    found = list(run_items(engine, tmp_path, plan.items, retries=0))
+    assert [each.error for each in found] == [""] * 6
+    assert most_at_once(tmp_path) == 1
 
 
 def test_an_item_that_no_node_can_hold_is_refused(cluster: Any, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Inline:
     """An engine that runs items in this process; `dies` says how often the worker of a seed is lost."""
 
     slots = 1
+    in_flight: int | None = None
 
     def __init__(self, out: Path, dies: dict[int, int] | None = None) -> None:
         self.out, self.dies, self.started = out, dies or {}, []
@@ -319,6 +320,43 @@ def test_a_cluster_that_refuses_says_why(cause: str, named: str, monkeypatch: py
     monkeypatch.setattr(engines, "_check_reachable", lambda address: None)
     with pytest.raises(ClusterLost, match=named):
         engines._join_cluster(Ray(), "here:1", None)
+
+
+@pytest.mark.parametrize(
+    ("address", "from_environment", "joined"),
+    [("head:6379", "", "head:6379"), (None, "other:6379", "other:6379"), ("auto", "", "auto"), (None, "", "auto")],
+)
+@pytest.mark.parametrize("workers", [None, 4])
+def test_a_cluster_is_joined_whatever_the_number_of_workers(
+    address: str | None, from_environment: str, joined: str, workers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int | None]] = []
+
+    class Ray:
+        def init(self, named: str, num_cpus: int | None = None, **_: Any) -> None:
+            calls.append((named, num_cpus))
+
+    monkeypatch.setattr(engines, "_check_reachable", lambda address: None)
+    monkeypatch.setenv("RAY_ADDRESS", from_environment)
+    engines._join_cluster(Ray(), address, workers)
+    assert calls == [(joined, None)]
+
+
+@pytest.mark.parametrize(("address", "tried"), [(None, [("auto", None)]), ("local", [])])
+def test_without_a_cluster_ray_starts_here_with_the_workers_as_cpus(
+    address: str | None, tried: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int | None]] = []
+
+    class Ray:
+        def init(self, named: str, num_cpus: int | None = None, **_: Any) -> None:
+            calls.append((named, num_cpus))
+            if named == "auto":
+                raise ConnectionError("no cluster")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    engines._join_cluster(Ray(), address, 4)
+    assert calls == [*tried, ("local", 4)]
 
 
 def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class ClusterLost(ValueError):  # noqa: N818
 class Engine(Protocol):
     slots: int
     """Items that can run at the same time."""
+    in_flight: int | None
+    """Most chunks to submit before one of them ends; None: any number, the engine queues them."""
 
     def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
         """Divide items into groups that one worker runs one after another."""
@@ -56,7 +58,8 @@ def open_engine(
 ) -> Engine:
     """Start an engine.
 
-    workers: processes on this machine, CPUs of a local Ray, or jobs on Slurm (default: as many as fit; 16 jobs).
+    workers: processes on this machine, items at the same time on Ray (also the CPUs of a Ray that is started here), or
+    jobs on Slurm (default: as many as fit; 16 jobs).
 
     Raises:
         ValueError: Unknown engine, a cluster out of reach, or an item that fits on no machine.
@@ -73,6 +76,8 @@ def open_engine(
 
 class LocalEngine:
     """One process per slot, each behind its own pool, so that a killed process takes one item with it and no other."""
+
+    in_flight: int | None = None
 
     def __init__(self, out: Path, resources: Resources, workers: int | None, hook: Hook | None) -> None:
         self.slots = workers or processes_that_fit(resources)
@@ -194,6 +199,9 @@ class RayEngine:
         if resources.memory_gb is not None:
             needs["memory"] = int(resources.memory_gb * 2**30)
         self.slots = self._slots(resources)
+        self.in_flight = workers
+        if workers is not None:
+            self.slots = min(self.slots, workers)
         # max_retries: the caller starts items again. max_calls: keep workers with a GPU, and the model they hold.
         self._task = ray.remote(max_retries=0, max_calls=0, **needs)(run_chunk)
 
@@ -251,20 +259,19 @@ def _needs(resources: Resources) -> str:
 
 
 def _join_cluster(ray: Any, address: str | None, workers: int | None) -> None:
-    """Connect to a running cluster, or start Ray on this machine if none is named."""
+    """Connect to the named or a running cluster; without any, start Ray on this machine with `workers` CPUs."""
     named = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if named and named not in ("auto", "local"):
         _check_reachable(named)
     try:
-        if named == "local" or workers is not None:
-            ray.init("local", num_cpus=workers, include_dashboard=False, **options)
+        if named != "local":
+            ray.init(named or "auto", **options)
             return
-        ray.init(named or "auto", **options)
     except ConnectionError as error:
-        if named and named != "local":
+        if named:
             raise ClusterLost(f"cannot join the Ray cluster {named!r}. {_remedy(error)}") from None
-        ray.init("local", num_cpus=workers, include_dashboard=False, **options)
+    ray.init("local", num_cpus=workers, include_dashboard=False, **options)
 
 
 def _remedy(error: BaseException) -> str:
@@ -289,6 +296,7 @@ class SlurmEngine:
     """Jobs of Slurm through submitit; each job runs its share of the items in one process."""
 
     OPTIONS = ("cluster", "jobs", "minutes")
+    in_flight: int | None = None
 
     def __init__(
         self, out: Path, resources: Resources, table: dict[str, Any], workers: int | None, hook: Hook | None

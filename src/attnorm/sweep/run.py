@@ -1,7 +1,7 @@
 """Run a plan: start what is not finished, start again what lost its worker, and merge the results."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
@@ -102,9 +102,11 @@ def run_items(engine: Engine, out: Path, items: Iterable[Item], retries: int) ->
     running: dict[Future[list[Outcome]], list[Item]] = {}
     kill = True
     try:
-        for chunk in engine.chunks(list(items)):
-            running[engine.submit(chunk)] = chunk
-        while running:
+        waiting = deque(engine.chunks(list(items)))
+        while waiting or running:
+            while waiting and (engine.in_flight is None or len(running) < engine.in_flight):
+                chunk = waiting.popleft()
+                running[engine.submit(chunk)] = chunk
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
                 chunk = running.pop(future)
@@ -113,7 +115,7 @@ def run_items(engine: Engine, out: Path, items: Iterable[Item], retries: int) ->
                         _record(out, chunk, outcome)
                         yield outcome
                     else:
-                        running[engine.submit([outcome])] = [outcome]
+                        waiting.append([outcome])
         kill = False
     finally:
         engine.close(kill=kill)
