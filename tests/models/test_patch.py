@@ -300,7 +300,7 @@ def test_an_exception_gives_the_model_back() -> None:
         ("differential", {}, "another architecture"),
         ("differential_v2", {}, "another architecture"),
         ("tda", {}, "another architecture"),
-        ("forget", {"width": 32}, "reads the layer's input"),
+        ("forget", {"width": 31}, "width=32.*self_attn.*width=31"),
         ("soft", {}, "no causal form"),
         ("linear", {"layers": {0: [1]}}, "leave the heads out"),
         ("asentmax", {"width": 32}, "leave width out"),

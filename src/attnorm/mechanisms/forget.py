@@ -23,8 +23,10 @@ from attnorm.normalizers.registry import resolve
 @declare(
     warm_start=WarmStart(
         "near",
-        "b = 10: log f = -0.000045, so that a key 1,000 tokens back keeps 96 % of its weight",
-        options=lambda layer, given: {"heads": layer.heads, "bias": 10.0},
+        "b = 10: log f = -0.000045, so that a key 1,000 tokens back keeps 96 % of its weight; with width=, b = 14 and "
+        "w = 0: 99.9 %, as w can move many coordinates at once",
+        options=lambda layer, given: {"heads": layer.heads, "bias": 14.0 if given.get("width") else 10.0},
+        values=lambda layer, given, options: {"weight": 0.0} if options.get("width") else {},
     )
 )
 class Forget(Mechanism):
@@ -66,6 +68,11 @@ class Forget(Mechanism):
         if width is not None and heads is not None:
             self.weight = nn.Parameter(torch.empty(heads, width))
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear
+
+    @property
+    def width(self) -> int | None:
+        """Width of the hidden states that the gates read; None: they read none."""
+        return None if self.weight is None else self.weight.shape[1]
 
     @property
     def reads_hidden_states(self) -> bool:  # type: ignore[override]

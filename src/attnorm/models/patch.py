@@ -17,6 +17,7 @@ from torch import nn
 
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.layer_input import check_readable
 from attnorm.models.layer_recipe import SOFTMAX, is_recipe, layer_groups
 from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.patch_state import (
@@ -292,9 +293,7 @@ def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Nor
             "with attnorm.attention and train it"
         )
     if isinstance(part, Mechanism) and part.reads_hidden_states:
-        raise ValueError(
-            f"{part.name!r} reads the layer's input, which attention functions do not receive; leave width= out"
-        )
+        check_readable(module, part, getattr(part, "width", None), place)
     if part.name == "soft" and getattr(module, "is_causal", True):
         raise ValueError(f"'soft' has no causal form, and {place} is causal; take 'gaussian', or an encoder")
     if part.name == "forget" and not getattr(module, "is_causal", True):

@@ -3,6 +3,7 @@
     attnorm_normalizer     a submodule: its parameters train, move and are saved with the model
     attnorm_recipe         a submodule that holds how the normalizer was made, and writes it into every state dict
     attnorm_model_config   the model's config; the module's own config is meanwhile a copy that names our kernel
+    attnorm_hook           where the normalizer reads the layer's input: what removes its hook
 
 Values and recipe are part of the state dict, so every ordinary save keeps them: save_pretrained, push_to_hub, Trainer's
 checkpoints, accelerate's save_state, torch.save. The config of the model names the normalizers under `attnorm`.
@@ -22,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnorm.models.dispatch import KERNEL, MODEL_CONFIG, NORMALIZER
+from attnorm.models.layer_input import unwatch_input, watch_input
 from attnorm.models.patched_attention import check_masks, register
 from attnorm.models.private_names import copy_with_kernel, offload_devices
 from attnorm.models.recipe import FORMAT, RECIPE, Recipe, SavedRecipe
@@ -67,6 +69,7 @@ def attach(model: nn.Module, parts: dict[nn.Module, tuple[Normalizer | Mechanism
         setattr(module, RECIPE, _saved(recipe, configs, normalizer, model))
         setattr(module, MODEL_CONFIG, config)
         module.config = copies[id(config)]
+        watch_input(module)
         for each in configs:
             _record(each, recipe, 1)
 
@@ -87,6 +90,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
     """Remove normalizers; modules that have none stay as they are."""
     for module in modules:
         if is_patched(module):
+            unwatch_input(module)
             module.config = getattr(module, MODEL_CONFIG)
             for config in getattr(module, RECIPE).configs:
                 _record(config, recipe_of(module), -1)

@@ -246,11 +246,15 @@ def check_normalizer(settings: LMSettings) -> None:
         ValueError: As `build_model`.
     """
     for name, options in settings.normalizers:
-        alone = replace(
-            settings, layers=1, width=2 * settings.heads, recipe={}, normalizer=name, normalizer_options=options
-        )
+        width = settings.width if "width" in options else 2 * settings.heads
+        alone = replace(settings, layers=1, width=width, recipe={}, normalizer=name, normalizer_options=options)
         if alone.patched:
             build_model(alone, vocabulary=2, end_of_text=0)
+
+
+def with_heads(options: dict[str, Any], settings: LMSettings) -> dict[str, Any]:
+    """Return the options with the number of heads, which those that read hidden states need."""
+    return {"heads": settings.heads, **options} if "width" in options else options
 
 
 def _replace_softmax(model: Any, settings: LMSettings) -> None:
@@ -261,7 +265,7 @@ def _replace_softmax(model: Any, settings: LMSettings) -> None:
         for name, options in settings.normalizers:
             if "train_length" in options:
                 raise ValueError(f"the training length is the context, {settings.context}; remove train_length")
-            get(name, **options)  # rejects options that only patch() has
+            get(name, **with_heads(options, settings))  # rejects options that only patch() has
         if settings.recipe:
             patch(model, settings.recipe, warm_start=False, train_length=settings.context)
         else:

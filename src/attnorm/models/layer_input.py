@@ -1,0 +1,117 @@
+"""Gates that read the layer's input inside a patched attention module: `forget` with width=.
+
+Attention functions of transformers receive queries, keys and values, not the hidden states that they come from. A hook
+in front of the attention module computes the log gates of the new tokens and hands them on among the arguments.
+
+Decoding with a cache needs the gates of all earlier tokens. They are stored as further columns of the values, so that
+whatever the cache does with values (reorder for beams, crop, repeat, slide, fixed size) it does with the gates. Columns
+have the dtype of the values: in half precision a gate is split into its rounded value and the rest.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.models.dispatch import running_normalizer
+from attnorm.normalizers.contract import Mechanism
+
+GATES = "attnorm_gates"  # the argument
+HOOK = "attnorm_hook"  # attribute of a patched module that reads its input
+INPUT, CACHE = "hidden_states", "past_key_values"
+
+
+class KeyGates:
+    """Log gates of all keys, (B, H, K); before the cache has added the earlier ones: of the new tokens."""
+
+    def __init__(self, log_gates: Tensor) -> None:
+        self.log_gates = log_gates
+
+    def columns(self, value_BGKE: Tensor) -> Tensor:
+        """The gates as columns of values, (B, G, K, columns): each key head has those of its query heads."""
+        by_head = self.log_gates.unflatten(1, (value_BGKE.shape[1], -1)).mT
+        rounded: Tensor = by_head.to(value_BGKE.dtype)
+        if rounded.dtype.itemsize >= by_head.dtype.itemsize:
+            return rounded
+        return torch.cat([rounded, (by_head - rounded).to(rounded.dtype)], -1)
+
+    def read(self, columns: Tensor) -> None:
+        """Replace the gates by those of all keys, from the columns that a cache returns."""
+        heads, working = self.log_gates.shape[1] // columns.shape[1], self.log_gates.dtype
+        parts = columns.to(device=self.log_gates.device, dtype=working).split(heads, -1)
+        self.log_gates = torch.stack(parts).sum(0).mT.flatten(1, 2)
+
+
+class CacheWithGates:
+    """The cache of a model as one attention module sees it: its values have the gates as further columns."""
+
+    def __init__(self, cache: Any, gates: KeyGates) -> None:
+        self._cache, self._gates = cache, gates
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        width, columns = value.shape[-1], self._gates.columns(value)
+        self._check(layer, width + columns.shape[-1])
+        keys, values = self._cache.update(key, torch.cat([value, columns], -1), layer, *args, **options)
+        self._gates.read(values[..., width:])
+        return keys, values[..., :width]
+
+    def _check(self, layer: int, expected: int) -> None:
+        layers = getattr(self._cache, "layers", [])
+        stored = getattr(layers[layer], "values", None) if layer < len(layers) else None
+        if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[-1] != expected:
+            raise ValueError(
+                f"expected a cache with {expected} columns of values in layer {layer}, of which the last ones are "
+                f"forget gates, got {stored.shape[-1]}. Start with an empty cache: the model was patched, paused or "
+                "unpatched since this one was filled, or its sizes were fixed in advance."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def check_readable(module: nn.Module, mechanism: Mechanism, width: int | None, place: str) -> None:
+    """Raise ValueError where the attention module cannot hand its input on, or has another width."""
+    parameters = inspect.signature(module.forward).parameters
+    others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if INPUT not in parameters or not others:
+        raise ValueError(
+            f"{mechanism.name!r} with width= reads the layer's input, which {place} ({type(module).__name__}) does not "
+            f"hand on: its forward has no {INPUT}= and **kwargs. Leave width= out, so that gates are learned per head."
+        )
+    projection = getattr(module, "q_proj", None)
+    wide = getattr(projection, "in_features", None) or getattr(module.config, "hidden_size", None)
+    if width != wide:
+        raise ValueError(f"expected width={wide}, that of the input of {place}, got width={width}.")
+
+
+def give_gates(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Pre-forward hook of an attention module: add the gates of its input, and their place in the cache."""
+    names = inspect.signature(module.forward).parameters
+    given = {**dict(zip(names, args, strict=False)), **options}
+    mechanism: Any = running_normalizer(module)
+    if mechanism is None:  # paused
+        return (), given
+    gates = KeyGates(mechanism.log_gates(given[INPUT]))
+    cache = given.get(CACHE)
+    if cache is not None:
+        if hasattr(cache, "self_attention_cache") or "Quantized" in type(cache).__name__:
+            raise NotImplementedError(
+                f"forget gates cannot be kept in a {type(cache).__name__}. Use a DynamicCache, or use_cache=False."
+            )
+        given[CACHE] = CacheWithGates(cache, gates)
+    return (), {**given, GATES: gates}
+
+
+def watch_input(module: nn.Module) -> None:
+    """Let a patched module read its input, if its normalizer does."""
+    mechanism = running_normalizer(module)
+    if isinstance(mechanism, Mechanism) and mechanism.reads_hidden_states:
+        setattr(module, HOOK, module.register_forward_pre_hook(give_gates, with_kwargs=True))
+
+
+def unwatch_input(module: nn.Module) -> None:
+    hook = getattr(module, HOOK, None)
+    if hook is not None:
+        hook.remove()
+        delattr(module, HOOK)
