@@ -237,12 +237,14 @@ _MISSING = {
 
 def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
     """The cheapest engine with the exact result: SDPA, and on a GPU our kernels, then FlexAttention, then blocks."""
+    on_sdpa = fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer)
     if not inputs.q_BHQD.is_cuda or torch.compiler.is_exporting():  # an exported graph holds no kernel of ours
-        return "fused" if fused.applies(inputs, normalizer) else "blocked"
-    # SDPA would round q once more where a factor is folded into it, and a sink costs it one more key.
-    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex")
+        return "fused" if on_sdpa else "blocked"
     if fused.is_plain(inputs, normalizer):
         return "fused"
+    # A sink costs SDPA one more key.
+    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex")
+    order = order if on_sdpa else tuple(engine for engine in order if engine != "fused")
     return next((engine for engine in order if _applies(engine, inputs, normalizer)), "blocked")
 
 

@@ -46,17 +46,29 @@ def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether SDPA takes q as it is: softmax alone, in any precision, or any rescaled softmax in float32 or more."""
     if not applies(inputs, normalizer) or normalizer.sink is not None:
         return False
-    return not normalizer.rules or inputs.q_BHQD.dtype in (torch.float32, torch.float64)
+    return inputs.q_BHQD.dtype not in HALF or not _has_factors(inputs, normalizer)
+
+
+def rounds_q(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether `fused` folds a factor into q in half precision, which rounds q once more.
+
+    A power of two would be exact, but the factors of rules are on the device: reading them would wait for it.
+    """
+    return inputs.q_BHQD.is_cuda and inputs.q_BHQD.dtype in HALF and _has_factors(inputs, normalizer)
+
+
+def _has_factors(inputs: Inputs, normalizer: Normalizer) -> bool:
+    return bool(normalizer.rules) or inputs.scale < LEAST_SCALE
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, E) of a normalizer for which `applies` is true.
 
     A factor folded into q in half precision would round q once more. On a CPU, where half precision saves no time, the
-    call runs in float32. On CUDA q is rounded once for all factors: that errs less than rounded logits do.
+    call runs in float32. On CUDA q is rounded once for all factors: `auto` does not choose this engine then.
     """
     dtype, small = inputs.q_BHQD.dtype, inputs.scale < LEAST_SCALE
-    if dtype in HALF and not inputs.q_BHQD.is_cuda and (normalizer.rules or small):
+    if dtype in HALF and not inputs.q_BHQD.is_cuda and _has_factors(inputs, normalizer):
         q, k, v = (t.float() for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
         return fused(replace(inputs, q_BHQD=q, k_BGKD=k, v_BGKE=v), normalizer).to(dtype)
     rules = normalizer.rules

@@ -18,4 +18,6 @@ def attend(inputs: Inputs, normalizer: Normalizer) -> Tensor:
 
             if one_pass.applies(inputs, normalizer):
                 return one_pass.one_pass(inputs, normalizer)
-        return fused.fused(inputs, normalizer) if fused.applies(inputs, normalizer) else blocked(inputs, normalizer)
+        if fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer):
+            return fused.fused(inputs, normalizer)
+        return blocked(inputs, normalizer)

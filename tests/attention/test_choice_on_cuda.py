@@ -1,0 +1,97 @@
+"""Which engine `auto` takes on CUDA. The tensors are fake: they have a device and no numbers, so no GPU is needed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attnorm
+from attnorm.attention import choose_engine
+from attnorm.engines import triton_support
+from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.mechanisms import attend as mechanisms
+from attnorm.normalizers.contract import Normalizer
+
+FOLDED: dict[str, dict[str, Any]] = {
+    "ssmax": {"s": 0.43},
+    "softmax": {"temperature": 0.3},
+    "log_scaled": {"train_length": 8},
+    "adaptive_temperature": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """That of the GPU the tensors are on, to be changed by a test."""
+    found = {"gpu": (9, 0)}
+    monkeypatch.setattr(triton_support, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["gpu"])
+    return found
+
+
+def on_cuda(
+    dtype: torch.dtype = torch.bfloat16, queries: int = 64, width: int = 64, scale: float | None = None
+) -> Inputs:
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 2, rows, width, dtype=dtype, device="cuda") for rows in (queries, 64))
+        return validate_inputs(q, k, k, mask=None, causal=True, scale=scale, positions=None)
+
+
+def normalizer(name: str, **options: Any) -> Normalizer:
+    found = attnorm.get(name, **options)
+    assert isinstance(found, Normalizer)
+    return found
+
+
+def choice(inputs: Inputs, one: Normalizer) -> str:
+    with torch.no_grad():
+        return choose_engine(inputs, one)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_no_choice_in_half_precision_rounds_q_after_a_factor(
+    name: str, dtype: torch.dtype, capability: dict[str, tuple[int, int]]
+) -> None:
+    one = normalizer(name, **FOLDED[name])
+    assert choice(on_cuda(dtype), one) == "triton"
+    assert choice(replace(on_cuda(dtype), dropout=0.1), one) == "blocked"
+    assert choice(on_cuda(dtype, queries=1), one) == "blocked"
+    assert choice(on_cuda(dtype, width=320), one) == "blocked"
+    capability["gpu"] = (7, 5)
+    assert choice(on_cuda(dtype), one) == "blocked"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sdpa_runs_with_factors_where_q_has_the_digits(dtype: torch.dtype) -> None:
+    one = normalizer("ssmax")
+    assert choice(on_cuda(dtype), one) == "fused"
+    assert choice(replace(on_cuda(dtype, queries=1), dropout=0.1), one) == "fused"
+
+
+def test_sdpa_runs_without_factors() -> None:
+    for inputs in (on_cuda(), replace(on_cuda(), dropout=0.1), on_cuda(queries=1), on_cuda(width=320)):
+        assert choice(inputs, normalizer("softmax")) == "fused"
+    assert choice(replace(on_cuda(), dropout=0.1), normalizer("softmax1")) == "fused"
+    assert choice(on_cuda(), normalizer("softmax1")) == "triton"
+
+
+def test_a_small_scale_is_a_factor_as_well() -> None:
+    assert choice(on_cuda(scale=7e-4), normalizer("softmax")) == "triton"
+    assert choice(on_cuda(scale=7e-4, queries=1), normalizer("softmax")) == "blocked"
+    assert choice(on_cuda(torch.float32, scale=7e-4), normalizer("softmax")) == "fused"
+
+
+def test_an_exported_graph_does_not_round_q_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert choice(on_cuda(), normalizer("softmax")) == "fused"
+    assert choice(on_cuda(), normalizer("ssmax")) == "blocked"
+
+
+def test_a_mechanism_does_not_round_q_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((mechanisms.fused, "fused"), (mechanisms, "blocked")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: name)
+    assert mechanisms.attend(on_cuda(queries=1), normalizer("softmax")) == "fused"  # type: ignore[comparison-overlap]
+    assert mechanisms.attend(on_cuda(queries=1), normalizer("ssmax")) == "blocked"  # type: ignore[comparison-overlap]
