@@ -15,6 +15,7 @@ from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.reads import measure_reads
+from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import AUTO_ROWS, length_bins, rows_to_measure, spread
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, _null, measure_vectors
@@ -269,3 +270,23 @@ def test_a_row_with_fewer_keys_than_asked_for_is_filled_up() -> None:
     found = measure_reads(call, [None], torch.tensor([0]), 5)["model"]
     assert found.keys[0, 0, 0].tolist() == [0, 1, 2, -1, -1]
     assert found.weights[0, 0, 0, 3:].tolist() == [0.0, 0.0]
+
+
+def test_pairs_of_more_than_512_vectors_are_compared_among_512_of_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, 1, 540, 2, generator=generator, dtype=torch.float64)
+    chosen = torch.randperm(540, generator=torch.Generator().manual_seed(5))[:512]
+    some = vectors[0, 0, chosen]
+    distances = torch.cdist(some, some, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
+    expected = distances.min() / vectors.norm(dim=-1).mean()
+    assert float(isotropy(vectors, seed=5).smallest_distance) == pytest.approx(float(expected))
+
+
+def test_norms_without_a_closed_form_and_separability_are_measured_on_eight_and_sixteen_rows() -> None:
+    call = make_call(40, batch=1)
+    norms = measure_rows(call, ["stick_breaking"], torch.arange(40), (1,))["stick_breaking"].values["jacobian_norm"]
+    assert (~norms.isnan()).sum(-1).tolist() == [[8] * HEADS]
+    gains = measure_sensitivity(call, ["stick_breaking"], torch.arange(30, 40), (1.0,), ())["stick_breaking"]
+    assert (~gains["jacobian_norm"][..., 0].isnan()).sum(-1).tolist() == [[8] * HEADS]
+    found = measure_vectors(call, [None], torch.arange(5, 40), (2,), permutations=1)["model"]
+    assert (~found["separability"][..., 0].isnan()).sum(-1).tolist() == [[16] * HEADS]

@@ -1,5 +1,6 @@
 """A recipe gives every layer its normalizer, in Python and as a file, and is saved and loaded with the model."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,14 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.models.layer_recipe import compact, layer_groups, read_recipe_file, specs_by_layer, write_recipe_file
+from attnorm.models.layer_recipe import (
+    compact,
+    layer_groups,
+    parse_layers,
+    read_recipe_file,
+    specs_by_layer,
+    write_recipe_file,
+)
 from attnorm.models.patch import patch, swap
 from attnorm.models.patch_state import patched_modules, recipe_of
 from attnorm.models.saving import from_pretrained, save_pretrained
@@ -118,3 +126,30 @@ def test_equal_recipes_have_one_shortest_form() -> None:
     assert specs == ["softmax", "ssmax", "ssmax", "softmax", "entmax15"]
     assert compact(specs) == {"0": "softmax", "1-2": "ssmax", "3": "softmax", "4": "entmax15"}
     assert layer_groups(compact(specs))[(1, 2)] == "ssmax"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_layer_beyond_the_last_is_named_with_the_range(count: int) -> None:
+    assert specs_by_layer({str(count - 1): "ssmax"}, count)[-1] == "ssmax"
+    with pytest.raises(ValueError, match=rf"0 to {count - 1}, got {count} "):
+        specs_by_layer({f"0-{count}": "ssmax"}, count)
+
+
+@pytest.mark.parametrize(
+    ("key", "layers"), [(4, (4,)), ("4", (4,)), ("0-3", (0, 1, 2, 3)), (" 0 - 1 ,6", (0, 1, 6)), ("9999", (9999,))]
+)
+def test_layers_are_numbers_and_ranges(key: Any, layers: tuple[int, ...]) -> None:
+    assert parse_layers(key) == layers
+
+
+@pytest.mark.parametrize("key", ["3-2", "-1", "10000", "9999-10000", "a", "", True, 1.5, "1,1", "0-2,2"])
+def test_other_keys_are_no_layers(key: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(key))):
+        parse_layers(key)
+
+
+def test_shortest_forms_of_recipes() -> None:
+    assert compact(["a"]) == {"0": "a"}
+    assert compact(["a", "a", "b"]) == {"0-1": "a", "2": "b"}
+    assert compact(["b", "c", "c", "c", "d"]) == {"0": "b", "1-3": "c", "4": "d"}
+    assert compact([]) == {}

@@ -29,6 +29,7 @@ from attnorm.theory import (
     spread,
     verify,
 )
+from attnorm.theory.catalogue import claim as claim_module
 from attnorm.theory.catalogue.claim import draw_case
 from attnorm.theory.dispersion import Bounds
 
@@ -348,3 +349,108 @@ def test_the_search_leaves_torch_as_it_was() -> None:
 def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def claim_of(ratios: list[float], **options: Any) -> Claim:
+    """A claim whose ratios are these, row after row."""
+    values = torch.tensor(ratios, dtype=torch.float64)
+
+    def ratio(case: Any) -> Tensor:
+        return values[torch.arange(len(case.dial)) % len(values)]
+
+    about = dict.fromkeys(("source", "statement", "domain", "proof"), "")
+    settings: dict[str, Any] = {"id": "x", "family": "x", "form": "added", "status": "holds", **options}
+    return Claim(**about, **settings, differentiable=False, ratio=ratio)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"tried": 1}, "survived"),
+        ({}, "NOT TRIED"),
+        ({"tried": 1, "violations": 1}, "VIOLATED"),
+        ({"tried": 1, "violations": 1, "status": "false"}, "refuted"),
+        ({"tried": 1, "status": "false"}, "NOT REFUTED"),
+        ({"tried": 1, "status": "vacuous", "says_nothing_share": 0.3}, "says nothing"),
+        ({"tried": 1, "status": "vacuous", "says_nothing_share": 0.299}, "NOT VACUOUS"),
+        ({"tried": 1, "status": "vacuous"}, "NOT VACUOUS"),
+        ({"tried": 1, "attained": (0.9, None), "reached": (0.9, 0.1)}, "survived"),
+        ({"tried": 1, "attained": (None, 0.9), "reached": (1.0, 0.89)}, "NOT ATTAINED"),
+    ],
+)
+def test_verdicts(changes: dict[str, Any], verdict: str) -> None:
+    about = {name: changes[name] for name in ("status", "attained") if name in changes}
+    rest = {name: value for name, value in changes.items() if name not in about}
+    finding = search.Finding(claim_of([0.5], **about), **rest)
+    assert finding.verdict == verdict
+    assert finding.stands == (not verdict.isupper())
+    assert search.table_stands([finding]) == finding.stands
+    argument = dataclasses.replace(finding.claim, ratio=None)
+    assert search.Finding(argument).verdict == "argument"
+
+
+def test_totals_of_a_round() -> None:
+    one = search._Search(claim_of([0.5, math.nan, 1 + 5e-10, 1.5, 2.0, math.inf]), seed=3)
+    rows = len(one.case_of(0)[1])
+    one.run_round()
+    kinds = [row % 6 for row in range(rows)]
+    assert one.rounds == 1
+    assert one.tried == sum(kind != 1 for kind in kinds)
+    assert one.violations == sum(kind in (3, 4, 5) for kind in kinds)
+    assert one.smallest is not None
+    assert (one.smallest.row, one.smallest.ratio, one.smallest.round, one.smallest.seed) == (5, math.inf, 0, 3)
+    assert one.smallest.address == "x:3:0:5"
+    finding = one.finding()
+    assert (finding.worst_ratio, finding.tried, finding.rounds) == (math.inf, one.tried, 1)
+    smaller = one.smallest
+    one._keep_smallest(dataclasses.replace(one.case_of(0)[0]), torch.zeros(rows))
+    assert one.smallest is smaller  # as large as the one that is kept
+    assert search._size(smaller) == (smaller.keys, smaller.width, smaller.top_n)
+
+
+def test_quantiles_are_the_nearest_ranks() -> None:
+    assert search._quantiles([]) is None
+    assert search._quantiles([torch.empty(0)]) is None
+    assert search._quantiles([torch.tensor([2.0])]) == (2.0, 2.0, 2.0)
+    assert search._quantiles([torch.arange(61.0, 101.0), torch.arange(0.0, 61.0)]) == (5.0, 50.0, 95.0)
+    assert search._quantiles([torch.tensor([1.0, math.inf])])[2] == math.inf  # type: ignore[index]
+
+
+def test_shares_of_rows_where_a_bound_says_nothing_are_those_of_random_rounds() -> None:
+    def silent(case: Any) -> Tensor:
+        kinds = torch.arange(len(case.dial)) % 4
+        return torch.where(kinds == 0, math.nan, (kinds == 1).double())
+
+    (finding,) = verify([claim_of([0.5], says_nothing=silent)], budget_seconds=AT_ONCE, first_rounds=3)
+    assert finding.says_nothing_share == pytest.approx(1 / 3, abs=0.05)
+    assert finding.tightness == (0.5, 0.5, 0.5)
+    (nothing,) = verify([claim_of([math.nan])], budget_seconds=AT_ONCE, first_rounds=1)
+    assert (nothing.tried, nothing.says_nothing_share, nothing.tightness) == (0, None, None)
+
+
+def test_progress_rises_to_one_and_stays_there() -> None:
+    shares: list[float] = []
+    some = [claim_of([0.5]), claim_of([0.25])]
+    verify(some, budget_seconds=0.2, first_rounds=1, progress=lambda claim, share: shares.append(share))
+    assert shares[0] < 0.5
+    assert all(0 <= share <= 1 for share in shares)
+    late: list[float] = []
+    verify(some, budget_seconds=AT_ONCE, first_rounds=1, progress=lambda claim, share: late.append(share))
+    assert late == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "bound", "rounding", "ratio"),
+    [
+        (1.0, 2.0, 0.0, 0.5),
+        (0.0, 0.0, 0.0, 0.0),
+        (-1.0, 2.0, 0.0, -1.0),
+        (1.0, -1.0, 0.5, 2.0),
+        (1.0, 0.0, 0.0, math.inf),
+    ],
+)
+def test_ratios_of_a_quantity_to_its_bound(quantity: float, bound: float, rounding: float, ratio: float) -> None:
+    one, other = torch.tensor([quantity]), torch.tensor([bound])
+    options = {"rounding": rounding} if rounding else {}
+    assert claim_module.at_most(one, other, **options).item() == ratio
+    assert claim_module.at_least(other, one, **options).item() == ratio

@@ -51,7 +51,7 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     if not causal:
         return spread(torch.arange(queries), count)
     n = torch.arange(queries) + 1 + (queries if keys is None else keys) - queries
-    bins = [(n >= low) & (n <= high) for low, high in reversed(length_bins(max(int(n[-1]), 1)))]
+    bins = [(n >= low) & (n <= high) for low, high in reversed(length_bins(int(n[-1])))]
     members = [inside.nonzero().squeeze(-1) for inside in bins]
     members = [some for some in members if len(some)]
     chosen: list[Tensor] = []

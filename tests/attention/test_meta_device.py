@@ -1,0 +1,56 @@
+"""Paths that only a GPU takes, on tensors without numbers: which operator is called, and the shapes that it gets."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnorm.engines import fused
+
+CALLS = [
+    (torch.float32, None, True),
+    (torch.float32, (1, 1, 5, 7), False),
+    (torch.float32, (2, 3, 5, 7), False),
+    (torch.float16, (2, 1, 1, 7), False),
+    (torch.float16, None, True),
+    (torch.bfloat16, None, False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "mask", "causal"), CALLS, ids=str)
+def test_attention_with_its_logsumexp(
+    dtype: torch.dtype, mask: tuple[int, ...] | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = (torch.empty(2, 3, n, 16, dtype=dtype, device="meta") for n in (5, 7))
+    additive = None if mask is None else torch.empty(mask, dtype=dtype, device="meta")
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def operator(name: str, rows: int) -> Any:
+        def run(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+            calls.append((name, arguments, options))
+            query, _, value = arguments[:3]
+            log_sum = torch.empty(*query.shape[:2], rows, device="meta")
+            return torch.empty(*query.shape[:3], value.shape[-1], device="meta"), log_sum, log_sum
+
+        return run
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", operator("flash", 5), raising=False)
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_efficient_attention", operator("efficient", 32), raising=False
+    )
+    out, log_sum = fused.attention_and_logsumexp(q, k, k, additive, causal, 0.25)
+    assert out.shape == (2, 3, 5, 16)
+    assert log_sum.shape == (2, 3, 5)
+    ((name, arguments, options),) = calls
+    half = dtype in (torch.float16, torch.bfloat16)
+    assert name == ("flash" if half and mask is None else "efficient")
+    assert options == {"scale": 0.25}
+    if name == "flash":
+        assert arguments[3:] == (0.0, causal)
+    else:
+        bias = arguments[3]
+        assert arguments[4:] == (True, 0.0, causal)
+        assert (bias is None) == (mask is None)
+        if bias is not None:
+            assert bias.shape == (2, 3, 5, 7)
+            assert bias.stride(-2) % 16 == 0
