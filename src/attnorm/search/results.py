@@ -159,7 +159,7 @@ def _draw(plan: SearchPlan, result: SearchResult) -> Figure:
     done = [trial for trial in result.trials if trial.values]
     first = plan.objectives[0]
     second = plan.objectives[1] if len(plan.objectives) > 1 else None
-    for uniform, colour, label in ((False, "#3a49b0", "mixed recipe"), (True, "#a4430c", "one normalizer")):
+    for uniform, colour, label in ((True, "#3a49b0", "one normalizer"), (False, "#a4430c", "mixed recipe")):
         some = [trial for trial in done if trial.uniform == uniform]
         at = [trial.values[second] if second else trial.number for trial in some]
         axes.scatter(at, [trial.values[first] for trial in some], color=colour, label=label, s=22, alpha=0.8)

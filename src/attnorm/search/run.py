@@ -60,7 +60,7 @@ def search(
         found = list(items.values())
         rows = merged_rows(out, found)
         write_table(out, rows)
-        write_page(out / PAGE, states(out, found), rows)
+        write_page(out / PAGE, states(out, found), rows, title="Search")
         result = summarize(plan, out, study, items)
     if plan.confirm_seeds and result.best is not None:
         result = replace(

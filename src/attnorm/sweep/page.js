@@ -18,7 +18,8 @@ function distinct(values) {
   return found.every(value => typeof value === "number") ? found.sort((a, b) => a - b) : found;
 }
 
-/* Values in equal steps: a grid has few of them, and their ratios are often powers. */
+/* Values in equal steps: a grid has few of them, and their ratios are often powers. Many positive numbers, as a search
+   samples them, lie on a logarithmic axis without lines. */
 function draw() {
   const number = select("number").value, axis = select("axis").value, line = select("line").value;
   const rows = data.rows.filter(row => typeof row[number] === "number");
@@ -29,7 +30,11 @@ function draw() {
   if (low === high) { low -= 0.5; high += 0.5; }
   const pad = (high - low) * 0.06;
   low -= pad; high += pad;
-  const x = value => INSIDE.left + (places.indexOf(value) + 0.5) / places.length * (WIDTH - INSIDE.left - INSIDE.right);
+  const sampled = places.length > 12 && places.every(value => typeof value === "number" && value > 0);
+  const first = Math.log(places[0]), last = Math.log(places[places.length - 1]);
+  const share = value => sampled ? 0.03 + 0.94 * (Math.log(value) - first) / (last - first)
+    : (places.indexOf(value) + 0.5) / places.length;
+  const x = value => INSIDE.left + share(value) * (WIDTH - INSIDE.left - INSIDE.right);
   const y = value => INSIDE.top + (high - value) / (high - low) * (HEIGHT - INSIDE.top - INSIDE.bottom);
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${number} against ${axis}` });
   for (let step = 0; step <= 4; step++) {
@@ -38,8 +43,9 @@ function draw() {
     svg.append(element("text", { x: INSIDE.left - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
   }
   const every = Math.ceil(places.length / 12);
-  places.forEach((place, index) => {
-    if (index % every) return;
+  const ticks = sampled ? [0, 1, 2, 3, 4].map(step => Math.exp(first + (last - first) * step / 4))
+    : places.filter((_, index) => index % every === 0);
+  ticks.forEach(place => {
     const label = String(shown(place));
     svg.append(element("text", { x: x(place), y: HEIGHT - 22, "text-anchor": "middle" },
       label.length > 18 ? label.slice(0, 17) + "…" : label));
@@ -52,7 +58,7 @@ function draw() {
       const here = own.filter(row => (row[axis] ?? "") === place).map(row => row[number]);
       return here.length ? [x(place), y(here.reduce((a, b) => a + b) / here.length)] : null;
     }).filter(Boolean);
-    if (axis !== line) group.append(element("path", { d: means.map((at, i) => (i ? "L" : "M") + at.join(" ")).join("") }));
+    if (axis !== line && !sampled) group.append(element("path", { d: means.map((at, i) => (i ? "L" : "M") + at.join(" ")).join("") }));
     for (const row of own) {
       const dot = element("circle", { cx: x(row[axis] ?? ""), cy: y(row[number]), r: 4 });
       dot.append(element("title", {}, data.dimensions.map(name => `${name} ${row[name] ?? ""}`).join("\n") + `\n${number} ${row[number]}`));

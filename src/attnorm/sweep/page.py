@@ -26,12 +26,16 @@ FIRST_AXES = ("length", "learning_rate", "size", "seed")
 ROW_DIMENSIONS = ("size",)  # integers that a run itself varies
 
 
-def write_page(path: Path, states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]]) -> None:
+def write_page(
+    path: Path, states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], *, title: str = "Sweep"
+) -> None:
     """Write the page atomically."""
-    write_text(path, render(states, rows, path.parent))
+    write_text(path, render(states, rows, path.parent, title=title))
 
 
-def render(states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+def render(
+    states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folder: Path, *, title: str = "Sweep"
+) -> str:
     style, script = (_asset(f"page.{suffix}") for suffix in ("css", "js"))
     varied = list(dict.fromkeys(name for each in states for name in each.item.varied))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "item"]
@@ -48,6 +52,7 @@ def render(states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folde
         "form-action 'none'",
         style=Markup(style),
         script=Markup(script),
+        title=title,
         command=states[0].item.command if states else "",
         counts={name: counts[name] for name in STATES if counts[name]},
         total=len(states),
