@@ -21,12 +21,13 @@ linux_only = pytest.mark.skipif(not memory.RESET.exists(), reason="needs /proc/s
 
 @pytest.mark.as_installed
 def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But analyze, which test_analyze.py runs."""
+    """But analyze and sweep, which test_analyze.py and test_sweep.py run."""
     asked: list[Any] = []
-    monkeypatch.setattr("attnorm.bench.suites.measure_analysis", lambda **options: iter(asked.append(options) or ()))
+    for name in ("measure_analysis", "measure_sweep"):
+        monkeypatch.setattr(f"attnorm.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
     heard: list[str] = []
     results = run_benchmarks("all", threads=1, quick=True, progress=heard.append)
-    assert [options["quick"] for options in asked] == [True]
+    assert [options["quick"] for options in asked] == [True, True]
     assert results.quick
     assert not results.missed
     assert all(ratio.target is None for ratio in results.ratios)

@@ -163,7 +163,36 @@ class ApproximationError:
         return f"{self.landmarks} landmarks, means of {self.pooling}, {steps}"
 
 
-Result = Ratio | Footprint | ModelRun | Growth | CostCurve | ApproximationError
+@dataclass(frozen=True, kw_only=True)
+class SweepCost:
+    """A sweep beside its ideal, the seconds of its items inside the workers divided by the number of workers."""
+
+    what: str
+    items: int
+    workers: int
+    wall_seconds: float
+    item_seconds: float  # of all items together, loading the model included
+    models_loaded: int
+    most_times_ideal: float | None = None  # promised
+    most_overhead_seconds: float | None = None  # promised, per item
+
+    @property
+    def times_ideal(self) -> float:
+        return self.wall_seconds * self.workers / self.item_seconds
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Worker seconds per item in which no item ran. The ideal contains the model's load, so this does not."""
+        return (self.wall_seconds * self.workers - self.item_seconds) / self.items
+
+    @property
+    def met(self) -> bool | None:
+        if self.most_times_ideal is None or self.most_overhead_seconds is None:
+            return None
+        return self.times_ideal <= self.most_times_ideal and self.overhead_seconds <= self.most_overhead_seconds
+
+
+Result = Ratio | Footprint | ModelRun | Growth | CostCurve | ApproximationError | SweepCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +205,7 @@ class Benchmarks:
     growth: tuple[Growth, ...] = ()
     costs: tuple[CostCurve, ...] = ()
     errors: tuple[ApproximationError, ...] = ()
+    sweeps: tuple[SweepCost, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
@@ -185,11 +215,16 @@ class Benchmarks:
             for kind in ("ratios", "footprints", "runs", "growth")
         }
         costs = [{**asdict(curve), "exponent": curve.exponent} for curve in self.costs]
-        return {**asdict(self), **judged, "costs": costs}
+        sweeps = [
+            {**asdict(cost), "times_ideal": cost.times_ideal, "overhead_seconds": cost.overhead_seconds}
+            | {"met": cost.met}
+            for cost in self.sweeps
+        ]
+        return {**asdict(self), **judged, "costs": costs, "sweeps": sweeps}
 
     @property
     def results(self) -> list[Result]:
-        return [*self.ratios, *self.footprints, *self.runs, *self.growth, *self.costs, *self.errors]
+        return [*self.ratios, *self.footprints, *self.runs, *self.growth, *self.costs, *self.errors, *self.sweeps]
 
     @property
     def missed(self) -> list[Result]:
@@ -256,6 +291,9 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
         header = ("SOFT", "error of the output", "error of the inverse")
         rows: Rows = [(one.what, f"{one.error:.2g}", f"{one.inverse_error:.1e}") for one in approximations]
         yield f"SOFT against the full Gaussian kernel, {setting}", header, rows
+    for (items, workers), sweeps in groupby(benchmarks.sweeps, key=lambda cost: (cost.items, cost.workers)):
+        header = ("sweep", "wall, s", "ideal, s", "wall / ideal", "overhead per item, s", "models loaded", "promised")
+        yield f"A sweep of {items} items with {workers} workers", header, [_sweep_row(cost) for cost in sweeps]
 
 
 def _cost_table(setting: str, curves: list[CostCurve]) -> tuple[str, tuple[str, ...], Rows]:
@@ -295,6 +333,13 @@ def _run_row(run: ModelRun) -> tuple[str, ...]:
     times = "" if run.times_plain is None else f"{run.times_plain:.2f}x"
     cells = (run.what, f"{run.seconds:.2f}", f"{run.peak_mb:,.0f}", extra, times)
     return (*cells, _judged(run.met, ", ".join(promises)))
+
+
+def _sweep_row(cost: SweepCost) -> tuple[str, ...]:
+    promise = "" if cost.met is None else f"{cost.most_times_ideal:g}x, {cost.most_overhead_seconds:g} s per item"
+    ideal = cost.item_seconds / cost.workers
+    cells = (cost.what, f"{cost.wall_seconds:.1f}", f"{ideal:.1f}", f"{cost.times_ideal:.2f}x")
+    return (*cells, f"{cost.overhead_seconds:.2f}", str(cost.models_loaded), _judged(cost.met, promise))
 
 
 def _growth_rows(growth: Growth) -> Rows:

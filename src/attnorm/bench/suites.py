@@ -15,10 +15,23 @@ from attnorm.bench.linear import measure_linear
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
-from attnorm.bench.results import ApproximationError, Benchmarks, CostCurve, Footprint, Growth, ModelRun, Ratio, Result
+from attnorm.bench.results import (
+    ApproximationError,
+    Benchmarks,
+    CostCurve,
+    Footprint,
+    Growth,
+    ModelRun,
+    Ratio,
+    Result,
+    SweepCost,
+)
+from attnorm.bench.sweep import measure_sweep
 from attnorm.bench.timing import this_machine
 
-Suite = Literal["normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "linear", "all"]
+Suite = Literal[
+    "normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "linear", "sweep", "all"
+]
 _INCLUDED: dict[Suite, Suite] = {"cuda": "cuda-analyze"}
 
 ANALYZE_THREADS = 2  # default: the promises of analyze are made for it
@@ -48,6 +61,7 @@ def run_benchmarks(
         "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
         "monitor": partial(measure_monitor, quick=quick),
         "linear": partial(measure_linear, quick=quick),
+        "sweep": partial(measure_sweep, quick=quick, notes=notes),
     }
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         for name, run in suites.items():
@@ -64,6 +78,7 @@ def run_benchmarks(
         growth=tuple(result for result in results if isinstance(result, Growth)),
         costs=tuple(result for result in results if isinstance(result, CostCurve)),
         errors=tuple(result for result in results if isinstance(result, ApproximationError)),
+        sweeps=tuple(result for result in results if isinstance(result, SweepCost)),
         notes=tuple(notes),
     )
 
