@@ -13,7 +13,7 @@ from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.contract import Normalizer
 
-WIDTH = flex.LEAST_WIDTH
+WIDTH = 16  # the least that FlexAttention's kernels take
 RECIPES = {
     "kernel": get("kernel"),
     "sigmoid": get("sigmoid"),
@@ -34,6 +34,7 @@ CALLS: dict[str, tuple[tuple[int, int], bool, Tensor | None]] = {
     "all": ((5, 7), False, None),
     "causal": ((5, 7), True, None),
     "one query": ((1, 7), True, None),
+    "two queries": ((2, 4), True, None),
     "one key": ((3, 1), False, None),
     "more queries than keys": ((7, 4), True, None),
     "padding of keys": ((5, 7), False, SEEN[:, :1, :1]),
@@ -117,6 +118,15 @@ def test_a_block_mask_is_made_only_where_keys_are_hidden() -> None:
         assert made is not None
         batches, heads = (1, 1) if mask is None else inputs.mask.shape[:2]  # type: ignore[union-attr]
         assert made.shape == (batches, heads, inputs.queries, inputs.keys)
+
+
+def test_narrow_heads_are_left_to_other_engines() -> None:
+    normalizer = RECIPES["sigmoid"]
+    assert isinstance(normalizer, Normalizer)
+    for widths, taken in (((16, 16), True), ((15, 16), False), ((16, 15), False)):
+        q, v = (torch.zeros(1, 1, 2, width) for width in widths)
+        inputs = validate_inputs(q, q, v, mask=None, causal=False, scale=None, positions=None)
+        assert flex.applies(inputs, normalizer) == taken
 
 
 def test_sums_of_no_keys_are_zero() -> None:

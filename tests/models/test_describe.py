@@ -40,6 +40,7 @@ def test_every_family_can_be_described(name: str) -> None:
     assert about["heads"] == 4
     assert about["head_dim"] == 8
     assert about["kv_heads"] in (2, 4)
+    assert all(type(about[size]) is int for size in ("layers", "heads", "head_dim", "kv_heads", "parameters"))
 
 
 def test_what_differs_from_layer_to_layer_is_not_told() -> None:

@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,3 +175,26 @@ def test_on_a_gpu_the_result_is_read_later(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnsupportedModel):
         later()
     check_output(call, output_with(call, 0.0), "layer", "sdpa")()
+
+
+def test_values_of_zero_have_no_error() -> None:
+    call = call_of(torch.float32, 1.0)
+    nothing = replace(call, value_BGKE=torch.zeros_like(call.value_BGKE))
+    check_output(nothing, torch.zeros(1, 1, 1, 1), "layer", "sdpa")
+    with pytest.raises(UnsupportedModel):
+        check_output(nothing, torch.full((1, 1, 1, 1), 1e-3), "layer", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "step"),
+    [
+        (torch.float32, False, 2**-23),
+        (torch.float32, True, 2**-10),  # TF32
+        (torch.bfloat16, False, 2**-7),
+        (torch.bfloat16, True, 2**-7),
+        (torch.float64, True, 2**-52),
+    ],
+)
+def test_logits_are_rounded_as_the_device_does(dtype: torch.dtype, cuda: bool, step: float) -> None:
+    tensor = Mock(spec=torch.Tensor, dtype=dtype, is_cuda=cuda)
+    assert output_check._step(tensor) == step

@@ -25,6 +25,8 @@ def test_the_picture_has_the_pixels_of_the_model() -> None:
     picture = picture_of({"pixel_values": values}, SimpleNamespace(patch_size=4))
     assert picture is not None
     assert (picture.rows, picture.columns) == (2, 3)
+    assert isinstance(picture.rows, int)
+    assert isinstance(picture.columns, int)
     expected = (255 * (values[0] + 1) / 2).round().permute(1, 2, 0).numpy()
     assert np.array_equal(pixels_of(picture.png), expected)
 

@@ -9,6 +9,7 @@ import torch
 
 from attnorm.normalizers import get
 from attnorm.normalizers.alibi import slopes
+from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Row, bisect, declare, warm_start_of
 from attnorm.normalizers.registry import BUILT_IN
@@ -264,3 +265,70 @@ def test_a_row_of_one_key_cannot_change_where_the_sum_is_fixed(name: str) -> Non
         slopes_at = torch.autograd.functional.jacobian(lambda x: normalizer(x).sum(-1), z).diagonal(dim1=0, dim2=1)
         assert slopes_at.abs().max().item() <= bound + 1e-9
         assert bound == 0 or normalizer.properties.row_sum != "one" or normalizer.sink is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "constants"),
+    [
+        ("softmax", {}, [0.0, 0.5, 0.5]),
+        ("relu", {}, [1.0, 1 / 2, 1 / 3]),
+        ("relu", {"power": 2.0}, [None] * 3),
+        ("sigmoid", {}, [0.25] * 3),
+        ("kneemax", {}, [0.0, 0.5, 0.5]),
+        ("entmax", {"learned": True}, [0.0, 1.0, 1.0]),
+        ("sparsemax", {}, [0.0, 1.0, 1.0]),
+        ("odd_polynomial", {"power": 1}, [1.0, 2**-0.5, 3**-0.5]),
+        ("odd_polynomial", {}, [None] * 3),
+        ("threshold_relu", {"power": 1.0, "width": 4}, [0.5] * 3),
+        ("threshold_relu", {"power": 1.0}, [1.0] * 3),
+        ("threshold_relu", {}, [None] * 3),
+    ],
+)
+def test_lipschitz_constants_of_rows_of_one_two_and_three_keys(
+    name: str, options: dict[str, Any], constants: list[float | None]
+) -> None:
+    normalizer = get(name, **options)
+    assert isinstance(normalizer, Normalizer)
+    found = [normalizer.map.lipschitz(n) for n in (1, 2, 3)]
+    assert found == [None if one is None else pytest.approx(one) for one in constants]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("odd_polynomial", {}),
+        ("odd_polynomial", {"power": 1}),
+        ("relu", {}),
+        ("relu", {"power": 2.0}),
+        ("threshold_relu", {}),
+        ("threshold_relu", {"beta": 0.3, "power": 1.0, "width": 9}),
+    ],
+)
+def test_the_form_that_the_kernels_compute_is_the_map(name: str, options: dict[str, Any]) -> None:
+    normalizer = get(name, **options)
+    assert isinstance(normalizer, Normalizer)
+    form = normalizer.map.kernel_form()
+    assert form is not None
+    z = 2 * torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(5) < torch.tensor([1, 2, 3, 4, 5, 5, 0])[:, None]
+    n = mask.sum(-1, keepdim=True).double()
+    scaled = z if form.row_factor is None else z * form.row_factor(n)
+    scaled = scaled if form.row_shift is None else scaled + form.row_shift(n)
+    weights = (scaled.relu() if form.map == "relu" else scaled) ** form.power
+    torch.testing.assert_close(torch.where(mask, weights, 0.0), normalizer(z, mask=mask))
+
+
+def test_numbers_that_are_learned_start_where_the_formula_is_neutral() -> None:
+    biased = get("ssmax", bias=True).rules[0]
+    assert biased.bias.item() == 0.0
+    assert get("softmax1").sink.logit.item() == 0.0
+    assert get("sink").sink.logit.item() == 0.0
+    assert get("ssa").rules[0].beta.item() == 2.0
+    assert get("softmax", learned=True).rules[0].log_temperature.item() == 0.0
+
+
+@pytest.mark.parametrize("logit", [0.3, -40.0])
+def test_a_row_of_one_key_has_no_variance(logit: float) -> None:
+    rule = get("norm_softmax").rules[0]
+    block = Block.of(torch.tensor([[logit, 1.0]]), torch.tensor([[True, False]]))
+    assert rule(block)[0, 0].item() == 0.0
