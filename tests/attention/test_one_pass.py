@@ -1,5 +1,6 @@
 """The one-pass kernels against the blocks in float64, on a GPU or in Triton's interpreter."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "scale_invariant": {},
     "adaptive_temperature": {},
     "sa_softmax": {},
+    "topk": {"k": 5},
 }
 
 
@@ -61,6 +63,12 @@ MORE: dict[str, Any] = {
         "sa_softmax",
         scale=[attnorm.get("softcap", cap=2.0), attnorm.get("ssmax", heads=4)],
         select=attnorm.get("local", window=9),
+    ),
+    "the top of a window behind ssmax and a sink": lambda: attnorm.compose(
+        "softmax",
+        scale=attnorm.get("ssmax", heads=4),
+        select=[attnorm.get("local", window=9), attnorm.get("topk", k=4)],
+        sink="softmax1",
     ),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
@@ -97,9 +105,19 @@ def test_every_map_and_every_call(case: Case, call: tuple[Any, ...]) -> None:
 
 
 def test_the_maps_that_have_a_kernel() -> None:
-    names = ["softmax", "ssmax", "sa_softmax", "adaptive_temperature", "sigmoid", "softmax1", "sink", "relu"]
+    names = [
+        "softmax",
+        "ssmax",
+        "sa_softmax",
+        "adaptive_temperature",
+        "sigmoid",
+        "softmax1",
+        "sink",
+        "relu",
+        "softpick",
+    ]
     assert list(dict.fromkeys(case.name for case in DECLARED)) == [
-        *names, "softpick", "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
+        *names, "topk", "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
         "odd_polynomial", "composed", "tempered",
     ]  # fmt: skip
 
@@ -160,14 +178,14 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
     q, k, v = draw(SQUARE)
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=DEVICE)
     mask[0, :, 5] = False
-    for name in ("softpick", "sink", "sigmoid", "sa_softmax"):
+    for name in ("softpick", "sink", "sigmoid", "sa_softmax", "topk"):
         normalizer = attnorm.get(name).to(DEVICE)
         output, *grads = run((q, k, v), normalizer, "triton", mask=mask)
         assert (output[0, :, 5] == 0).all()
         assert all(g.isfinite().all() for g in grads)
     poisoned = k.detach().clone()
     poisoned[1, 1, 7] = torch.nan
-    for name in ("softpick", "sink", "sigmoid", "relu", "sa_softmax"):
+    for name in ("softpick", "sink", "sigmoid", "relu", "sa_softmax", "topk"):
         found = attnorm.attention(
             q.detach(), poisoned, v.detach(), attnorm.get(name).to(DEVICE), engine="triton", causal=True
         )
@@ -191,6 +209,25 @@ def test_weights_of_sa_softmax_lie_between_0_and_1_and_that_of_the_smallest_logi
     assert torch.allclose(alone, torch.tensor([0.0, 1.0, 0.0], device=DEVICE), atol=1e-5)
 
 
+@pytest.mark.parametrize("k", [1, 33, pytest.param(250, marks=pytest.mark.nightly)])
+def test_the_top_k_are_found_in_rows_that_are_hard_to_search(k: int) -> None:
+    """Ties at the k-th, logits far from 0, outliers, exponents far apart, fewer than k keys."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(300, generator=generator)
+    z = torch.stack([
+        torch.randn(300, generator=generator), torch.zeros(300), (5 * uniform).floor(), 2.0**20 * torch.arange(300),
+        torch.exp(40 * uniform - 20), -torch.exp(20 * uniform), 1 / (uniform - 0.5),
+        1e4 + uniform if DEVICE == "cpu" else uniform,  # on a GPU products far from 0 have fewer digits
+    ])  # fmt: skip
+    q, keys = torch.eye(8)[None, None].to(DEVICE), z.T[None, None].contiguous().to(DEVICE)
+    for seen in (300, 20):
+        wanted = torch.full((1, 1, 8), k, dtype=torch.int32, device=DEVICE)
+        options = (None, False, None, 1 / math.log2(math.e))  # so that logits in bits are those given
+        least = torch.ops.attnorm.least_of_top(q, keys[..., :seen, :], None, None, wanted, *options)
+        kth = z[:, :seen].sort(descending=True).values[:, min(k, seen) - 1, None]
+        assert torch.equal(z[:, :seen] > least[0, 0, :, None].cpu(), z[:, :seen] >= kth)
+
+
 def test_the_same_call_gives_the_same_bits() -> None:
     tensors, normalizer = draw(GROUPS), attnorm.get("sink", heads=4).to(DEVICE)
     first, second = (run(tensors, normalizer, "triton", causal=True) for _ in range(2))
@@ -199,7 +236,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 def test_compiled_code_contains_the_kernels_as_operators() -> None:
     q, k, v = draw((1, 1, 1, 20, 20, 16, 16))
-    composed = [attnorm.get(name) for name in ("adaptive_temperature", "sa_softmax")]
+    composed = [attnorm.get(name) for name in ("adaptive_temperature", "sa_softmax", "topk")]
 
     def loss(q: Tensor) -> Tensor:
         outputs = [attnorm.attention(q, k, v, one, causal=True, engine="triton") for one in composed]
@@ -212,14 +249,14 @@ def test_compiled_code_contains_the_kernels_as_operators() -> None:
     options = ("softmax", 1, 0.0, "none", 0.0, None, True, None, 0.25)
     torch.library.opcheck(
         torch.ops.attnorm.one_pass_attention.default,
-        (q, k, v, None, row.requires_grad_(), None, sink, *options, False),
+        (q, k, v, None, row.requires_grad_(), None, sink, None, *options, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
 def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
     q, k, v = draw(SQUARE)
-    for name in ("entmax15", "topk", "hard"):
+    for name in ("entmax15", "hard"):
         with pytest.raises(ValueError, match="engine='auto' or 'blocked'"):
             attnorm.attention(q, k, v, name, engine="triton")
     inputs = validate_inputs(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
@@ -241,24 +278,25 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import extremes, one_pass, one_pass_backward
+from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
-    NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SINK=False, PLAIN=False, CAUSAL=True,
-    WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True, V_FULL=False,
-    LIFT=1.0,
+    NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
+    CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True,
+    V_FULL=False, LIFT=1.0,
 )
 types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
-types |= dict.fromkeys((*rows, "grad_shift"), "*fp32")
-types |= dict.fromkeys(("lowest", "highest"), "*i32")
+types |= dict.fromkeys((*rows, "grad_shift", "least"), "*fp32")
+types |= dict.fromkeys(("lowest", "highest", "wanted"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    for kernel in (one_pass.forward, *backward, extremes.extreme_keys):
+    searches = (extremes.extreme_keys, kth_largest.kth_largest) if capability == 90 else ()
+    for kernel in (one_pass.forward, *backward, *searches):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
         target = GPUTarget("cuda", capability, 32)

@@ -8,6 +8,8 @@ carry gradients, and its beta is the factor of the second call.
 
 Self-adjusted softmax is a search for the extreme keys of each row, then one call. Logits count from the smallest one,
 which is the shift of the row and carries its gradient; the output is divided by the row's range.
+
+Top-k is a search for a number between the k-th logit of each row and the next, then softmax over the keys above it.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
 from attnorm.normalizers.softcap import Softcap
+from attnorm.normalizers.topk import TopK
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
@@ -38,6 +41,7 @@ class Lowered:
     parameter: float = 0.0
     window: int | None = None
     softcap: float | None = None  # the model's own, or that of a rule
+    top: TopK | None = None  # behind the window
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -75,6 +79,17 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
         return None
     for selection in normalizer.selections:
         window = selection.kernel_window
+        if isinstance(selection, TopK):
+            counts_all = isinstance(selection.k, int) or form.window is None  # of a window the engine has no n
+            if (
+                selection is not normalizer.selections[-1]
+                or map_.map != "softmax"
+                or form.rule != "none"
+                or not counts_all
+            ):
+                return None
+            form = replace(form, top=selection)
+            continue
         if window is None or not inputs.causal or inputs.positions is not None:
             return None
         form = replace(form, window=min(window, form.window or window))
@@ -108,7 +123,8 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         width = high - low
         output = _call(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)[0]
         return output / torch.where(width > 0, width, 1.0)[..., None]
-    return _call(inputs, inputs.v_BGKE, factor, shift, sink, form)[0]
+    least = None if form.top is None else _least(inputs, factor, form, form.top)
+    return _call(inputs, inputs.v_BGKE, factor, shift, sink, form, least)[0]
 
 
 def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tensor:
@@ -141,6 +157,20 @@ def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor
     return extremes[0].clamp(max=0), extremes[1].clamp(min=0)
 
 
+def _least(inputs: Inputs, factor: Tensor | None, form: Lowered, top: TopK) -> Tensor:
+    """What a logit must exceed to be among the top k of its row, (B, H, Q)."""
+    q, k = inputs.q_BHQD.detach(), inputs.k_BGKD.detach()
+    if isinstance(top.k, int):
+        count = torch.full((1, 1, 1), top.k, dtype=torch.int32, device=q.device)
+    else:
+        count = top.counts(inputs.n())[..., 0].to(torch.int32)
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    fixed = None if factor is None else factor.detach()
+    return _least_of_top(  # type: ignore[no-any-return]
+        q, k, mask, fixed, count.expand(q.shape[:3]), form.softcap, inputs.causal, form.window, inputs.scale
+    )
+
+
 def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: KernelForm) -> tuple[Tensor | None, Tensor | None]:
     """The factor and the shift of each row, (B, H, Q) in float32, None where it is 1 or 0."""
     shape = inputs.q_BHQD.shape[:3]
@@ -158,14 +188,14 @@ def _per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
 
 def _call(
     inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, form: Lowered,
-    *, precise: bool = False,
+    least: Tensor | None = None, *, precise: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
     output, reference, _ = _forward(
-        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, map_.map, map_.power, map_.floor, form.rule,
-        form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, least, map_.map, map_.power, map_.floor,
+        form.rule, form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference
 
@@ -201,24 +231,43 @@ def _(
     return q.new_empty(q.shape[:3], dtype=torch.int32), q.new_empty(q.shape[:3], dtype=torch.int32)
 
 
+@torch.library.custom_op("attnorm::least_of_top", mutates_args=())
+def _least_of_top(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
+) -> Tensor:  # fmt: skip
+    from attnorm.kernels import one_pass_attention
+
+    form = _form("softmax", 1, 0.0, "none", 0.0, softcap, causal, window, scale)
+    return one_pass_attention.least_of_top(q, k, mask, factor, count, form)
+
+
+@_least_of_top.register_fake
+def _(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 @torch.library.custom_op("attnorm::one_pass_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, least: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float,
+    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
-    output, saved = one_pass_attention.forward(q, k, v, mask, factor, shift, sink, form, precise=precise)
+    output, saved = one_pass_attention.forward(q, k, v, mask, factor, shift, sink, least, form, precise=precise)
     return output, *saved
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, least: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float,
+    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.maps import MAPS, Reference
 
@@ -231,23 +280,25 @@ def _(
 @torch.library.custom_op("attnorm::one_pass_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, output: Tensor,
+    reference: Tensor, inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float,
+    softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
     saved = one_pass_attention.Saved(reference, inverse)
-    return one_pass_attention.backward(grad, grad_reference, q, k, v, mask, factor, shift, sink, output, saved, form)
+    return one_pass_attention.backward(
+        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, output, saved, form
+    )
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, output: Tensor,
+    reference: Tensor, inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float,
+    softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if t is not None else (0,), dtype=torch.float32) for t in (factor, shift)]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
@@ -255,9 +306,9 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, factor, shift, sink, *options, _precise = inputs
+    q, k, v, mask, factor, shift, sink, least, *options, _precise = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, factor, shift, sink, *output)
+    ctx.save_for_backward(q, k, v, mask, factor, shift, sink, least, *output)
     ctx.options = options
 
 
@@ -266,14 +317,14 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     if grad_inverse is not None:
         raise RuntimeError("the denominator of this map carries no gradient; use engine='blocked'")
-    q, k, v, mask, factor, shift, sink, output, reference, inverse = ctx.saved_tensors
+    q, k, v, mask, factor, shift, sink, least, output, reference, inverse = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(output)
     grad_q, grad_k, grad_v, *found = _backward(
-        grad, grad_reference, q, k, v, mask, factor, shift, sink, output, reference, inverse, *ctx.options
+        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, output, reference, inverse, *ctx.options
     )
     rows = [None if given is None else one for given, one in zip((factor, shift, sink), found, strict=True)]
-    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 1))
+    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 2))
 
 
 def _second_gradients(*_: Any) -> Never:

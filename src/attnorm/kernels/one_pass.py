@@ -4,15 +4,15 @@ Forward folds tiles of logits into the output and the denominator of each row. T
 
     z = rule(factor * cap(scale <q, k>) + shift),   cap(s) = c tanh(s / c)
 
-where all but the scale are optional. LIFT multiplies weights before their product with values, since float16 loses
-digits below 6e-5, where the weights of long rows lie.
+where all but the scale are optional. Keys whose logit lies below the `least` of their row are hidden. LIFT multiplies
+weights before their product with values, since float16 loses digits below 6e-5, where the weights of long rows lie.
 """
 
 import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LOG2E
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
+from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, selected, store_tile
 
 
 @triton.jit
@@ -29,11 +29,11 @@ def _reference(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
 
 @triton.jit
 def _fold(
-    acc, total, peak, start, stop, q_tile, k, v, rows, factor, shift,
+    acc, total, peak, start, stop, q_tile, k, v, rows, factor, shift, least,
     mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
     MAP: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
     NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, PLAIN: tl.constexpr,
+    SHIFTED: tl.constexpr, SELECTED: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
     LIFT: tl.constexpr,
@@ -63,6 +63,8 @@ def _fold(
             total = total * shrink
             peak = largest
         reference = _reference(peak, REFERENCE, EDGE)
+        if SELECTED:  # behind the peak, which is kept: a tile without any other kept key has one all the same
+            z = selected(z, least[:, None])
         a, b = MAP(z, reference[:, None], P, FAST)
         if EDGE:
             a = tl.where(seen, a, 0.0)
@@ -78,13 +80,14 @@ def _fold(
 
 @triton.jit
 def forward(
-    q, k, v, mask, factor, shift, sink, out, reference_out, inverse_out,
+    q, k, v, mask, factor, shift, least, sink, out, reference_out, inverse_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, floor,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SINK: tl.constexpr, PLAIN: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
+    SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
@@ -103,6 +106,7 @@ def forward(
     row_at = batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
+    row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -113,21 +117,21 @@ def forward(
     first, low, high, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
     if WINDOWED or MASKED:
         acc, total, peak = _fold(
-            acc, total, peak, first, low, q_tile, k, v, rows, row_factor, row_shift,
+            acc, total, peak, first, low, q_tile, k, v, rows, row_factor, row_shift, row_least,
             mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap,
-            parameter, MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, PLAIN,
+            parameter, MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
             CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
         )  # fmt: skip
     acc, total, peak = _fold(
-        acc, total, peak, low, high, q_tile, k, v, rows, row_factor, row_shift,
+        acc, total, peak, low, high, q_tile, k, v, rows, row_factor, row_shift, row_least,
         mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
-        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, PLAIN,
+        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
         CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
     )  # fmt: skip
     acc, total, peak = _fold(
-        acc, total, peak, high, last, q_tile, k, v, rows, row_factor, row_shift,
+        acc, total, peak, high, last, q_tile, k, v, rows, row_factor, row_shift, row_least,
         mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
-        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, PLAIN,
+        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
         CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
     )  # fmt: skip
 

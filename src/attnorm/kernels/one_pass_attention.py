@@ -1,13 +1,13 @@
 """Launch the one-pass kernels: shapes, strides, tiles."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import extremes, one_pass, one_pass_backward
+from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward
 from attnorm.kernels.launch import Launch, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 
@@ -38,10 +38,13 @@ class Saved(NamedTuple):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, form: Form, *, precise: bool = False,
+    sink: Tensor | None, least: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Output, in float32 if precise, and the state of each row. factor, shift: (B, H, Q) in float32; sink: (H,)."""
-    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, form)
+    """Output, in float32 if precise, and the state of each row.
+
+    factor, shift, least: (B, H, Q) in float32; sink: (H,). Logits below least, which is in bits, are hidden.
+    """
+    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
@@ -57,10 +60,11 @@ def forward(
 
 def backward(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, out: Tensor, saved: Saved, form: Form,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, out: Tensor,
+    saved: Saved, form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
-    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, form)
+    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
     out, grad = in_rows(out), in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
@@ -97,38 +101,54 @@ def backward(
 
 def extreme_keys(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     """The first keys of the smallest and of the largest logit of each row, (B, H, Q); 0 in rows that see none."""
-    call = _OnePassLaunch.of(q, k, k, mask, factor, None, None, form)
     lowest, highest = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
-    rows, columns, warps, stages = _extremes_tile(q)
-    q_in, k_in, _, mask_in, factor_in, _ = call.tensors
+    _search(extremes.extreme_keys, q, k, mask, factor, (lowest, highest), form)
+    return lowest, highest
+
+
+def least_of_top(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
+    """What a logit must exceed to be among the `count` largest of its row, (B, H, Q), in bits; -inf: all are kept."""
+    least = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), least), form)
+    return least
+
+
+def _search(
+    kernel: Any, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, rows_of: tuple[Tensor, ...],
+    form: Form,
+) -> None:  # fmt: skip
+    """Launch a kernel that reads queries and keys and writes numbers of rows."""
+    call = _OnePassLaunch.of(q, k, k, mask, factor, None, None, None, form)
+    rows, columns, warps, stages = search_tile(q)
+    q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
-        extremes.extreme_keys[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
-            q_in, k_in, mask_in, factor_in, lowest, highest, *call.strides[:6], *call.strides[9:],
+        kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+            q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
             *call.lengths, form.window or 0, q.shape[-1], form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E,
             **{name: call.constants[name] for name in names}, ROWS=rows, COLUMNS=columns, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
-    return lowest, highest
 
 
 @dataclass(frozen=True)
 class _OnePassLaunch(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
+    least: Tensor | None
     form: Form
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-        sink: Tensor | None, form: Form,
+        sink: Tensor | None, least: Tensor | None, form: Form,
     ) -> "_OnePassLaunch":  # fmt: skip
-        factor, shift = (None if t is None else t.contiguous() for t in (factor, shift))
-        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, form)
+        factor, shift, least = (None if t is None else t.contiguous() for t in (factor, shift, least))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, least, form)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, self.q if self.shift is None else self.shift)
+        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.least)))
 
     @property
     def sink(self) -> Tensor:
@@ -151,7 +171,8 @@ class _OnePassLaunch(Launch):
             "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
             "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
-            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SINK": self.sink_logits is not None,
+            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.least is not None,
+            "SINK": self.sink_logits is not None,
             "PLAIN": form.scale > 0 and not (ruled or cap or self.factor is not None or shifted),
             "WINDOWED": form.window is not None,
             "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
@@ -179,8 +200,8 @@ def _backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (32, 32, 4, 2)
 
 
-def _extremes_tile(q: Tensor) -> tuple[int, int, int, int]:
-    """Four numbers per logit stay in registers."""
+def search_tile(q: Tensor) -> tuple[int, int, int, int]:
+    """For kernels that keep four numbers per logit in registers: none of these spill on sm_90. Not timed on a GPU."""
     if q.dtype == torch.float32:
-        return 32, 32, 4, 2
-    return (64, 64, 4, 3) if padded(q) <= 128 else (64, 64, 4, 2)
+        return (32, 32, 4, 2) if padded(q) <= 64 else (32, 16, 4, 2)
+    return (64, 64, 4, 3) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)

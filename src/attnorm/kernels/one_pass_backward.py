@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LN2, LOG2E
-from attnorm.kernels.one_pass_tiles import capped, key_range, load_row, load_tile, query_range, seen_keys, store_tile
+from attnorm.kernels.one_pass_tiles import (
+    capped,
+    key_range,
+    load_row,
+    load_tile,
+    query_range,
+    seen_keys,
+    selected,
+    store_tile,
+)
 
 
 @triton.jit
@@ -29,10 +38,10 @@ def row_dots(
 
 @triton.jit
 def _logit_gradient(
-    dot, dp, i, j, factor, shift, reference, inverse, delta, offset, scale, cap, parameter,
+    dot, dp, i, j, factor, shift, least, reference, inverse, delta, offset, scale, cap, parameter,
     SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
     NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile, the gradients of its logits after factor and shift, and of its products; s capped, in bits."""
     s, cap_slope = capped(dot * scale, cap, CAPPED)
@@ -44,6 +53,8 @@ def _logit_gradient(
     rule_slope = 1.0
     if RULED:
         z, rule_slope = RULE(z, tl.abs((i + offset - j).to(tl.float32)), parameter, FAST)
+    if SELECTED:
+        z = selected(z, least)
     w, slope_a, slope_b = SLOPES(z, reference, P, FAST)
     if NORMALISED:
         dz = slope_a * dp - slope_b * delta
@@ -64,14 +75,14 @@ def _logit_gradient(
 
 @triton.jit
 def _fold_queries(
-    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, factor, shift, reference, inverse,
-    delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap,
-    parameter,
+    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, factor, shift, least, reference,
+    inverse, delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
+    cap, parameter,
     SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
     NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr,
-    V_FULL: tl.constexpr,
+    SHIFTED: tl.constexpr, SELECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr,
 ):  # fmt: skip
     for at in range(start, stop, COLUMNS):
         columns = at + tl.arange(0, COLUMNS)
@@ -81,9 +92,9 @@ def _fold_queries(
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         i, j = rows[:, None], columns[None, :]
         _w, dz, ds, s = _logit_gradient(
-            dot, dp, i, j, factor[:, None], shift[:, None], reference[:, None], inverse[:, None], delta[:, None],
-            offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED,
-            FACTORED, SHIFTED,
+            dot, dp, i, j, factor[:, None], shift[:, None], least[:, None], reference[:, None], inverse[:, None],
+            delta[:, None], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED,
+            FACTORED, SHIFTED, SELECTED,
         )  # fmt: skip
         if EDGE:
             seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
@@ -100,13 +111,14 @@ def _fold_queries(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, factor, shift, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
+    q, k, v, mask, factor, shift, least, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, plain_scale,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SINK: tl.constexpr, PLAIN: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
+    SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
@@ -126,6 +138,7 @@ def backward_queries(
     row_at = batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
+    row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
     row_reference = load_row(reference, row_at, inside, REFERENCE != 0, 0.0)
     row_inverse = load_row(inverse, row_at, inside, NORMALISED and REFERENCE == 0, 1.0)
     row_delta = load_row(delta, row_at, inside, NORMALISED, 0.0)
@@ -137,23 +150,23 @@ def backward_queries(
     if WINDOWED or MASKED:
         found, found_factor, found_shift = _fold_queries(
             found, found_factor, found_shift, first, low, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-            row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset,
-            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-            RULED, CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH,
-            FULL, V_FULL,
+            row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
+            offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
+            RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH,
+            V_WIDTH, FULL, V_FULL,
         )  # fmt: skip
     found, found_factor, found_shift = _fold_queries(
         found, found_factor, found_shift, low, high, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-        row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset,
-        window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-        RULED, CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH,
+        row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
+        offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
+        RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH,
         FULL, V_FULL,
     )  # fmt: skip
     found, found_factor, found_shift = _fold_queries(
         found, found_factor, found_shift, high, last, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-        row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset,
-        window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-        RULED, CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH,
+        row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
+        offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
+        RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH,
         FULL, V_FULL,
     )  # fmt: skip
     found = (found * plain_scale).to(grad_q.dtype.element_ty)
@@ -166,13 +179,14 @@ def backward_queries(
 
 @triton.jit
 def _fold_keys(
-    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, shift, reference, inverse, delta,
-    mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
+    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, shift, least, reference,
+    inverse, delta, mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
+    cap, parameter,
     SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
     NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr,
-    V_FULL: tl.constexpr, LIFT: tl.constexpr,
+    SHIFTED: tl.constexpr, SELECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
     for at in range(start, stop, ROWS):
@@ -183,6 +197,7 @@ def _fold_keys(
         row_at = at_row + rows
         row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
         row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
+        row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
         row_reference = load_row(reference, row_at, inside, REFERENCE != 0, 0.0)
         row_inverse = load_row(inverse, row_at, inside, NORMALISED and REFERENCE == 0, 1.0)
         row_delta = load_row(delta, row_at, inside, NORMALISED, 0.0)
@@ -190,9 +205,9 @@ def _fold_keys(
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         i, j = rows[None, :], columns[:, None]
         w, _dz, ds, _s = _logit_gradient(
-            dot, dp, i, j, row_factor[None, :], row_shift[None, :], row_reference[None, :], row_inverse[None, :],
-            row_delta[None, :], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-            RULED, CAPPED, FACTORED, SHIFTED,
+            dot, dp, i, j, row_factor[None, :], row_shift[None, :], row_least[None, :], row_reference[None, :],
+            row_inverse[None, :], row_delta[None, :], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE,
+            NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED,
         )  # fmt: skip
         if EDGE:
             seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
@@ -205,14 +220,15 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, factor, shift, reference, inverse, delta, grad, grad_k, grad_v,
+    q, k, v, mask, factor, shift, least, reference, inverse, delta, grad, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, plain_scale,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SINK: tl.constexpr, PLAIN: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
+    SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
@@ -239,24 +255,24 @@ def backward_keys(
         mask_here = mask + batch * mask_batch + head * mask_head
         found_k, found_v = _fold_keys(
             found_k, found_v, first, low, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset, window,
-            width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
-            LIFT,
+            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
+            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
+            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
+            V_FULL, LIFT,
         )  # fmt: skip
         found_k, found_v = _fold_keys(
             found_k, found_v, low, high, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset, window,
-            width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
-            LIFT,
+            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
+            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
+            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
+            V_FULL, LIFT,
         )  # fmt: skip
         found_k, found_v = _fold_keys(
             found_k, found_v, high, last, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset, window,
-            width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
-            LIFT,
+            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
+            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
+            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
+            V_FULL, LIFT,
         )  # fmt: skip
     found_k = (found_k * plain_scale).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)

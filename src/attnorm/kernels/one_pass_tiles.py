@@ -85,6 +85,12 @@ def logits(
 
 
 @triton.jit
+def selected(z, least):
+    """Logits, -inf where they lie below the least that is kept: softmax gives them the weight and the slope 0."""
+    return tl.where(z < least, float("-inf"), z)
+
+
+@triton.jit
 def key_range(
     block, queries, keys, offset, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -19,7 +19,7 @@ def _turned(bits, BITS: tl.constexpr):
 
 
 @triton.jit
-def _ordered(values, BITS: tl.constexpr):
+def ordered(values, BITS: tl.constexpr):
     """Integers in the order of the numbers."""
     if BITS == 64:
         bits = values.to(tl.int64, bitcast=True)
@@ -29,7 +29,7 @@ def _ordered(values, BITS: tl.constexpr):
 
 
 @triton.jit
-def _number(integers, BITS: tl.constexpr):
+def number_of(integers, BITS: tl.constexpr):
     """The numbers of such integers."""
     if BITS == 64:
         numbers = _turned(integers, BITS).to(tl.float64, bitcast=True)
@@ -102,7 +102,7 @@ def order_statistics(
         which = tl.arange(0, SHARES)
         last = tl.maximum(count - 1, 0).to(tl.float64)
         rank = tl.floor(tl.load(shares + which) * last).to(tl.int32)
-        integers = _ordered(tl.load(values + which * 0), BITS)
+        integers = ordered(tl.load(values + which * 0), BITS)
         lowest = tl.zeros_like(integers) + 1
         one = lowest
         lowest = lowest << (BITS - 1)
@@ -112,7 +112,7 @@ def order_statistics(
             smaller = tl.zeros([BLOCK, SHARES], tl.int32)
             for first in range(start, stop, BLOCK):
                 numbers, _member, known = _load(values, ids, first + here, stop, wanted)
-                smaller += (known[:, None] & (_ordered(numbers, BITS)[:, None] < candidate[None, :])).to(tl.int32)
+                smaller += (known[:, None] & (ordered(numbers, BITS)[:, None] < candidate[None, :])).to(tl.int32)
             found = tl.where(tl.sum(smaller, 0) <= rank, candidate, found)
 
         highest = ~lowest
@@ -120,10 +120,10 @@ def order_statistics(
         following = tl.zeros([BLOCK, SHARES], integers.dtype) + highest[None, :]
         for first in range(start, stop, BLOCK):
             numbers, _member, known = _load(values, ids, first + here, stop, wanted)
-            keys = _ordered(numbers, BITS)[:, None]
+            keys = ordered(numbers, BITS)[:, None]
             upto += (known[:, None] & (keys <= found[None, :])).to(tl.int32)
             following = tl.where(known[:, None] & (keys > found[None, :]), tl.minimum(following, keys), following)
         following = tl.min(following, 0)
         following = tl.where((tl.sum(upto, 0) > rank + 1) | (rank + 1 >= count), found, following)
-        tl.store(below + program * SHARES + which, _number(found, BITS))
-        tl.store(above + program * SHARES + which, _number(following, BITS))
+        tl.store(below + program * SHARES + which, number_of(found, BITS))
+        tl.store(above + program * SHARES + which, number_of(following, BITS))

@@ -43,11 +43,18 @@ class TopK(Selection):
         if isinstance(self.k, int):
             kth = z.topk(min(self.k, z.shape[-1]), dim=-1).values[..., -1:]
         else:
-            rule = RULES[self.k] if isinstance(self.k, str) else self.k
-            count = rule(block.n).clamp(min=1).minimum(block.n.clamp(min=1)).long()
+            count = self.counts(block.n)
             kth = z.sort(dim=-1, descending=True).values.gather(-1, (count - 1).expand(*z.shape[:-1], 1))
         # NaN compares as false: without this a NaN logit would be dropped and the row would look healthy.
         return (z >= kth) | z.isnan().any(-1, keepdim=True)
+
+    def counts(self, n: Tensor) -> Tensor:
+        """How many keys a row with n visible keys keeps, at most n and at least 1."""
+        if isinstance(self.k, int):
+            kept = torch.full_like(n, self.k)
+        else:
+            kept = (RULES[self.k] if isinstance(self.k, str) else self.k)(n)
+        return kept.clamp(min=1).minimum(n.clamp(min=1)).long()
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
