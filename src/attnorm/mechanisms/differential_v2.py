@@ -21,19 +21,35 @@ class DifferentialV2(Mechanism):
     """a1 - sigmoid(w . x) a2 of two query heads that share key and value; signed weights.
 
     heads: output heads H, for a lambda of each. width: of the hidden states x from which lambda is read (default: a
-    learned number per head, or for all, that does not depend on x). It starts at 1/2.
+    learned number per head, or for all, that does not depend on x). It starts at 1/2. head_width: D, inside models that
+    have one query per output head: the second queries are a learned projection of x.
     """
 
     name = "differential_v2"
     properties = Properties(row_sum="free", signed=True)
     another_architecture = "takes the difference of two query heads that share key and value"
 
-    def __init__(self, *, heads: int | None = None, width: int | None = None) -> None:
+    def __init__(self, *, heads: int | None = None, width: int | None = None, head_width: int | None = None) -> None:
         super().__init__()
         if width is not None and heads is None:
             raise ValueError(f"expected heads with width={width}: lambda is read per head. Pass heads=, half of q's.")
+        if head_width is not None and (width is None or heads is None):
+            raise ValueError(f"expected heads and width with head_width={head_width}: second queries are read from x.")
+        self.width, self.head_width = width, head_width
+        self.second: nn.Linear | None = None
+        if head_width is not None and width is not None and heads is not None:
+            self.second = nn.Linear(width, heads * head_width, bias=False)
+            nn.init.normal_(self.second.weight, std=0.02)  # as the other projections of a model in transformers
         self.from_hidden = None if width is None or heads is None else nn.Linear(width, heads, bias=False)
         self.logit = None if width is not None else per_head_parameter(0.0, heads)
+
+    def second_queries(self, hidden_states: Tensor) -> Tensor:
+        """(B, H, Q, D), before any rotation."""
+        assert self.second is not None
+        assert self.from_hidden is not None
+        queries = self.second(hidden_states)
+        by_head: Tensor = queries.unflatten(-1, (self.from_hidden.out_features, -1)).transpose(1, 2)
+        return by_head
 
     @property
     def reads_hidden_states(self) -> bool:  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""Gates that read the layer's input inside a patched attention module: `forget` with width=.
+"""Mechanisms that read the layer's input inside a patched attention module: `forget` and `differential_v2`.
 
 Attention functions of transformers receive queries, keys and values, not the hidden states that they come from. A hook
-in front of the attention module computes the log gates of the new tokens and hands them on among the arguments.
+in front of the attention module computes the log gates of the new tokens, or the second queries, and hands them on
+among the arguments.
 
 Decoding with a cache needs the gates of all earlier tokens. They are stored as further columns of the values, so that
 whatever the cache does with values (reorder for beams, crop, repeat, slide, fixed size) it does with the gates. Columns
@@ -9,17 +10,24 @@ have the dtype of the values: in half precision a gate is split into its rounded
 """
 
 import inspect
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnorm.mechanisms.differential_v2 import DifferentialV2
+from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import running_normalizer
+from attnorm.models.private_names import rotary_files
 from attnorm.normalizers.contract import Mechanism
 
-GATES = "attnorm_gates"  # the argument
+READ = "attnorm_read"  # the argument
 HOOK = "attnorm_hook"  # attribute of a patched module that reads its input
-INPUT, CACHE = "hidden_states", "past_key_values"
+INPUT, CACHE, ROTATION = "hidden_states", "past_key_values", "position_embeddings"
+# Queries of these are a projection of the input, rotated or not, and nothing else.
+PLAIN_QUERIES = ("GPT2Attention", "LlamaAttention", "SmolLM3Attention")
 
 
 class KeyGates:
@@ -41,6 +49,16 @@ class KeyGates:
         heads, working = self.log_gates.shape[1] // columns.shape[1], self.log_gates.dtype
         parts = columns.to(device=self.log_gates.device, dtype=working).split(heads, -1)
         self.log_gates = torch.stack(parts).sum(0).mT.flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class SecondQueries:
+    query_BHQD: Tensor
+    hidden_states: Tensor  # from which lambda is read
+
+    def paired(self, query_BHQD: Tensor) -> Tensor:
+        """First and second query of each head, one after the other, (B, 2H, Q, D)."""
+        return torch.stack([query_BHQD, self.query_BHQD.to(query_BHQD.dtype)], 2).flatten(1, 2)
 
 
 class CacheWithGates:
@@ -70,7 +88,7 @@ class CacheWithGates:
         return getattr(self._cache, name)
 
 
-def check_readable(module: nn.Module, mechanism: Mechanism, width: int | None, place: str) -> None:
+def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place: str) -> None:
     """Raise ValueError where the attention module cannot hand its input on, or has another width."""
     parameters = inspect.signature(module.forward).parameters
     others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -79,19 +97,29 @@ def check_readable(module: nn.Module, mechanism: Mechanism, width: int | None, p
             f"{mechanism.name!r} with width= reads the layer's input, which {place} ({type(module).__name__}) does not "
             f"hand on: its forward has no {INPUT}= and **kwargs. Leave width= out, so that gates are learned per head."
         )
+    if isinstance(mechanism, DifferentialV2) and type(module).__name__ not in PLAIN_QUERIES:
+        raise ValueError(
+            f"expected {', '.join(PLAIN_QUERIES)} for 'differential_v2', got {type(module).__name__} in {place}. "
+            "Train a small model with it: attnorm train lm --normalizer differential_v2."
+        )
+    if isinstance(mechanism, DifferentialV2) and mechanism.head_width != (wide := getattr(module, "head_dim", None)):
+        raise ValueError(f"expected head_width={wide}, that of {place}, got head_width={mechanism.head_width}.")
     projection = getattr(module, "q_proj", None)
     wide = getattr(projection, "in_features", None) or getattr(module.config, "hidden_size", None)
-    if width != wide:
-        raise ValueError(f"expected width={wide}, that of the input of {place}, got width={width}.")
+    if mechanism.width != wide:
+        raise ValueError(f"expected width={wide}, that of the input of {place}, got width={mechanism.width}.")
 
 
-def give_gates(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Pre-forward hook of an attention module: add the gates of its input, and their place in the cache."""
+def read_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    """Pre-forward hook of an attention module: add what its mechanism reads, and a place for it in the cache."""
     names = inspect.signature(module.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **options}
     mechanism: Any = running_normalizer(module)
     if mechanism is None:  # paused
         return (), given
+    if isinstance(mechanism, DifferentialV2):
+        query = _rotated(module, mechanism.second_queries(given[INPUT]), given.get(ROTATION))
+        return (), {**given, READ: SecondQueries(query, given[INPUT])}
     gates = KeyGates(mechanism.log_gates(given[INPUT]))
     cache = given.get(CACHE)
     if cache is not None:
@@ -100,14 +128,22 @@ def give_gates(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
                 f"forget gates cannot be kept in a {type(cache).__name__}. Use a DynamicCache, or use_cache=False."
             )
         given[CACHE] = CacheWithGates(cache, gates)
-    return (), {**given, GATES: gates}
+    return (), {**given, READ: gates}
+
+
+def _rotated(module: nn.Module, query: Tensor, rotation: Any) -> Tensor:
+    if rotation is None or not getattr(module, "use_rope", True):  # learned positions, or none
+        return query
+    rotate = rotary_files([module])[sys.modules[type(module).__module__]]
+    rotated: Tensor = rotate(query, query, *rotation)[0]
+    return rotated
 
 
 def watch_input(module: nn.Module) -> None:
     """Let a patched module read its input, if its normalizer does."""
     mechanism = running_normalizer(module)
     if isinstance(mechanism, Mechanism) and mechanism.reads_hidden_states:
-        setattr(module, HOOK, module.register_forward_pre_hook(give_gates, with_kwargs=True))
+        setattr(module, HOOK, module.register_forward_pre_hook(read_input, with_kwargs=True))
 
 
 def unwatch_input(module: nn.Module) -> None:

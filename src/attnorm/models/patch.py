@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnorm.mechanisms.differential_v2 import DifferentialV2
+from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.models.layer_input import check_readable
@@ -287,18 +289,19 @@ def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int |
 
 
 def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
-    if isinstance(part, Mechanism) and part.another_architecture:
+    if isinstance(part, Mechanism) and part.another_architecture and not getattr(part, "second", None):
         raise ValueError(
             f"{part.name!r} {part.another_architecture}: another architecture, which no trained model has; build it "
-            "with attnorm.attention and train it"
+            "with attnorm.attention and train it (differential_v2: attnorm train lm --normalizer differential_v2)"
         )
-    if isinstance(part, Mechanism) and part.reads_hidden_states:
-        check_readable(module, part, getattr(part, "width", None), place)
+    if isinstance(part, Forget | DifferentialV2) and part.reads_hidden_states:
+        check_readable(module, part, place)
     if part.name == "soft" and getattr(module, "is_causal", True):
         raise ValueError(f"'soft' has no causal form, and {place} is causal; take 'gaussian', or an encoder")
     if part.name == "forget" and not getattr(module, "is_causal", True):
         raise ValueError(f"'forget' has a causal form only, and {place} sees keys ahead of its queries")
-    if any(getattr(inner, "from_hidden", None) is not None for inner in part.modules()):
+    rules = part.modules() if isinstance(part, Normalizer) else ()
+    if any(getattr(inner, "from_hidden", None) is not None for inner in rules):
         raise ValueError(
             f"{part.name!r} with width= reads the layer's input, which transformers does not hand to attention; "
             "leave width out, so that beta and gamma are learned per head"

@@ -19,7 +19,7 @@ from attnorm.models.dispatch import KERNEL as KERNEL
 from attnorm.models.dispatch import NORMALIZER, mask_kernel
 from attnorm.models.head_subset import ByHead
 from attnorm.models.hf_call import mask_as_given, read_call
-from attnorm.models.layer_input import GATES, KeyGates
+from attnorm.models.layer_input import READ, KeyGates, SecondQueries
 from attnorm.models.private_names import kernel_name
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
@@ -65,7 +65,7 @@ def patched_attention(
     inputs = validate_inputs(query, key, value, mask=call.mask, causal=call.causal, scale=call.scale, positions=None)
     normalizer: Any = getattr(module, NORMALIZER)
     if isinstance(normalizer, Mechanism):
-        output = _run_mechanism(normalizer, inputs, call.softcap, call.bias, options.get(GATES))
+        output = _run_mechanism(normalizer, inputs, call.softcap, call.bias, options.get(READ))
         return output.transpose(1, 2).contiguous(), None
     bias = None if call.bias is None else call.bias.expand(*call.bias.shape[:2], inputs.queries, inputs.keys)
     positions = _positions(normalizer, inputs)
@@ -154,9 +154,7 @@ def _equivariant(normalizer: Normalizer) -> bool:
     return by_parts and normalizer.map.properties.permutation_equivariant
 
 
-def _run_mechanism(
-    mechanism: Any, inputs: Inputs, softcap: float | None, bias: Tensor | None, gates: KeyGates | None
-) -> Tensor:
+def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: Tensor | None, read: Any) -> Tensor:
     if softcap is not None or (bias is not None and bool(bias.any())):
         what = "a softcap" if softcap is not None else "a position bias"
         raise ValueError(
@@ -178,15 +176,17 @@ def _run_mechanism(
         mask = mask[:, :, :1]  # padding alone: `soft` takes no other mask, and `linear` is linear only then
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     how: dict[str, Any] = {"mask": mask, "causal": inputs.causal, "scale": inputs.scale}
-    if mechanism.reads_hidden_states:
-        if gates is None:
+    if isinstance(read, SecondQueries):
+        output: Tensor = mechanism(read.paired(q), k, v, hidden_states=read.hidden_states, **how)
+    elif isinstance(read, KeyGates):
+        # A cache of fixed size has more keys than the first tokens see.
+        output = mechanism.attend(q, k, v, log_gates=read.log_gates[..., : inputs.keys], **how)
+    else:
+        if mechanism.reads_hidden_states:
             raise ValueError(
                 f"{mechanism.name!r} with width= reads the layer's input, which this attention module does not hand on "
                 "to its attention function. Patch without width=, so that gates are learned per head."
             )
-        # A cache of fixed size has more keys than the first tokens see.
-        output: Tensor = mechanism.attend(q, k, v, log_gates=gates.log_gates[..., : inputs.keys], **how)
-    else:
         output = mechanism(q, k, v, **how)
     return output
 

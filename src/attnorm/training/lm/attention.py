@@ -21,7 +21,7 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
-from attnorm.training.lm.model import ARCHITECTURES, LMSettings, with_heads
+from attnorm.training.lm.model import ARCHITECTURES, LMSettings, with_sizes
 
 Attention = Literal["engine", "dense"]
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; beyond it torch continues uncompiled and only logs it
@@ -34,7 +34,7 @@ def check_attention(attention: Attention, settings: LMSettings) -> None:
         ValueError: The normalizer is a mechanism, which has no matrix of weights.
     """
     for name, options in settings.normalizers if attention == "dense" else ():
-        if isinstance(get(name, **with_heads(options, settings)), Mechanism):
+        if isinstance(get(name, **with_sizes(name, options, settings)), Mechanism):
             raise ValueError(
                 f"dense attention multiplies values by a matrix of weights, and {name!r} is a mechanism without one; "
                 "remove --dense (attention='dense')"

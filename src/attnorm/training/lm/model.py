@@ -252,8 +252,10 @@ def check_normalizer(settings: LMSettings) -> None:
             build_model(alone, vocabulary=2, end_of_text=0)
 
 
-def with_heads(options: dict[str, Any], settings: LMSettings) -> dict[str, Any]:
-    """Return the options with the number of heads, which those that read hidden states need."""
+def with_sizes(name: str, options: dict[str, Any], settings: LMSettings) -> dict[str, Any]:
+    """Return the options with the sizes of the model, which normalizers that read hidden states need."""
+    if name == "differential_v2":
+        options = {"width": settings.width, "head_width": settings.width // settings.heads, **options}
     return {"heads": settings.heads, **options} if "width" in options else options
 
 
@@ -265,13 +267,13 @@ def _replace_softmax(model: Any, settings: LMSettings) -> None:
         for name, options in settings.normalizers:
             if "train_length" in options:
                 raise ValueError(f"the training length is the context, {settings.context}; remove train_length")
-            get(name, **with_heads(options, settings))  # rejects options that only patch() has
+            get(name, **with_sizes(name, options, settings))  # rejects options that only patch() has
         if settings.recipe:
             patch(model, settings.recipe, warm_start=False, train_length=settings.context)
         else:
             patch(
                 model, settings.normalizer, warm_start=False, train_length=settings.context,
-                **settings.normalizer_options,
+                **with_sizes(settings.normalizer, settings.normalizer_options, settings),
             )  # fmt: skip
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -172,8 +172,8 @@ def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.
     decaying: list[torch.nn.Parameter] = []
     free: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        # Normalizers learn scales and thresholds, which should not decay to 0.
-        decays = parameter.dim() > 1 and NORMALIZER not in name.split(".")
+        # Normalizers learn scales and thresholds, which should not decay to 0; second queries are a projection.
+        decays = parameter.dim() > 1 and (NORMALIZER not in name.split(".") or name.endswith(".second.weight"))
         (decaying if decays else free).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decaying, "weight_decay": settings.weight_decay},
