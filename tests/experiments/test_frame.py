@@ -6,7 +6,10 @@ import hashlib
 import html
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +110,18 @@ def test_an_experiment_that_fails_leaves_nothing_half_written(
     with pytest.raises(type(error)):
         reproduce(["good", "bad"], SUBJECT, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "index.html"]
+
+
+def test_temporary_folders_of_killed_processes_are_removed(toy: Toy, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    killed, at_work = tmp_path / f".fig1.{ended.pid}.tmp", tmp_path / f".fig1.{os.getppid()}.tmp"
+    for draft in (killed, at_work):
+        draft.mkdir()
+        (draft / "picture.svg").touch()
+    reproduce(["toy"], SUBJECT, tmp_path)
+    assert not killed.exists()
+    assert at_work.is_dir()
 
 
 def test_parts_have_a_folder_by_what_decides_them_and_fresh_clears_it(toy: Toy, tmp_path: Path) -> None:

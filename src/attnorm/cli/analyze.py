@@ -112,8 +112,9 @@ def analyze(
     report = None
     if html or (html is None and (out is not None or not as_json)):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", analysis.manifest["model"]["name"]).strip(".-")
-        with failures():
-            report = analysis.save_html(Path(f"attnorm-{name}.html") if out is None else out / REPORT)
+        page = Path(f"attnorm-{name}.html") if out is None else out / REPORT
+        with failures(writes_to=page):
+            report = analysis.save_html(page)
     show_analysis(analysis, as_json, out, report)
     if analysis.verdict.counts["broken"]:
         raise typer.Exit(1)

@@ -30,15 +30,16 @@ def report(
     """
     from attnorm.analysis.result import Analysis
 
-    with failures(writes_to=out or folder):
+    with failures(writes_to=out or folder / REPORT):
         analysis = Analysis.load(folder)
         if threshold:
             analysis = analysis.judged(analysis.thresholds.changed(threshold))
         page = analysis.save_html(out or folder / REPORT)
-        drawn: list[Path] = []
-        if figures is not None:
-            from attnorm.report.plots import save_figures
+    drawn: list[Path] = []
+    if figures is not None:
+        from attnorm.report.plots import save_figures
 
+        with failures(writes_to=figures):
             drawn = save_figures(analysis, figures)
     show_analysis(analysis, as_json, folder, page)
     if drawn:

@@ -143,7 +143,7 @@ def reproduce(
             "--fresh": fresh or None,
             "--json": as_json or None,
         }
-        with failures(lambda: f"Interrupted; {_KEPT}.", out_of_memory=_MEMORY):
+        with failures(lambda: f"Interrupted; {_KEPT}.", writes_to=out, out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
                 del refused["--model"]
                 unused_here = {"--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer}
