@@ -19,7 +19,7 @@ from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
 from attnorm.search.results import SearchResult, TrialResult, _front
 from attnorm.search.run import search, uniform_parameters
-from attnorm.search.trials import open_storage, run_trial
+from attnorm.search.trials import open_storage, quiet_optuna, run_trial
 from attnorm.sweep.engines import WorkerDied
 from attnorm.sweep.plan import Item
 from attnorm.sweep.work import Outcome, run_item
@@ -146,6 +146,24 @@ def test_a_search_continues_without_losing_or_repeating_a_trial(
     inline(monkeypatch)
     plan.write_text(PLAN.replace("trials = 4", "trials = 5"))
     assert len(search(read_search_plan(plan), out).trials) == 5  # more trials continue it
+
+
+def test_a_trial_that_was_half_drawn_is_completed(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver ends after two of three parameters of an enqueued trial, then while uniform recipes are enqueued."""
+    out, parsed = tmp_path / "out", read_search_plan(plan)
+    expected = uniform_parameters(parsed)
+    searching._open_folder(out, parsed)
+    with monkeypatch.context() as context, quiet_optuna():
+        context.setattr(searching, "uniform_parameters", lambda plan: expected[:1])
+        drawn = searching._open_study(out, parsed, None).ask()
+    for name in ("layer 0", "layer 1"):
+        drawn.suggest_categorical(name, list(parsed.normalizers))
+    inline(monkeypatch)
+    search(parsed, out)
+    found = trials_of(out)
+    assert [trial.number for trial in found] == list(range(4))
+    assert [trial.params for trial in found[:2]] == expected
+    assert {trial.state.name for trial in found} <= {"COMPLETE", "PRUNED"}
 
 
 def test_a_trial_that_is_worse_than_others_at_the_same_step_is_pruned(

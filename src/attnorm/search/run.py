@@ -92,9 +92,8 @@ def _open_study(out: Path, plan: SearchPlan, url: str | None) -> Any:
     study.sampler = optuna.samplers.TPESampler(
         seed=plan.seed + done, multivariate=True, group=True, constant_liar=True, n_startup_trials=10
     )
-    if not done:
-        for parameters in uniform_parameters(plan):
-            study.enqueue_trial(parameters)
+    for parameters in uniform_parameters(plan):  # a driver may have ended after the first ones
+        study.enqueue_trial(parameters, skip_if_exists=True)
     return study
 
 
@@ -115,16 +114,17 @@ def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
 
 
 def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], storage: str | None) -> None:
-    """Remember the item of a trial; a trial that was not drawn completely is dropped."""
-    from optuna.trial import TrialState
+    """Remember the item of a trial; first draw the parameters that are missing because the driver ended."""
+    from optuna.trial import Trial, TrialState
 
     if trial.state == TrialState.WAITING:
         return
+    if trial.state == TrialState.RUNNING:
+        plan.suggest(Trial(study, trial._trial_id))  # keeps what was drawn
+        trial = study.get_trials(deepcopy=False)[trial.number]
     try:
         recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
-    except KeyError:
-        if trial.state == TrialState.RUNNING:
-            study.tell(trial.number, state=TrialState.FAIL)
+    except KeyError:  # an older version gave up such trials
         return
     words = " ".join(f"{layers}:{spec}" for layers, spec in recipe.items())
     kind = "one normalizer" if is_uniform(recipe) else "mixed"
@@ -182,9 +182,7 @@ def _run_trials(
 
 
 def _new_trial(plan: SearchPlan, study: Any, items: dict[int, Item], storage: str | None) -> int:
-    trial = study.ask()
-    plan.suggest(trial)
-    number: int = trial.number
+    number: int = study.ask().number
     _add_item(plan, study, study.get_trials(deepcopy=False)[number], items, storage)
     return number
 
