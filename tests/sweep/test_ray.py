@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from attnorm.sweep.engines import open_engine
@@ -17,27 +16,9 @@ from attnorm.sweep.run import run_items
 from attnorm.sweep.work import run_item
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import counted, most_at_once
+from tests.sweep.ray_cluster import busy_workers
 
 ray = pytest.importorskip("ray")
-ITEMS = ("ray::seed", "ray::model")  # how processes that run an item are called
-
-
-def busy_workers(*nodes: Any) -> list[psutil.Process]:
-    """Processes of these nodes that run an item."""
-    found = []
-    for node in nodes:
-        for started in node.all_processes.get("raylet", ()):
-            if started.process.poll() is None:
-                children = psutil.Process(started.process.pid).children()
-                found += [each for each in children if _title(each).startswith(ITEMS)]
-    return found
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def kill_some(cluster: Any, kills: int, pause: float, done: threading.Event) -> None:
