@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -326,6 +327,34 @@ def test_heads_behind_a_window_are_told_apart_from_those_that_see_every_key() ->
         for sentence in model.sentences
     )
     assert sum(model.counts.values()) == 6
+
+
+def test_the_sink_of_a_head_behind_a_window_is_the_first_key_of_the_window() -> None:
+    tables = windowed(synthetic_tables(cast=[["parked", "selects"], ["parked", "selects"]], **SMALL), layer=1, n=64)
+    evidence = {
+        row["layer"]: row["evidence"] for row in judged(tables)["heads"].to_pylist() if "sink-dominated" in row["flags"]
+    }
+    assert "the first of 512 keys;" in evidence[0]
+    assert "the first of the 64 keys in its window" in evidence[1]
+    (advice,) = [one for one in verdict_of(tables).advice if "rest on the first key" in one.text]
+    assert "2 of 4 heads" in advice.text
+    assert "1 of them on that of their window" in advice.text
+    assert "cache" in advice.text
+
+
+def test_no_first_token_is_to_be_kept_for_heads_that_rest_on_that_of_their_window() -> None:
+    tables = windowed(synthetic_tables(cast=[["selects", "selects"], ["parked", "parked"]], **SMALL), layer=1, n=64)
+    (advice,) = [one for one in verdict_of(tables).advice if "rest on the first key" in one.text]
+    assert "2 of them on that of their window" in advice.text
+    assert "cache" not in advice.text
+    assert "token" not in advice.title
+
+
+def test_what_is_beside_the_first_key_of_a_window_is_named_so() -> None:
+    case = Case(row=head(sink_mass=0.4), thresholds=Thresholds(), runs="softmax")
+    assert "1,023 keys beside the sink (which holds 40%)" in judge_head(case).evidence
+    behind = judge_head(replace(case, windowed=True)).evidence
+    assert "1,023 keys beside the first of its window (which holds 40%)" in behind
 
 
 def test_a_shorter_text_is_no_window() -> None:

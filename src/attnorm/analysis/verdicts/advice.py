@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rows import Row, by_view, keys, number
 from attnorm.analysis.verdicts.thresholds import DISPERSED
 from attnorm.analysis.verdicts.what_if import (
     Advice,
@@ -42,7 +42,7 @@ def advise(
         _top_k(chosen, tables["top_n"], manifest),
         _more_heads(chosen, tables["coverage"], manifest),
         _temperature(chosen, tables["sensitivity"], manifest),
-        _sinks(chosen, others, runs),
+        _sinks(chosen, tables["heads"], others, runs),
         _frozen(chosen),
     )
     return [one for one in given if one is not None] or [_nothing(chosen)]
@@ -167,7 +167,7 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
     return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if), caution=True)
 
 
-def _sinks(chosen: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
+def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
     parked = with_verdict(chosen, ("sink-dominated",))
     if len(parked) < MANY_PARKED * len(chosen) or not parked:
         return None
@@ -175,19 +175,23 @@ def _sinks(chosen: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice
     for name, rows in others.items():
         what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
     properties = properties_of(runs)
+    on_first, windowed = by_view(parked, heads)
     rest = f"{len(parked)} of {len(chosen)} heads rest on the first key"
+    if windowed:
+        rest += f" ({len(windowed)} of them on that of their window, which moves with the text)"
+    keep = "; keep the first token in any cache that is cut." if on_first else "."
     if properties is None or properties.row_sum != "one":
         whether = "" if properties is None else f", although rows of {runs} need not sum to 1"
         return Advice(
-            title="Keep the first token",
-            text=f"{rest}{whether}; keep the first token in any cache that is cut.",
+            title="Keep the first token" if on_first else "Heads on the first key of their window",
+            text=f"{rest}{whether}{keep}",
             heads=len(parked),
             what_if=tuple(what_if),
         )
     return Advice(
         title="A way to attend to nothing",
         text=f"{rest}, as {runs} rows must sum to 1. A learned sink, softpick or sigmoid weights let a head rest "
-        "without it; keep the first token in any cache that is cut.",
+        f"without it{keep}",
         heads=len(parked),
         what_if=tuple(what_if),
     )

@@ -14,7 +14,7 @@ from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
 from attnorm.analysis.verdicts.circuits import circuit_words
-from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
+from attnorm.analysis.verdicts.rows import Row, behind_windows, head_rows, keys, number
 from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, judged_keys, selects
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
 
@@ -71,8 +71,9 @@ def judge_all(
             runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
             slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
             what_if=row["normalizer"] != "model" and _key(row, _OVER_LENGTHS[:1]) in models,
+            windowed=behind,
         )
-        for row in rows
+        for row, behind in zip(rows, behind_windows(rows, rows), strict=True)
     ]
     windows = WINDOWS.empty_table() if windows is None or not rows else windows
     blocks = BLOCKS.empty_table() if blocks is None else blocks

@@ -97,15 +97,19 @@ def by_view(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], lis
 
     What a head does among 512 keys says nothing about 8,192, and no longer text takes it beyond its horizon.
     """
+    seeing_all: list[Row] = []
+    windowed: list[Row] = []
+    for row, behind in zip(chosen, behind_windows(chosen, heads), strict=True):
+        (windowed if behind else seeing_all).append(row)
+    return seeing_all, windowed
+
+
+def behind_windows(chosen: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
+    """For each chosen head whether it sees fewer keys than another of its kind on the same text."""
     longest: dict[tuple[Any, ...], int] = {}
     for row in heads:
         longest[_pass(row)] = max(longest.get(_pass(row), 0), row["n_high"] or 0)
-    seeing_all: list[Row] = []
-    windowed: list[Row] = []
-    for row in chosen:
-        behind = row["n_high"] is not None and row["n_high"] < longest[_pass(row)]
-        (windowed if behind else seeing_all).append(row)
-    return seeing_all, windowed
+    return [row["n_high"] is not None and row["n_high"] < longest[_pass(row)] for row in chosen]
 
 
 def head_id(row: Row) -> tuple[str, int, int]:

@@ -35,6 +35,7 @@ class Case:
     runs: str | None  # the normalizer's name; None: not known
     slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
     what_if: bool = False  # another normalizer on the model's logits: judged by its sharpness alone
+    windowed: bool = False  # behind a sliding window, whose first key is then what the sink columns are about
 
     @property
     def n(self) -> int:
@@ -208,7 +209,8 @@ def always_near_worst(runs: str | None, share: float) -> bool:
 
 def _sink(case: Case) -> str:
     """What the mass lies on: with softmax a row sums to less than 1 only beside a learned sink of the model."""
-    row_sum, first = case.number("row_sum"), f"the first of {case.n:,} keys"
+    row_sum = case.number("row_sum")
+    first = f"the first of the {case.n:,} keys in its window" if case.windowed else f"the first of {case.n:,} keys"
     if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
@@ -218,7 +220,8 @@ def _selectivity(case: Case) -> str:
     suffix = judged_keys(case.row, case.thresholds)
     ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
     slope = None if case.what_if else _slope(case, suffix)
-    among = f"the {case.n - 1:,} keys beside the sink (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
+    sink = "the first of its window" if case.windowed else "the sink"
+    among = f"the {case.n - 1:,} keys beside {sink} (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
     rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"
     return f"Entropy is {ratio:.2f} of log n among {among}{rate}"

@@ -11,7 +11,7 @@ from attnorm.suggest import did_you_mean
 # parked there, which is the more useful word; a head that disperses has no selection left to be judged further.
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
-    "sink-dominated": "most of the weight on the first key: the head is parked",
+    "sink-dominated": "most of the weight on the first key (behind a window: its first): the head is parked",
     "frozen": "one key takes everything and no gradient reaches the logits",
     "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
     "at this length",
@@ -46,7 +46,8 @@ class Thresholds:
                         The slope must lie below 1 by two standard errors as well.
     near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
                         as its spread allows, hence never dispersed.
-    sink_dominated      mass on the first key from which the head is parked: most of it.
+    sink_dominated      mass on the first key, behind a sliding window its first, from which the head is parked: most of
+                        it.
     sink_matters        mass on the first key from which dispersion is judged among the other keys (entropy, slope and
                         horizon alike): above it a sink can make a smear look sharp, below it one key of many changes
                         nothing.
