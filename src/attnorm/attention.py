@@ -11,6 +11,7 @@ from torch import Tensor
 from attnorm.engines import fused
 from attnorm.engines.blocked import blocked, with_weights
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
+from attnorm.engines.triton_support import FEWEST_QUERIES
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve
@@ -242,8 +243,10 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
         return "fused" if on_sdpa else "blocked"
     if fused.is_plain(inputs, normalizer):
         return "fused"
-    # A sink costs SDPA one more key.
+    # A sink costs SDPA one more key. For few queries, as in decoding, our kernels were not timed against it.
     order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex")
+    if inputs.queries < FEWEST_QUERIES:
+        order = ("fused", "triton", "sparse", "flex")
     order = order if on_sdpa else tuple(engine for engine in order if engine != "fused")
     return next((engine for engine in order if _applies(engine, inputs, normalizer)), "blocked")
 

@@ -32,10 +32,14 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
 
 
 def on_cuda(
-    dtype: torch.dtype = torch.bfloat16, queries: int = 64, width: int = 64, scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16,
+    queries: int = 64,
+    width: int = 64,
+    scale: float | None = None,
+    keys: int = 64,
 ) -> Inputs:
     with FakeTensorMode():
-        q, k = (torch.empty(1, 2, rows, width, dtype=dtype, device="cuda") for rows in (queries, 64))
+        q, k = (torch.empty(1, 2, rows, width, dtype=dtype, device="cuda") for rows in (queries, keys))
         return validate_inputs(q, k, k, mask=None, causal=True, scale=scale, positions=None)
 
 
@@ -62,6 +66,19 @@ def test_no_choice_in_half_precision_rounds_q_after_a_factor(
     assert choice(on_cuda(dtype, width=320), one) == "blocked"
     capability["gpu"] = (7, 5)
     assert choice(on_cuda(dtype), one) == "blocked"
+
+
+@pytest.mark.parametrize("name", ["sa_softmax", "stick_breaking", "topk"])
+def test_what_ran_in_blocks_runs_on_a_kernel(name: str) -> None:
+    for inputs in (on_cuda(), on_cuda(torch.float32), on_cuda(width=256)):
+        assert choice(inputs, normalizer(name)) == "triton"
+
+
+def test_decoding_runs_on_a_kernel_where_sdpa_does_not_apply_or_would_round_q() -> None:
+    cache = on_cuda(queries=1, keys=1024)
+    expected = {"softmax": "fused", "softmax1": "fused", "ssmax": "triton", "sigmoid": "triton", "entmax15": "blocked"}
+    assert {name: choice(cache, normalizer(name)) for name in expected} == expected
+    assert choose_engine(cache, normalizer("ssmax")) == "blocked", "its parameter needs a gradient"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

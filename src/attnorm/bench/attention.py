@@ -209,6 +209,8 @@ CUDA_PROMISES: dict[str, tuple[float | None, float | None]] = {
     "topk": (None, None),
 }
 CUDA_OPTIONS = {"entmax": {"alpha": 1.3}}  # its default, 1.5, is entmax15
+DECODED = ("softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature")
+DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
 SLOW_ON_CUDA = ("flex", "blocked")  # engines to time at the first shape only: at the others a call would take seconds
 
 
@@ -225,6 +227,34 @@ def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
         )
         for name, promised in CUDA_PROMISES.items():
             yield from _compare_cuda(name, promised, (q, k, v), topic, quick=quick, slow_engines=number == 0)
+    yield from _compare_decoding(quick)
+
+
+def _compare_decoding(quick: bool) -> Iterator[Ratio]:
+    """Compare one query over a long cache with SDPA, on the engine that is chosen and on our kernels."""
+    heads, keys, width = DECODED_SHAPE
+    q, k, v = (
+        torch.randn((1, heads, length, width), device="cuda", dtype=torch.bfloat16) for length in (1, keys, keys)
+    )
+    topic = (
+        f"Decoding on {torch.cuda.get_device_name()}, bfloat16, 1 query, batch 1, {heads} heads, width {width}, "
+        f"{keys:,} keys"
+    )
+    inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
+    for name in DECODED:
+        normalizer = get(name).cuda().requires_grad_(False)
+        assert isinstance(normalizer, Normalizer)
+        for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
+            ours = partial(attention, normalizer=normalizer, causal=True, engine=engine)
+            calls = [attention_call(attend, (q, k, v), backward=False, queued=QUEUED) for attend in (ours, _decoded)]
+            timed = time_alternating(*calls, rounds=1 if quick else 5)
+            timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
+            what = f"{name} ({engine})"
+            yield Ratio(topic=topic, what=what, against="torch SDPA", target=1 / 1.5, **asdict(timed))
+
+
+def _decoded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v)
 
 
 def _compare_cuda(

@@ -9,6 +9,8 @@ carry gradients, and its beta is the factor of the second call.
 Self-adjusted softmax is a search for the extreme keys of each row, then one call. Logits count from the smallest one,
 which is the shift of the row and carries its gradient; the output is divided by the row's range.
 
+Few queries, as in decoding, run with the keys split over programs (kernels/decode.py), forward only.
+
 Top-k is a search for a number between the k-th logit of each row and the next, then softmax over the keys above it.
 """
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
 
 POWERS = (1, 2, 3, 4)  # of relu and of the polynomial kernel, multiplied out
+FEWEST_KEYS = 256  # in decoding; with fewer there is nothing to split
+MOST_ROWS = 128  # in decoding: queries of all heads that share a key head
 _LN2 = 0.6931471805599453
 
 
@@ -46,11 +50,24 @@ class Lowered:
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
-    if inputs.bias is not None or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
+    if inputs.bias is not None or inputs.dropout > 0 or inputs.queries == 0:
         return False
     if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or transformed():
         return False
-    return lowered(normalizer, inputs) is not None
+    form = lowered(normalizer, inputs)
+    if form is None or inputs.queries >= FEWEST_QUERIES:
+        return form is not None
+    return _decodes(inputs, normalizer, form)
+
+
+def _decodes(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> bool:
+    """Whether a call of few queries can run with its keys split over programs: without gradients, without a search."""
+    learns = inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+    return (
+        inputs.keys >= FEWEST_KEYS
+        and inputs.groups * inputs.queries <= MOST_ROWS
+        and not (learns or form.map.ranged or form.top is not None)
+    )
 
 
 def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
@@ -193,6 +210,12 @@ def _call(
     """Output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
+    if inputs.queries < FEWEST_QUERIES:
+        decoded: tuple[Tensor, Tensor] = _decode(
+            inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, map_.map, map_.power, map_.floor,
+            form.rule, form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+        )  # fmt: skip
+        return decoded
     output, reference, _ = _forward(
         inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, least, map_.map, map_.power, map_.floor,
         form.rule, form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
@@ -248,6 +271,31 @@ def _(
     causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("attnorm::decode_attention", mutates_args=())
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float, precise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels import decode_attention
+
+    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
+    return decode_attention.forward(q, k, v, mask, factor, shift, sink, form, precise=precise)
+
+
+@_decode.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
+    causal: bool, window: int | None, scale: float, precise: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.maps import MAPS, Reference
+
+    output = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32 if precise else q.dtype)
+    scaled = MAPS[map].reference != Reference.NONE
+    return output, q.new_empty(q.shape[:3] if scaled else (0,), dtype=torch.float32)
 
 
 @torch.library.custom_op("attnorm::one_pass_attention", mutates_args=())

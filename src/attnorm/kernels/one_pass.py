@@ -16,7 +16,7 @@ from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logit
 
 
 @triton.jit
-def _reference(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
+def reference_of(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
     """The r of maps.Reference for the largest logits so far; 0 for rows that have seen no key."""
     if MAY_BE_EMPTY:
         peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -28,7 +28,7 @@ def _reference(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
 
 
 @triton.jit
-def _fold(
+def fold(
     acc, total, peak, start, stop, q_tile, k, v, rows, factor, shift, least,
     mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
     MAP: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
@@ -58,11 +58,11 @@ def _fold(
             else:
                 largest = tl.max(z, 1)
             largest = tl.maximum(peak, largest)
-            shrink = tl.exp2(_reference(peak, REFERENCE, False) - _reference(largest, REFERENCE, EDGE))
+            shrink = tl.exp2(reference_of(peak, REFERENCE, False) - reference_of(largest, REFERENCE, EDGE))
             acc = acc * shrink[:, None]
             total = total * shrink
             peak = largest
-        reference = _reference(peak, REFERENCE, EDGE)
+        reference = reference_of(peak, REFERENCE, EDGE)
         if SELECTED:  # behind the peak, which is kept: a tile without any other kept key has one all the same
             z = selected(z, least[:, None])
         a, b = MAP(z, reference[:, None], P, FAST)
@@ -116,26 +116,26 @@ def forward(
         total = total + 1.0
     first, low, high, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
     if WINDOWED or MASKED:
-        acc, total, peak = _fold(
+        acc, total, peak = fold(
             acc, total, peak, first, low, q_tile, k, v, rows, row_factor, row_shift, row_least,
             mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap,
             parameter, MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
             CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
         )  # fmt: skip
-    acc, total, peak = _fold(
+    acc, total, peak = fold(
         acc, total, peak, low, high, q_tile, k, v, rows, row_factor, row_shift, row_least,
         mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
         MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
         CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
     )  # fmt: skip
-    acc, total, peak = _fold(
+    acc, total, peak = fold(
         acc, total, peak, high, last, q_tile, k, v, rows, row_factor, row_shift, row_least,
         mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
         MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
         CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
     )  # fmt: skip
 
-    reference = _reference(peak, REFERENCE, True)
+    reference = reference_of(peak, REFERENCE, True)
     if REFERENCE == 2:  # no other map has a floor, and 2^-reference may overflow there
         total = total + floor * tl.exp2(-reference)
     if NORMALISED:

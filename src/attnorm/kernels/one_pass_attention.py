@@ -44,7 +44,7 @@ def forward(
 
     factor, shift, least: (B, H, Q) in float32; sink: (H,). Logits below least, which is in bits, are hidden.
     """
-    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
@@ -64,7 +64,7 @@ def backward(
     saved: Saved, form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
-    call = _OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
     out, grad = in_rows(out), in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
@@ -118,7 +118,7 @@ def _search(
     form: Form,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
-    call = _OnePassLaunch.of(q, k, k, mask, factor, None, None, None, form)
+    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, form)
     rows, columns, warps, stages = search_tile(q)
     q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
@@ -132,7 +132,7 @@ def _search(
 
 
 @dataclass(frozen=True)
-class _OnePassLaunch(Launch):
+class OnePassLaunch(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
     least: Tensor | None
@@ -142,7 +142,7 @@ class _OnePassLaunch(Launch):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
         sink: Tensor | None, least: Tensor | None, form: Form,
-    ) -> "_OnePassLaunch":  # fmt: skip
+    ) -> "OnePassLaunch":  # fmt: skip
         factor, shift, least = (None if t is None else t.contiguous() for t in (factor, shift, least))
         return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, least, form)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, without_autocast
+from attnorm.engines.triton_support import FEWEST_QUERIES
 from attnorm.normalizers.contract import Normalizer
 
 
@@ -13,11 +14,10 @@ def attend(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     with without_autocast(inputs.q_BHQD.device):
         if inputs.q_BHQD.numel() == 0:
             return blocked(inputs, normalizer)
-        if inputs.q_BHQD.is_cuda:
+        on_sdpa = fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer)
+        if inputs.q_BHQD.is_cuda and not (on_sdpa and inputs.queries < FEWEST_QUERIES):
             from attnorm.engines import one_pass  # loads Triton
 
             if one_pass.applies(inputs, normalizer):
                 return one_pass.one_pass(inputs, normalizer)
-        if fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer):
-            return fused.fused(inputs, normalizer)
-        return blocked(inputs, normalizer)
+        return fused.fused(inputs, normalizer) if on_sdpa else blocked(inputs, normalizer)

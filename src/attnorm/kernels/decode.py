@@ -1,0 +1,115 @@
+"""Forward pass of the one-pass maps for few queries and many keys, as in decoding: the keys are split over programs.
+
+A program takes one part of the keys of a key head, for all queries of all heads that share it: they are the rows of its
+tile. A second kernel joins the parts of each row.
+"""
+
+import triton
+import triton.language as tl
+
+from attnorm.kernels.maps import LOG2E
+from attnorm.kernels.one_pass import fold, reference_of
+from attnorm.kernels.one_pass_tiles import load_row
+
+TOGETHER = tl.constexpr(16)  # parts that are read at a time
+
+
+@triton.jit
+def parts(
+    q, k, v, mask, factor, shift, least, part_out, total_out, peak_out,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, begin, span, splits,
+    MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
+    REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
+    SINK: tl.constexpr, PLAIN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """part_out (B, H, Q, splits, E), total_out and peak_out (B, H, Q, splits): the state of each row over a part."""
+    program = tl.program_id(0)
+    split = program % splits
+    batch_head = (program // splits).to(tl.int64)
+    key_heads = heads // groups
+    batch, key_head = batch_head // key_heads, batch_head % key_heads
+    place = tl.arange(0, ROWS)
+    inside = place < groups * queries
+    head = key_head * groups + place // queries
+    rows = tl.where(inside, place % queries, queries)
+    k += batch * k_batch + key_head * k_head
+    v += batch * v_batch + key_head * v_head
+    mask += batch * mask_batch + (head * mask_head)[:, None]
+    columns = tl.arange(0, WIDTH)
+    q_at = q + batch * q_batch + head * q_head + rows * q_row
+    q_tile = tl.load(q_at[:, None] + columns[None, :], mask=inside[:, None] & (columns < width)[None, :], other=0.0)
+    row_at = (batch * heads + head) * queries + rows
+    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
+    row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
+    row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
+
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    start = begin + split * span
+    acc, total, peak = fold(
+        acc, total, peak, start, tl.minimum(start + span, keys), q_tile, k, v, rows, row_factor, row_shift, row_least,
+        mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
+        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
+        CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
+    )  # fmt: skip
+    at = row_at * splits + split
+    tl.store(total_out + at, total, mask=inside)
+    tl.store(peak_out + at, peak, mask=inside)
+    values = tl.arange(0, V_WIDTH)
+    seen = inside[:, None] & (values < v_width)[None, :]
+    tl.store(part_out + at[:, None] * v_width + values[None, :], acc, mask=seen)
+
+
+@triton.jit
+def join(
+    part, total, peak, sink, out, reference_out, heads, queries, v_width, splits, floor,
+    REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, SINK: tl.constexpr, LIFT: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row: its output, and log2 of its denominator where the map is scaled."""
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.arange(0, V_WIDTH)
+    part += row * splits * v_width
+    total += row * splits
+    peak += row * splits
+    some = tl.arange(0, TOGETHER)
+    largest = tl.full([TOGETHER], float("-inf"), tl.float32)
+    for at in range(0, splits, TOGETHER):
+        largest = tl.maximum(largest, tl.load(peak + at + some, mask=at + some < splits, other=float("-inf")))
+    highest = tl.max(largest, 0)
+    if SINK:
+        sunk = tl.load(sink + row // queries % heads) * LOG2E
+        highest = tl.maximum(highest, sunk)
+    reference = reference_of(highest, REFERENCE, True)
+
+    acc = tl.zeros([V_WIDTH], tl.float32)
+    denominator = tl.zeros([TOGETHER], tl.float32)
+    for at in range(0, splits, TOGETHER):
+        inside = at + some < splits
+        weight = tl.where(inside, 1.0, 0.0)
+        if REFERENCE != 0:  # a part that saw no key has the reference 0, and sums of 0
+            own = tl.load(peak + at + some, mask=inside, other=float("-inf"))
+            weight = tl.where(own == float("-inf"), 0.0, tl.exp2(reference_of(own, REFERENCE, True) - reference))
+        denominator += tl.load(total + at + some, mask=inside, other=0.0) * weight
+        shown = inside[:, None] & (values < v_width)[None, :]
+        piece = tl.load(part + (at + some)[:, None] * v_width + values[None, :], mask=shown, other=0.0)
+        acc += tl.sum(piece * weight[:, None], 0)
+    whole = tl.sum(denominator, 0)
+    if SINK:
+        whole += tl.exp2(sunk - reference)
+    if REFERENCE == 2:
+        whole += floor * tl.exp2(-reference)
+    if NORMALISED:
+        inverse = tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), tl.where(whole == 0, 0.0, float("nan")))
+        acc = acc * inverse
+        if REFERENCE != 0:
+            tl.store(reference_out + row, reference + tl.log2(tl.where(whole > 0, whole, 1.0)))
+    if REFERENCE == 0:
+        acc = acc * (1.0 / LIFT)
+    tl.store(out + row * v_width + values, acc.to(out.dtype.element_ty), mask=values < v_width)

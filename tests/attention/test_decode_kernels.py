@@ -1,0 +1,108 @@
+"""Few queries over many keys, split over programs, against the blocks in float64, on a GPU or in the interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import attnorm
+from attnorm.engines import one_pass
+from attnorm.engines.inputs import validate_inputs
+from tests.attention.kernel_calls import DEVICE, HALF, assert_compiles, assert_follows, draw, mask_of
+
+pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+
+ONE = (2, 4, 2, 1, 520, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
+SOME = (1, 4, 1, 3, 600, 16, 16)
+FLOAT32 = 4e-6 if DEVICE == "cpu" else 5e-5
+
+
+def decoded(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any) -> list[list[Any]]:
+    """Output of the kernels, and of the blocks in float64."""
+    made = {
+        "window and sink": lambda: attnorm.compose(select=attnorm.get("local", window=300), sink="softmax1"),
+        "ssmax": lambda: attnorm.get("ssmax", heads=shape[1]),
+    }
+    normalizer = made.get(name, lambda: attnorm.get(name))().to(DEVICE)
+    tensors = [t.detach() for t in draw(shape, dtype)]
+    with torch.no_grad():
+        found = attnorm.attention(*tensors, normalizer, causal=True, engine="triton", **options)
+        exact = attnorm.attention(*(t.double() for t in tensors), normalizer, causal=True, engine="blocked", **options)
+    assert found.dtype == dtype
+    return [[found], [exact]]
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "softpick", "scale_invariant", "window and sink"])
+def test_one_query(name: str) -> None:
+    assert_follows(*decoded(name, ONE), FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"), [("ssmax", "heads"), ("adaptive_temperature", "padding"), ("relu", "rows"), ("kernel", "none")]
+)
+def test_some_queries_of_heads_that_share_keys(name: str, mask: str) -> None:
+    assert_follows(*decoded(name, SOME, mask=mask_of(mask, SOME)), FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["softpick", "sigmoid"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    assert_follows(*decoded(name, ONE, dtype), 2 * torch.finfo(dtype).eps)
+
+
+def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
+    tensors = [t.detach() for t in draw(SOME)]
+    mask = torch.ones(1, 1, 3, 600, dtype=torch.bool, device=DEVICE)
+    mask[..., 1, :] = False
+    with torch.no_grad():
+        assert (attnorm.attention(*tensors, "softpick", mask=mask, engine="triton")[..., 1, :] == 0).all()
+        tensors[1][..., 300, :] = torch.nan
+        assert attnorm.attention(*tensors, "sigmoid", engine="triton").isnan().all()
+
+
+def test_what_decoding_has_no_kernel_for() -> None:
+    def applies(shape: tuple[int, ...], name: str, **options: Any) -> bool:
+        call = validate_inputs(*draw(shape), mask=None, causal=True, scale=None, positions=None)
+        return one_pass.applies(call, attnorm.get(name, **options))
+
+    assert not applies(ONE, "sigmoid"), "the inputs need gradients"
+    with torch.no_grad():
+        assert applies(ONE, "sigmoid")
+        assert not applies(ONE, "sa_softmax"), "its rows are searched first"
+        assert not applies(ONE, "topk", k=3)
+        assert not applies((1, 1, 1, 1, 200, 16, 16), "sigmoid"), "few keys"
+        assert not applies((1, 64, 1, 3, 300, 16, 16), "sigmoid"), "too many rows for a tile"
+
+
+def test_the_operator_is_described_to_the_compiler() -> None:
+    q, k, v = (t.detach() for t in draw(ONE))
+    options = ("softmax", 1, 0.0, "none", 0.0, None, True, None, 0.25, True)
+    utilities = ("test_schema", "test_faketensor")
+    operator = torch.ops.attnorm.decode_attention.default
+    torch.library.opcheck(operator, (q, k, v, None, None, None, None, *options), test_utils=utilities)
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+    assert_compiles("""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnorm.kernels import decode
+from attnorm.kernels.maps import MAPS, RULES
+map_ = MAPS["softpick"]
+constants = dict(
+    MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["none"], P=1, FAST=True, REFERENCE=int(map_.reference),
+    NORMALISED=True, RULED=False, CAPPED=False, FACTORED=True, SHIFTED=True, SELECTED=False, SINK=True, PLAIN=False,
+    CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=16, V_WIDTH=16, ROWS=16, COLUMNS=32, FULL=True,
+    V_FULL=False, LIFT=1.0,
+)
+types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "parameter", "floor"), "fp32")
+rows = ("factor", "shift", "least", "sink", "reference_out", "part", "total", "peak")
+types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
+types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+for kernel in (decode.parts, decode.join):
+    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=given)
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+""")
