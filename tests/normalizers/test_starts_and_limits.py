@@ -332,3 +332,20 @@ def test_a_row_of_one_key_has_no_variance(logit: float) -> None:
     rule = get("norm_softmax").rules[0]
     block = Block.of(torch.tensor([[logit, 1.0]]), torch.tensor([[True, False]]))
     assert rule(block)[0, 0].item() == 0.0
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(None, 0), (3, 0), (3, 1)])
+def test_vmap_over_a_learned_alpha_equals_a_loop(heads: int | None, dim: int) -> None:
+    """Several models at once, as torch.func.stack_module_state prepares them."""
+    normalizer = get("entmax", learned=True, heads=heads).double()
+
+    def run(logits: torch.Tensor, theta: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(normalizer, {"map.theta": theta}, (logits,))
+
+    z = torch.randn(4, 2, 3, 2, 5, dtype=torch.float64)
+    thetas = torch.linspace(-1.0, 1.5, 4 * (heads or 1), dtype=torch.float64).reshape(4, *([heads] if heads else []))
+    given = thetas if dim == 0 else thetas.transpose(0, 1)
+    one_input = torch.func.vmap(run, in_dims=(None, dim))(z[0], given)
+    torch.testing.assert_close(one_input, torch.stack([run(z[0], theta) for theta in thetas]))
+    own_inputs = torch.func.vmap(run, in_dims=(0, dim))(z, given)
+    torch.testing.assert_close(own_inputs, torch.stack([run(x, theta) for x, theta in zip(z, thetas, strict=True)]))

@@ -103,3 +103,12 @@ def test_every_name_is_registered_in_float64() -> None:
     assert all(
         p.dtype == torch.float64 for one in every.values() if isinstance(one, Normalizer) for p in one.parameters()
     )
+
+
+@pytest.mark.usefixtures("few")
+def test_a_weight_that_needs_no_gap_at_one_length_is_searched_anew_at_the_next() -> None:
+    found = place_on_frontier([2, 8], (0.5,))
+    gaps = {(point.name, point.n): point.gap for point in found.points}
+    assert gaps["softmax", 2] == 0.0
+    assert gaps["softmax", 8] == pytest.approx(math.log(7), rel=1e-6)
+    assert gaps["sparsemax", 8] == pytest.approx(0.5 - 0.5 / 7, rel=1e-6)

@@ -1,0 +1,155 @@
+"""Masks and shapes of torch's own attention functions, each against a loop over all pairs."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnorm.metrics.reference import dense_weights
+from attnorm.models.hf_call import Visible
+from attnorm.models.torch_functions import (
+    _both,
+    _four_dimensional,
+    _with_extra_keys,
+    kind_of,
+    read_multi_head_attention,
+    read_native_multi_head_attention,
+    read_scaled_dot_product_attention,
+)
+
+ROWS = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()[None, None]
+PADDING = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()[:, None, None]
+ONE, OTHER = torch.tensor([[0.5, -1.0, 2.0]] * 2)[None, None], torch.tensor([1.0, 3.0, -0.25])[None, None, None]
+
+
+@pytest.mark.parametrize("masks", list(itertools.product((None, ROWS), (None, PADDING))))
+@pytest.mark.parametrize("biases", list(itertools.product((None, ONE), (None, OTHER))))
+def test_what_both_masks_allow_with_both_biases(
+    masks: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None]
+) -> None:
+    found = _both(Visible(True, masks[0], biases[0]), Visible(False, masks[1], biases[1]))
+    assert found.causal
+    given = [mask for mask in masks if mask is not None]
+    assert (found.mask is None) == (not given)
+    if found.mask is not None:
+        whole = [mask.expand(2, 1, 2, 3) for mask in given]
+        assert torch.equal(found.mask.expand(2, 1, 2, 3), whole[0] & whole[-1])
+    added = [bias for bias in biases if bias is not None]
+    assert (found.bias is None) == (not added)
+    if found.bias is not None:
+        torch.testing.assert_close(found.bias, added[0] + added[1] if len(added) == 2 else added[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("mask", [None, ROWS, PADDING])
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_keys_that_torch_appends_are_seen_by_every_query(causal: bool, mask: Tensor | None, extra: int) -> None:
+    visible = Visible(causal, mask, ONE)
+    found = _with_extra_keys(visible, extra, 2, 3)
+    if extra == 0:
+        assert found is visible
+        return
+    assert not found.causal
+    assert found.bias is not None
+    assert found.bias[0, 0, 0].tolist() == [0.5, -1.0, 2.0] + [0.0] * extra
+    assert (found.mask is None) == (mask is None and not causal)
+    if found.mask is not None:
+        for item, query, key in itertools.product(range(2), range(2), range(3 + extra)):
+            seen = key >= 3 or (mask is None or bool(mask.expand(2, 1, 2, 3)[item, 0, query, key]))
+            seen = seen and (key >= 3 or not causal or key <= query + 1)
+            assert bool(found.mask.expand(2, 1, 2, 3 + extra)[item, 0, query, key]) == seen
+    assert _with_extra_keys(Visible(False), extra, 2, 3).bias is None
+
+
+def test_kinds_of_attention() -> None:
+    causal = torch.ones(2, 3, dtype=torch.bool).tril(1)[None, None]
+    later = causal.clone()
+    later[..., 0, 2] = True
+    for itself, other in ((True, "encoder"), (False, "cross")):
+        assert kind_of(Visible(True), 2, 3, itself=itself) == "decoder"
+        assert kind_of(Visible(False, causal), 2, 3, itself=itself) == "decoder"
+        assert kind_of(Visible(False, later), 2, 3, itself=itself) == other
+        assert kind_of(Visible(False, PADDING), 2, 3, itself=itself) == other
+        assert kind_of(Visible(False), 2, 3, itself=itself) == other
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "shape"),
+    [
+        ((2, 4), (3, 4), (3, 5), (1, 1, 1, 1)),
+        ((6, 2, 4), (6, 3, 4), (6, 3, 5), (1, 6, 6, 6)),
+        ((2, 6, 2, 4), (1, 6, 3, 4), (2, 6, 3, 5), (2, 6, 6, 6)),
+        ((2, 6, 2, 4), (2, 2, 3, 4), (2, 3, 3, 5), (2, 6, 6, 6)),
+        ((2, 1, 2, 4), (2, 3, 3, 4), (2, 3, 3, 5), (2, 3, 3, 3)),
+        ((2, 3, 6, 2, 4), (1, 3, 6, 3, 4), (2, 1, 6, 3, 5), (6, 6, 6, 6)),
+    ],
+)
+def test_leading_dimensions_become_the_batch(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    tensors = [torch.randn(size) for size in (query, key, value)]
+    q, k, v, mask = _four_dimensional(*tensors, torch.ones(2, 3, dtype=torch.bool))
+    assert (q.shape[0], q.shape[1], k.shape[1], v.shape[1]) == shape
+    assert (q.shape[2:], k.shape[2:], v.shape[2:]) == ((2, 4), (3, 4), (3, 5))
+    assert k.shape[0] == v.shape[0] == q.shape[0]
+    assert mask is not None
+    if len(query) <= 4 and query[:-2] == key[:-2] == value[:-2]:
+        expected = F.scaled_dot_product_attention(*tensors)
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("floating", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_multi_head_attention_with_both_masks_has_the_weights_of_torch(floating: bool, separate: bool) -> None:
+    """A mask of numbers and a padding of numbers: both are added."""
+    torch.manual_seed(0)
+    widths = {"kdim": 6, "vdim": 7} if separate else {}
+    module = torch.nn.MultiheadAttention(8, 2, **widths)
+    query = torch.randn(3, 2, 8)
+    key, value = (torch.randn(4, 2, widths.get(name, 8)) for name in ("kdim", "vdim"))
+    mask, padding = torch.randn(4, 3, 4), torch.randn(2, 4)
+    if not floating:
+        mask, padding = mask > 1, padding > 1
+        mask[..., 0] = padding[..., 0] = False
+    options = {"attn_mask": mask, "key_padding_mask": padding}
+    _, weights = module(query, key, value, **options, average_attn_weights=False)
+    call = read_multi_head_attention(
+        query, key, value, 8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+        module.out_proj.weight, module.out_proj.bias, use_separate_proj_weight=separate,
+        q_proj_weight=module.q_proj_weight, k_proj_weight=module.k_proj_weight, v_proj_weight=module.v_proj_weight,
+        **options,
+    )  # fmt: skip
+    torch.testing.assert_close(dense_weights(call).float(), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_masks_of_the_fast_path_hide_where_they_are_true(kind: int) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    shape = {0: (3, 3), 1: (2, 3), 2: (2, 2, 3, 3)}[kind]
+    hidden = torch.rand(shape) < 0.4
+    hidden[..., 0] = False
+    call = read_native_multi_head_attention(
+        x, x, x, 8, 2, module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias,
+        hidden, mask_type=kind,
+    )  # fmt: skip
+    options = (
+        {"key_padding_mask": hidden} if kind == 1 else {"attn_mask": hidden.reshape(-1, 3, 3) if kind == 2 else hidden}
+    )
+    _, weights = module(x, x, x, **options, average_attn_weights=False)
+    torch.testing.assert_close(dense_weights(call).float(), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)])
+def test_a_causal_call_hides_keys_from_the_left_end(queries: int, keys: int) -> None:
+    q, k, v = (torch.randn(1, 2, n, 4) for n in (queries, keys, keys))
+    call = read_scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert (call.kind, call.scale) == ("decoder", 0.3)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril()
+    expected = (0.3 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    found = dense_weights(call).float()
+    torch.testing.assert_close(found, expected[..., : found.shape[-1]])
+    assert not expected[..., found.shape[-1] :].any()
