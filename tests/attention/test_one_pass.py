@@ -70,6 +70,9 @@ MORE: dict[str, Any] = {
         select=[attnorm.get("local", window=9), attnorm.get("topk", k=4)],
         sink="softmax1",
     ),
+    "a window behind adaptive temperature": lambda: attnorm.compose(
+        "softmax", scale="adaptive_temperature", select=attnorm.get("local", window=9)
+    ),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
 

@@ -127,7 +127,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     assert form is not None
     factor, shift = _row_numbers(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
-        beta = normalizer.rules[-1].beta(_entropy(inputs, factor, form.window))
+        beta = normalizer.rules[-1].beta(_entropy(inputs, factor))
         factor = beta if factor is None else factor * beta
     sink = None
     if normalizer.sink is not None:
@@ -144,10 +144,10 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     return _call(inputs, inputs.v_BGKE, factor, shift, sink, form, least)[0]
 
 
-def _entropy(inputs: Inputs, factor: Tensor | None, window: int | None) -> Tensor:
-    """Entropy in nats of softmax over each row, (B, H, Q); 0 for rows that see nothing."""
+def _entropy(inputs: Inputs, factor: Tensor | None) -> Tensor:
+    """Entropy in nats of softmax over each row before any selection, (B, H, Q); 0 for rows that see nothing."""
     mean_key, log_denominator = _call(
-        inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax"), window=window), precise=True
+        inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax")), precise=True
     )
     mean = inputs.scale * (inputs.q_BHQD.float() * mean_key).sum(-1)
     entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
