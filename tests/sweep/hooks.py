@@ -5,8 +5,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from attnorm.sweep.plan import Item
+from attnorm.sweep.tasks import TASKS
 
 
 def counted(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:
@@ -20,6 +22,20 @@ def counted(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str
     _note(shared / "ended", f"{seed} {os.getpid()}\n")
     _note(shared / "order", "-")
     return [{"score": seed * seed / 7}]
+
+
+def analyze_and_count_loads(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:
+    """Run an item of `analyze`, and note the process whenever transformers reads the weights of a model."""
+    from transformers import PreTrainedModel
+
+    real: Any = PreTrainedModel.from_pretrained
+
+    def noted(cls: Any, *given: Any, **options: Any) -> Any:
+        _note(shared / "loads", f"{os.getpid()}\n")
+        return real.__func__(cls, *given, **options)
+
+    with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(noted)):
+        return TASKS["analyze"].run(values, out, shared)
 
 
 def _note(path: Path, line: str) -> None:

@@ -27,7 +27,7 @@ from attnorm.sweep.plan import Item, Resources, read_plan
 from attnorm.sweep.run import merge, run_items, sweep
 from attnorm.sweep.work import Outcome, run_item
 from tests.sweep.conftest import plan_of
-from tests.sweep.hooks import counted, items
+from tests.sweep.hooks import analyze_and_count_loads, counted, items
 
 RETRIEVAL = """
 command = "train retrieval"
@@ -377,14 +377,18 @@ def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> N
 def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(
-        "command='analyze'\n[grid]\nmodel=['bundled']\nlength=[16, 24]\n[options]\nwindows=1\nrows=4\nread_keys=0"
+        "command='analyze'\n[grid]\nmodel=['bundled']\ndtype=['float32', 'float64']\nlength=[16, 24]\n"
+        "[options]\nwindows=1\nrows=4\nread_keys=0"
     )
     plan = read_plan(path)
     open_sweep(tmp_path / "out", plan)
-    found = [run_item(tmp_path / "out", item) for item in plan.items]
-    assert not [each.error for each in found if each.error]
-    results = [json.loads(each.read_text()) for each in sorted((tmp_path / "out" / "results").iterdir())]
-    assert sum(result["models_loaded"] for result in results) <= 1
+    engine = LocalEngine(tmp_path / "out", plan.resources, 1, analyze_and_count_loads)
+    found = list(run_items(engine, tmp_path / "out", plan.items, retries=0))
+    assert [each.error for each in found] == [""] * 4
+    results = [result_of(tmp_path / "out", item.id) for item in plan.items]
+    assert [result["models_loaded"] for result in results if result] == [1, 0, 1, 0]  # two models, two items of each
+    (worker,) = {result["process"] for result in results if result}
+    assert (tmp_path / "out" / "loads").read_text() == f"{worker}\n" * 2
     assert {row["keys"] for each in found for row in each.rows} == {16, 24}
     run = item_folder(tmp_path / "out", plan.items[0].id)
     assert (run / "report.html").is_file()
