@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnorm.sweep.plan import read_plan
-from tests.sweep.ray_cluster import run_with_kills, start
+from tests.sweep.ray_cluster import run_with_kills, start, two_nodes
 
 KILLS = int(os.environ.get("ATTNORM_TEST_KILLS", "50"))
 PLAN = """
@@ -61,3 +62,23 @@ def test_fifty_kills_a_lost_node_and_two_lost_drivers_lose_nothing(cluster: Any,
     call = [sys.executable, "-m", "attnorm", "sweep", "--status", "--out", str(tmp_path / "killed-1"), "--json"]
     states = json.loads(subprocess.run(call, capture_output=True, check=True).stdout)
     assert {each["state"] for each in states} == {"finished"}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_cluster_whose_head_is_gone_is_an_error_and_finished_items_stay(tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    plan.write_text(PLAN.replace("seed = [0, 1, 2, 3]", "seed = [0, 1]"))
+    with two_nodes() as lost:
+        driver = start("sweep", plan, out, "--on", "ray", "--address", lost.address)
+        while len(list(out.glob("results/*.json"))) < 2:
+            assert driver.poll() is None
+            time.sleep(0.2)
+        lost.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        assert driver.wait(timeout=120) == 2
+    assert "lost the Ray cluster" in (tmp_path / "out.log").read_text()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("results/*.json")}
+    assert 2 <= len(kept) < 20
+    assert start("sweep", plan, out, "--workers", "1").wait() == 0
+    assert len(list(out.glob("results/*.json"))) == 20
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept

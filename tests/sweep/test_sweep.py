@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -357,6 +358,39 @@ def test_without_a_cluster_ray_starts_here_with_the_workers_as_cpus(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engines._join_cluster(Ray(), address, 4)
     assert calls == [*tried, ("local", 4)]
+
+
+def test_a_cluster_lost_in_mid_run_is_an_error_and_finished_items_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray answers for the first item; then its head is gone and it says nothing more."""
+
+    class Task:
+        def options(self, **_: Any) -> "Task":
+            return self
+
+        def remote(self, out: str, chunk: list[dict[str, Any]], *_: Any) -> Any:
+            future: Future[list[Outcome]] = Future()
+            if chunk[0]["values"]["seed"] == 0:
+                future.set_result([run_item(Path(out), Item(**item), counted) for item in chunk])
+            return SimpleNamespace(future=lambda: future)
+
+    ray = SimpleNamespace(
+        is_initialized=lambda: True, nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}],
+        remote=lambda **_: lambda call: Task(),
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:9"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(engines, "WATCH_SECONDS", 0.01)
+    plan = plan_of(3)
+    open_sweep(tmp_path, plan)
+    engine = engines.open_engine("ray", tmp_path, plan.resources, hook=counted)
+    with pytest.raises(ClusterLost, match="resume"):
+        list(run_items(engine, tmp_path, plan.items, retries=1))
+    assert [each.state for each in states(tmp_path, plan.items)] == ["finished", "waiting", "waiting"]
+    with pytest.raises(ClusterLost):  # also what is submitted afterwards
+        engine.submit([plan.items[1]]).result(timeout=10)
+    assert [each.found for each in outcomes(Inline(tmp_path), tmp_path, 3).values()] == [True, False, False]
 
 
 def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> None:

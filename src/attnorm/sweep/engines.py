@@ -20,6 +20,8 @@ from attnorm.sweep.work import Hook, Outcome, run_chunk
 
 NAMES = ("local", "ray", "slurm")
 REACH_SECONDS = 5.0
+WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
+MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
 POLL_SECONDS = 0.5
 
 
@@ -193,6 +195,8 @@ class RayEngine:
         self._ray: Any = ray
         self._call = (str(out.resolve()), resources.threads, hook)
         self._ours = not ray.is_initialized()
+        self._open: set[Future[list[Outcome]]] = set()
+        self._lock, self._closed, self._lost = threading.Lock(), threading.Event(), False
         if self._ours:
             _join_cluster(ray, address, workers)
         needs: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
@@ -204,6 +208,21 @@ class RayEngine:
             self.slots = min(self.slots, workers)
         # max_retries: the caller starts items again. max_calls: keep workers with a GPU, and the model they hold.
         self._task = ray.remote(max_retries=0, max_calls=0, **needs)(run_chunk)
+        head = ray.get_runtime_context().gcs_address
+        threading.Thread(target=self._watch, args=(head,), daemon=True).start()
+
+    def _watch(self, head: str) -> None:
+        """Fail what is running if the head is gone: Ray would wait, and then end this process without a word."""
+        missed = 0
+        while missed < MISSED_LOOKS:
+            if self._closed.wait(WATCH_SECONDS):
+                return
+            missed = 0 if _answers(head) else missed + 1
+        self._lost = True
+        with self._lock:
+            for answer in self._open:
+                answer.set_exception(_lost_cluster())
+            self._open.clear()
 
     def _slots(self, resources: Resources) -> int:
         """Return how many items fit into the cluster at the same time; raise ValueError if no machine can hold one."""
@@ -226,31 +245,55 @@ class RayEngine:
         out, threads, hook = self._call
         task = self._task.options(name=items[0].label[:80])
         answer: Future[list[Outcome]] = Future()
+        if self._lost:
+            answer.set_exception(_lost_cluster())
+            return answer
+        with self._lock:
+            self._open.add(answer)
         found = task.remote(out, [item.as_dict() for item in items], threads, hook).future()
         found.add_done_callback(lambda done: self._answer(done, answer))
         return answer
 
     def _answer(self, done: "Future[Any]", answer: "Future[list[Outcome]]") -> None:
-        errors = self._ray.exceptions
+        with self._lock:
+            if answer not in self._open:  # the cluster was lost meanwhile
+                return
+            self._open.remove(answer)
         error = done.exception()
         if error is None:
             answer.set_result(done.result())
-        elif isinstance(error, errors.OutOfMemoryError):
-            answer.set_exception(WorkerDied("Ray ended the worker because its machine ran out of memory"))
-        elif isinstance(error, errors.RayTaskError):
-            answer.set_exception(WorkerDied(f"the worker could not start the item: {str(error).splitlines()[-1]}"))
-        elif isinstance(error, errors.LocalRayletDiedError):
-            answer.set_exception(
-                ClusterLost("lost the Ray cluster. Finished items are kept; run the same command to resume.")
-            )
-        elif isinstance(error, errors.RayError):
-            answer.set_exception(WorkerDied(f"the worker or its machine is gone ({type(error).__name__})"))
         else:
-            answer.set_exception(error)
+            answer.set_exception(self._explained(error))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        errors = self._ray.exceptions
+        if isinstance(error, errors.OutOfMemoryError):
+            return WorkerDied("Ray ended the worker because its machine ran out of memory")
+        if isinstance(error, errors.RayTaskError):
+            return WorkerDied(f"the worker could not start the item: {str(error).splitlines()[-1]}")
+        if isinstance(error, errors.LocalRayletDiedError):
+            return _lost_cluster()
+        if isinstance(error, errors.RayError):
+            return WorkerDied(f"the worker or its machine is gone ({type(error).__name__})")
+        return error
 
     def close(self, *, kill: bool = False) -> None:
+        self._closed.set()
         if self._ours:
             self._ray.shutdown()
+
+
+def _lost_cluster() -> ClusterLost:
+    return ClusterLost("lost the Ray cluster. Finished items are kept; run the same command to resume.")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _needs(resources: Resources) -> str:
