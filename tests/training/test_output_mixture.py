@@ -182,3 +182,16 @@ def test_the_rank_exceeds_the_width_of_a_mixture_of_softmaxes_only(output: str, 
     assert found.width == 8
     assert (found.own.rank > 8) is lifted
     assert (found.verdict == "lifted") is lifted
+
+
+@pytest.mark.parametrize("kind", ["mos", "moc"])
+def test_the_loss_can_be_traced_whole(kind: str) -> None:
+    """As --compile does, without the compiler's own kernels."""
+    made, targets = head(kind, torch.float32), torch.randint(VOCABULARY, (2, 5))
+    hidden = torch.randn(2, 5, WIDTH, requires_grad=True)
+    traced = torch.compile(predicted_loss, backend="aot_eager", dynamic=False, fullgraph=True)
+    inputs = [hidden, *made.parameters()]
+    plain, found = (loss(hidden, made, targets) for loss in (predicted_loss, traced))
+    torch.testing.assert_close(found, plain)
+    for got, want in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(plain, inputs), strict=True):
+        torch.testing.assert_close(got, want)

@@ -51,8 +51,9 @@ def vision(
 ) -> None:
     """Train a ViT or a pyramid on labelled images, test it, and write a Hugging Face folder with an image processor.
 
-    `attnorm analyze DIR --image FILE` then draws where its heads look. An interrupted run starts again. Layers, heads
-    and width of a pyramid are those of all stages together, of the last stage, and of the last stage.
+    `attnorm analyze DIR --image FILE` then draws where its heads look; soft, gaussian and linear have no weights to
+    draw. An interrupted run starts again. --layers of a pyramid are those of all stages; --heads and --width those of
+    the last one.
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
