@@ -62,6 +62,22 @@ def _retrieval(folder: Path) -> Any:
     return sorted(repr({**one, "train_seconds": None}) for one in records)
 
 
+def _evaluation(folder: Path) -> Any:
+    from attnorm.evaluation.result import Evaluation
+
+    found = Evaluation.load(folder)
+    parts = sorted(repr({**part.as_dict(), "seconds": None}) for part in found.parts)
+    return parts, found.record["sides"], found.record["items"], (folder / "evaluation.html").is_file()
+
+
+def _clrs(folder: Path) -> Any:
+    record = json.loads((folder / "training.json").read_text())
+    measured = {name: record["result"][name] for name in ("steps", "tokens", "held_out_loss", "exact", "entropy")}
+    losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    weights = hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return record["run"], measured, [(one["step"], one["loss"]) for one in losses], weights
+
+
 def _reproduction(folder: Path) -> Any:
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -101,6 +117,22 @@ COMMANDS = {
                             "4,32,64", "--sets", "32", "--checkpoint-every", "10"],
             _retrieval,
             "checkpoints/*/*",
+        ),
+        Command(
+            "train clrs",
+            lambda out, _: ["train", "clrs", "--quick", "--out", str(out), "--device", "cpu", "--steps", "40",
+                            "--batch", "4", "--width", "16", "--layers", "1", "--test-with", "hard",
+                            "--checkpoint-every", "5", "--save-model"],
+            _clrs,
+            "checkpoints/*",
+        ),
+        Command(
+            "evaluate",
+            lambda out, _: ["evaluate", "bundled", "--normalizer", "ssmax", "--normalizer", "entmax15", "--tasks",
+                            "perplexity,pass-key", "--lengths", "32,64", "--limit", "4", "--device", "cpu", "--out",
+                            str(out)],
+            _evaluation,
+            "parts/[!.]*",
         ),
         Command(
             "reproduce",

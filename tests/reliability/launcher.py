@@ -21,9 +21,11 @@ def main() -> None:
     # What the commands import, before the first fork.
     import attnorm.analysis.analyze
     import attnorm.cli
+    import attnorm.evaluation.run
     import attnorm.experiments.run
     import attnorm.report.html.page
     import attnorm.report.terminal_heads
+    import attnorm.training.clrs.run
     import attnorm.training.lm
     import attnorm.training.retrieval.run  # noqa: F401
 
