@@ -1,1 +1,1 @@
-"""Engines of attention: `fused` (SDPA), `one_pass` and `sparse` (Triton), `flex` (FlexAttention), `blocked` (all)."""
+"""Engines of attention: `fused` (SDPA), `one_pass`, `stick_breaking`, `sparse` (Triton), `flex`, `blocked` (all)."""
