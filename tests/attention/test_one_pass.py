@@ -231,6 +231,17 @@ def test_the_top_k_are_found_in_rows_that_are_hard_to_search(k: int) -> None:
         assert torch.equal(z[:, :seen] > least[0, 0, :, None].cpu(), z[:, :seen] >= kth)
 
 
+def test_rows_are_summed_by_their_key() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 4, 70, 17, generator=generator, dtype=torch.float64).to(DEVICE)
+    index = torch.randint(0, 90, (2, 4, 70), generator=generator, dtype=torch.int32).to(DEVICE)
+    index[:, 1] = 88  # one key for all rows, as a sink
+    found = torch.ops.attnorm.sum_by_key(rows.float(), index, 100, 2)
+    ones = torch.nn.functional.one_hot(index.long(), 100).double()
+    expected = torch.einsum("bhqk,bhqd->bhkd", ones, rows).unflatten(1, (2, 2)).sum(2)
+    assert_follows([found], [expected], FLOAT32)
+
+
 def test_the_same_call_gives_the_same_bits() -> None:
     tensors, normalizer = draw(GROUPS), attnorm.get("sink", heads=4).to(DEVICE)
     first, second = (run(tensors, normalizer, "triton", causal=True) for _ in range(2))
@@ -294,11 +305,11 @@ types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
 types |= dict.fromkeys((*rows, "grad_shift", "least"), "*fp32")
-types |= dict.fromkeys(("lowest", "highest", "wanted"), "*i32")
-types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
+types |= dict.fromkeys(("lowest", "highest", "wanted", "index"), "*i32")
+types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    searches = (extremes.extreme_keys, kth_largest.kth_largest) if capability == 90 else ()
+    searches = (extremes.extreme_keys, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
     for kernel in (one_pass.forward, *backward, *searches):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}

@@ -160,13 +160,10 @@ def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     fixed = None if factor is None else factor.detach()
     found = _extreme_keys(q.detach(), k.detach(), mask, fixed, form.softcap, inputs.causal, form.window, inputs.scale)
-    batches = torch.arange(q.shape[0], device=q.device)[:, None, None]
-    key_heads = (torch.arange(q.shape[1], device=q.device) // inputs.groups)[:, None]
     empty = inputs.n()[..., 0] == 0
     extremes = []
     for keys in found:
-        chosen = k[batches, key_heads, keys.long()]  # backward of this indexing is deterministic, that of gather is not
-        logit = inputs.scale * (q.float() * chosen.float()).sum(-1)
+        logit = inputs.scale * (q.float() * _keys_at(k, keys).float()).sum(-1)
         if form.softcap is not None:
             logit = form.softcap * torch.tanh(logit / form.softcap)
         logit = logit if factor is None else logit * factor
@@ -252,6 +249,44 @@ def _(
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape[:3], dtype=torch.int32), q.new_empty(q.shape[:3], dtype=torch.int32)
+
+
+@torch.library.custom_op("attnorm::keys_at", mutates_args=())
+def _keys_at(k: Tensor, index: Tensor) -> Tensor:
+    """The keys at an index (B, H, Q): (B, H, Q, D). Its backward is deterministic and fast for repeated keys."""
+    batches = torch.arange(index.shape[0], device=k.device)[:, None, None]
+    key_heads = torch.arange(index.shape[1], device=k.device) // (index.shape[1] // k.shape[1])
+    return k[batches, key_heads[:, None], index.long()]
+
+
+@_keys_at.register_fake
+def _(k: Tensor, index: Tensor) -> Tensor:
+    return k.new_empty(*index.shape, k.shape[-1])
+
+
+@torch.library.custom_op("attnorm::sum_by_key", mutates_args=())
+def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+    from attnorm.kernels import one_pass_attention
+
+    return one_pass_attention.sum_by_key(rows, index, keys, groups)
+
+
+@_sum_by_key.register_fake
+def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], rows.shape[1] // groups, keys, rows.shape[-1])
+
+
+def _keep_index(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    k, index = inputs
+    ctx.save_for_backward(index)
+    ctx.sizes = k.shape[2], index.shape[1] // k.shape[1]
+
+
+def _gradient_by_key(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _sum_by_key(grad, *ctx.saved_tensors, *ctx.sizes), None
+
+
+_keys_at.register_autograd(_gradient_by_key, setup_context=_keep_index)
 
 
 @torch.library.custom_op("attnorm::least_of_top", mutates_args=())
@@ -381,3 +416,4 @@ def _second_gradients(*_: Any) -> Never:
 
 _forward.register_autograd(_gradients, setup_context=_keep)
 _backward.register_autograd(_second_gradients)
+_sum_by_key.register_autograd(_second_gradients)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import no_rule
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys
+from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
 
 
 @triton.jit
@@ -86,3 +86,33 @@ def extreme_keys(
     )  # fmt: skip
     tl.store(lowest + row_at, _first_key(low, tl.min(low, 1), low_at, keys, COLUMNS), mask=inside)
     tl.store(highest + row_at, _first_key(high, tl.max(high, 1), high_at, keys, COLUMNS), mask=inside)
+
+
+@triton.jit
+def sum_by_key(
+    rows_in, index, sums, r_batch, r_head, r_row, s_batch, s_head, s_row, heads, groups, queries, keys, width,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """sums (B, G, K, D): the rows (B, H, Q, D) of all queries whose index (B, H, Q) is the key, in their order.
+
+    A key that is the extreme of most rows, as a sink is, would hold up atomic sums and sums by sorting.
+    """
+    tiles = tl.cdiv(keys, COLUMNS)
+    start = tl.program_id(0) % tiles * COLUMNS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    key_heads = heads // groups
+    batch, key_head = batch_head // key_heads, batch_head % key_heads
+    columns = start + tl.arange(0, COLUMNS)
+    found = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    for member in range(groups):
+        head = key_head * groups + member
+        for at in range(0, queries, ROWS):
+            rows = at + tl.arange(0, ROWS)
+            key = tl.load(index + (batch * heads + head) * queries + rows, mask=rows < queries, other=-1)
+            if tl.max(((key >= start) & (key < start + COLUMNS)).to(tl.int32), 0) > 0:
+                here = rows_in + batch * r_batch + head * r_head
+                tile = load_tile(here, rows, queries, r_row, width, WIDTH, True, False)
+                match = (columns[:, None] == key[None, :]).to(tile.dtype)
+                found = tl.dot(match, tile, found, input_precision=PRECISION)
+    found = found.to(sums.dtype.element_ty)
+    store_tile(sums + batch * s_batch + key_head * s_head, found, columns, keys, s_row, width, WIDTH)

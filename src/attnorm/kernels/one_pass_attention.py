@@ -1,5 +1,6 @@
 """Launch the one-pass kernels: shapes, strides, tiles."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +105,20 @@ def extreme_keys(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | Non
     lowest, highest = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
     _search(extremes.extreme_keys, q, k, mask, factor, (lowest, highest), form)
     return lowest, highest
+
+
+def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+    """(B, G, K, D): for each key the sum of the rows (B, H, Q, D) that have its index, over `groups` heads each."""
+    rows = in_rows(rows)
+    batch, heads, queries, width = rows.shape
+    sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
+    with torch.cuda.device(rows.device) if rows.is_cuda else nullcontext():
+        extremes.sum_by_key[(triton.cdiv(keys, 64) * batch * (heads // groups),)](
+            rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
+            PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows), num_warps=4 if width <= 128 else 8,
+        )  # fmt: skip
+    return sums
 
 
 def least_of_top(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
