@@ -116,7 +116,8 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     with torch.cuda.device(rows.device) if rows.is_cuda else nullcontext():
         extremes.sum_by_key[(triton.cdiv(keys, 64) * batch * (heads // groups),)](
             rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
-            PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows), num_warps=4 if width <= 128 else 8,
+            PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),
+            num_warps=4 if width <= 128 else 8,
         )  # fmt: skip
     return sums
 
