@@ -53,8 +53,14 @@ def saved_part(folder: Path) -> Path:
     return folder / "parts" / KEY
 
 
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """How many bits are flipped: few on every commit, many in the nightly tests."""
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.nightly)])
+
+
+@few_or_many(100, 4000)
 @pytest.mark.parametrize("name", ["heads", "top_n", "sensitivity"])
-def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: str) -> None:
+def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: str, count: int) -> None:
     part = saved_part(tmp_path)
 
     def read() -> object:
@@ -62,11 +68,12 @@ def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: s
         assert found is not None
         return bits(found.tables)
 
-    _, harmless = each_damage(part / f"{name}.parquet", 100, read)
+    _, harmless = each_damage(part / f"{name}.parquet", count, read)
     assert harmless == 0
 
 
-def test_a_flipped_bit_of_part_json_changes_no_number(tmp_path: Path) -> None:
+@few_or_many(200, 4000)
+def test_a_flipped_bit_of_part_json_changes_no_number(tmp_path: Path, count: int) -> None:
     part = saved_part(tmp_path)
 
     def read() -> object:
@@ -74,7 +81,7 @@ def test_a_flipped_bit_of_part_json_changes_no_number(tmp_path: Path) -> None:
         assert found is not None
         return bits(found.tables), {name: found.about.get(name) for name in ("key", "text", "length", "tokens")}
 
-    noticed, harmless = each_damage(part / "part.json", 200, read)
+    noticed, harmless = each_damage(part / "part.json", count, read)
     assert noticed > harmless
 
 
@@ -108,7 +115,8 @@ def test_a_run_that_is_damaged_names_the_file_with_both_digests_and_is_made_agai
     assert store.read_part(run, part.name) is not None
 
 
-def test_a_flipped_bit_of_the_manifest_changes_nothing_that_is_read(tmp_path: Path) -> None:
+@few_or_many(150, 2000)
+def test_a_flipped_bit_of_the_manifest_changes_nothing_that_is_read(tmp_path: Path, count: int) -> None:
     run = tmp_path / "run"
     analyze_module.analyze(llama(), list(range(1, 40)), lengths=(32,), metrics="core", out=run)
 
@@ -116,7 +124,7 @@ def test_a_flipped_bit_of_the_manifest_changes_nothing_that_is_read(tmp_path: Pa
         found = Analysis.load(run)
         return bits(found.tables), {name: found.manifest.get(name) for name in ("model", "settings", "parts", "texts")}
 
-    noticed, harmless = each_damage(run / "manifest.json", 150, read)
+    noticed, harmless = each_damage(run / "manifest.json", count, read)
     assert noticed > 10 * harmless
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import attnorm
@@ -240,3 +242,61 @@ def test_json_of_16_megabytes_is_read_and_no_longer() -> None:
     assert parse_json(content, "recipe") == {"a": 1}
     with pytest.raises(RecipeError, match="16,777,216"):
         parse_json(content + b" ", "recipe")
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@st.composite
+def damaged_recipes(draw: st.DrawFn) -> bytes:
+    """attnorm.json with anything in the place of one entry, and sometimes with other bytes in the text."""
+    content = {**recipe(normalizer="ssmax", options={"heads": 4}, heads=[0, 1]), "weights": {"a.safetensors": DIGEST}}
+    place: Any = content
+    while True:
+        key = draw(st.sampled_from([*place, draw(st.text())]))
+        if not isinstance(place.get(key), dict) or draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = draw(VALUES)
+    text = bytearray(json.dumps(content).encode())
+    for _ in range(draw(st.integers(0, 2))):
+        first = draw(st.integers(0, len(text)))
+        text[first : first + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return bytes(text)
+
+
+def is_read_or_named(content: bytes, folder: Path) -> None:
+    file = folder / RECIPE_FILE
+    file.write_bytes(content)
+    try:
+        recipes, weights, _ = read_recipe_file(file)
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert RECIPE_FILE in refused
+        assert refused.isprintable()
+        return
+    assert all(re.fullmatch(r"[\w.-]+\.safetensors", name) and not name.startswith(".") for name in weights)
+    assert all(0 <= head < 4096 for one in recipes.values() for head in one.heads or ())
+
+
+same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@same_folder
+@given(damaged_recipes())
+def test_a_damaged_recipe_is_read_within_the_limits_or_named(tmp_path: Path, content: bytes) -> None:
+    is_read_or_named(content, tmp_path)
+
+
+@pytest.mark.nightly
+@settings(same_folder, max_examples=5000)
+@given(damaged_recipes())
+def test_many_damaged_recipes_are_read_within_the_limits_or_named(tmp_path: Path, content: bytes) -> None:
+    is_read_or_named(content, tmp_path)
