@@ -615,6 +615,22 @@ def test_a_flipped_bit_of_the_saved_values_is_noticed(bits: int, tmp_path: Path)
     from_pretrained(tmp_path)
 
 
+def test_only_our_save_has_a_digest_of_the_values(tmp_path: Path) -> None:
+    """docs/reliability.md says so: what the model's own method saved loads with a flipped bit."""
+    model = llama()
+    patch(model, "ssmax")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    key = next(key for key in weights if key.endswith("scale.0.s"))
+    save_file({**weights, key: weights[key] + 1}, file, metadata={"format": "pt"})
+    assert torch.equal(from_pretrained(tmp_path).state_dict()[key], weights[key] + 1)
+    save_pretrained(model, tmp_path)
+    save_file({**weights, key: weights[key] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="SHA-256"):
+        from_pretrained(tmp_path)
+
+
 def test_learning_after_a_save_changes_no_digest(tmp_path: Path) -> None:
     model = llama()
     patch(model, "ssmax")
