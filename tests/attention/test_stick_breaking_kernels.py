@@ -40,8 +40,15 @@ def make(current: bool, **parts: Any) -> Normalizer:
     return Normalizer(map_, **parts).to(DEVICE)
 
 
-@pytest.mark.parametrize(("shape", "mask", "causal"), CASES)
-@pytest.mark.parametrize("current", [True, False])
+# Each call with one of the two forms, in turn; with the other at night.
+IN_TURN = [
+    pytest.param(current, *call, marks=() if number % 2 == current else pytest.mark.nightly)
+    for number, call in enumerate(CASES)
+    for current in (True, False)
+]
+
+
+@pytest.mark.parametrize(("current", "shape", "mask", "causal"), IN_TURN)
 def test_values_and_gradients(current: bool, shape: tuple[int, ...], mask: str, causal: bool) -> None:
     tensors, normalizer, options = draw(shape), make(current), {"mask": mask_of(mask, shape), "causal": causal}
     found = run(tensors, normalizer, "triton", **options)
@@ -131,8 +138,9 @@ def test_what_the_kernels_have_no_form_for() -> None:
     assert not stick_breaking.applies(call, attnorm.get("softmax"))
 
 
-def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
-    assert_compiles("""
+@pytest.mark.parametrize("which", ["forward", pytest.param("backward", marks=pytest.mark.nightly)])
+def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
+    script = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -145,10 +153,12 @@ constants = dict(
     COLUMNS=16, WIDTH=16, V_WIDTH=16, FULL=True, V_FULL=False, LIFT=1.0, ADD=True,
     PART=triton.language.bfloat16,
 )
-backward = (stick_breaking_backward.backward_queries, stick_breaking_backward.backward_keys)
-for kernel in (stick_breaking.forward, *backward):
+forward = [stick_breaking.forward]
+backward = [stick_breaking_backward.backward_queries, stick_breaking_backward.backward_keys]
+for kernel in WHICH:
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=given)
     assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-""")
+"""
+    assert_compiles(script.replace("WHICH", which))
