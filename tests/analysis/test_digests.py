@@ -58,7 +58,7 @@ def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.nightly)])
 
 
-@few_or_many(100, 4000)
+@few_or_many(100, 1000)
 @pytest.mark.parametrize("name", ["heads", "top_n", "sensitivity"])
 def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: str, count: int) -> None:
     part = saved_part(tmp_path)
@@ -72,7 +72,7 @@ def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: s
     assert harmless == 0
 
 
-@few_or_many(200, 4000)
+@few_or_many(200, 1000)
 def test_a_flipped_bit_of_part_json_changes_no_number(tmp_path: Path, count: int) -> None:
     part = saved_part(tmp_path)
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_damaged_names_the_file_with_both_digests_and_is_made_agai
     assert store.read_part(run, part.name) is not None
 
 
-@few_or_many(150, 2000)
+@few_or_many(150, 1000)
 def test_a_flipped_bit_of_the_manifest_changes_nothing_that_is_read(tmp_path: Path, count: int) -> None:
     run = tmp_path / "run"
     analyze_module.analyze(llama(), list(range(1, 40)), lengths=(32,), metrics="core", out=run)
