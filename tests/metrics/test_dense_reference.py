@@ -1,10 +1,12 @@
 """The dense reference itself: which keys a query sees."""
 
+import math
+
 import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_visible
+from attnorm.metrics.reference import dense_visible, row_statistics
 
 ROWS = torch.tensor([[True, True, True], [True, False, True]])  # a mask with a row for each of two queries
 
@@ -29,3 +31,10 @@ def test_as_many_queries_as_keys_are_causal_under_any_mask() -> None:
     q = torch.zeros(1, 1, 2, 4)
     call = AttentionCall(0, "decoder", q, q, q, scale=1.0, causal=True, mask=torch.ones(2, 2, dtype=torch.bool))
     assert dense_visible(call)[0, 0].int().tolist() == [[1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(("logit", "weight"), [(-math.inf, 0.0), (0.0, math.nan), (math.nan, math.nan)])
+def test_a_row_has_numbers_only_where_logits_and_weights_are_finite(logit: float, weight: float) -> None:
+    logits, weights = torch.tensor([1.0, logit]), torch.tensor([1.0, weight])
+    assert row_statistics(logits, weights, torch.tensor([True, True]), (1,)) == {}
+    assert row_statistics(logits, weights, torch.tensor([True, False]), (1,))["row_sum"] == 1.0

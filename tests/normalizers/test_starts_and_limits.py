@@ -349,3 +349,8 @@ def test_vmap_over_a_learned_alpha_equals_a_loop(heads: int | None, dim: int) ->
     torch.testing.assert_close(one_input, torch.stack([run(z[0], theta) for theta in thetas]))
     own_inputs = torch.func.vmap(run, in_dims=(0, dim))(z, given)
     torch.testing.assert_close(own_inputs, torch.stack([run(x, theta) for x, theta in zip(z, thetas, strict=True)]))
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi"])
+def test_a_rule_that_only_flattens_or_shifts_has_the_gain_1(name: str) -> None:
+    assert [get(name).rules[0].gain(n) for n in (1, 2, 1000)] == [1.0] * 3

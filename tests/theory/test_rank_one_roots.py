@@ -113,3 +113,17 @@ def test_leading_dimensions_and_empty_rows_keep_their_shape() -> None:
 def test_the_gradient_of_the_eigenvalue_is_that_of_the_matrix() -> None:
     u = torch.tensor([[0.2, 0.7, 0.1], [0.3, 0.3, 0.4]], dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(rank_one_eigenvalue, (u,))
+
+
+@pytest.mark.parametrize("rest", [1e-3, 1e-7, 1e-11])
+def test_singular_values_far_below_the_largest_slope_keep_their_digits(rest: float) -> None:
+    """Almost all weight on one key: the matrix is as small as what the others have."""
+    a = torch.tensor([[0.0, 0.7 * rest, 0.3 * rest]], dtype=torch.float64)
+    others = [rest, 1 - 0.7 * rest, 1 - 0.3 * rest]
+    a[0, 0] = 1 - rest
+    f = torch.tensor([[1.0, 0.5 * rest, 2.0 * rest]], dtype=torch.float64)
+    matrix = -torch.outer(a[0], f[0])
+    for key, other in enumerate(others):
+        matrix[key, key] = f[0, key] * other
+    expected = float(torch.linalg.matrix_norm(matrix, 2))
+    assert float(rank_two_singular_value(a, f)) == pytest.approx(expected, rel=1e-9)
