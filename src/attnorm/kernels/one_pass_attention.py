@@ -217,7 +217,7 @@ def _backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
 
 
 def search_tile(q: Tensor) -> tuple[int, int, int, int]:
-    """For kernels that keep four numbers per logit in registers: none of these spill on sm_90. Not timed on a GPU."""
+    """For kernels that keep four numbers per logit in registers; only float32 spills on sm_90. Not timed on a GPU."""
     if q.dtype == torch.float32:
         return (32, 32, 4, 2) if padded(q) <= 64 else (32, 16, 4, 2)
     return (64, 64, 4, 3) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)

@@ -112,7 +112,7 @@ def _part(q: Tensor) -> tl.dtype:
 def forward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
-        return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2)
+        return (64, 32, 4, 2) if width <= 64 else (32, 16, 4, 2)
     return (64, 64, 4, 3) if width <= 64 else (64, 64, 8, 2) if width <= 128 else (64, 32, 4, 2)
 
 
@@ -120,5 +120,5 @@ def backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """The same for both kernels, which share the tiles of keys and the blocks of queries."""
     width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
-        return 32, 32, 4, 2
+        return (32, 32, 4, 2) if width <= 64 else (16, 32, 4, 2)
     return (64, 32, 4, 2) if width <= 64 else (64, 32, 8, 2) if width <= 128 else (32, 32, 8, 2)
