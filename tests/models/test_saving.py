@@ -740,3 +740,12 @@ def test_files_are_local_where_the_hub_does_not_answer(
         saving.from_pretrained(tmp_path)
     assert [one.get("local_files_only", False) for one in asked] == [not answers, False]
     assert [one["pickles"] for one in asked] == [False, False]
+
+
+def test_headers_of_any_length_are_read_to_their_end(tmp_path: Path) -> None:
+    """safetensors pads a header to a multiple of 8 bytes: one of eight lengths has no padding."""
+    digests = set()
+    for length in range(1, 9):
+        save_file({length * "w": torch.arange(3.0)}, tmp_path / "model.safetensors")
+        digests.add(_file_digest(tmp_path / "model.safetensors"))
+    assert len(digests) == 8

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attnorm.metrics.reference import dense_weights
+from attnorm.models import flex_calls
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import Visible
 from attnorm.models.torch_functions import (
     _both,
@@ -153,3 +156,21 @@ def test_a_causal_call_hides_keys_from_the_left_end(queries: int, keys: int) -> 
     found = dense_weights(call).float()
     torch.testing.assert_close(found, expected[..., : found.shape[-1]])
     assert not expected[..., found.shape[-1] :].any()
+
+
+def test_masks_and_scores_are_computed_up_to_a_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, 2, 3, 4, 5, device="cpu").as_tuple()
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
+
+    def masked() -> object:
+        return flex_calls._masked(block_mask, 4, 5, torch.device("cpu"))
+
+    def scored() -> object:
+        return flex_calls._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, Visible(causal=False))
+
+    for call, name in ((masked, "mask_mod"), (scored, "score_mod")):
+        monkeypatch.setattr(flex_calls, "LARGEST", 2 * 3 * 4 * 5)
+        call()
+        monkeypatch.setattr(flex_calls, "LARGEST", 2 * 3 * 4 * 5 - 1)
+        with pytest.raises(UnsupportedModel, match=name):
+            call()
