@@ -81,7 +81,7 @@ def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be
 
 
 def test_a_mechanism_cannot_be_measured_on_logits() -> None:
-    with pytest.raises(TypeError, match=r"'linear'.*normalizers=\('model',\)"):
+    with pytest.raises(TypeError, match="'linear'"):
         named_normalizers(("linear",))
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
+import attnorm
 from attnorm.analysis import analyze as analysis_module
 from attnorm.analysis import parts, store
 from attnorm.analysis.result import Analysis
@@ -146,6 +148,16 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert result.exit_code == 2, result.output
     assert re.search(complaint, flat(result.output))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_runs_a_mechanism_is_rejected(text: Path, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    attnorm.patch(model, "linear")
+    attnorm.save_pretrained(model, folder)
+    result = run(folder, text, "--out", str(tmp_path / "run"))
+    assert result.exit_code == 2, result.output
+    assert "'linear'" in flat(result.output)
 
 
 def test_a_file_name_that_is_no_text_still_names_its_text(tmp_path: Path) -> None:

@@ -160,8 +160,8 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
         found = None if isinstance(one, str) and one == "model" else resolve(one)
         if isinstance(found, Mechanism):
             raise TypeError(
-                f"{found.name!r} is a mechanism: it needs q, k and v, not a row of logits. "
-                "Patch it into the model, then analyze that model with normalizers=('model',)"
+                f"expected row normalizers, got the mechanism {found.name!r}, which has no rows of logits to measure. "
+                "Choose another name."
             )
         name = "model" if found is None else found.name
         if name in named:

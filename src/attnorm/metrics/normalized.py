@@ -94,6 +94,10 @@ class MeasuredNormalizer:
         return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
 
 
+class NoRowsError(TypeError, ValueError):
+    """A mechanism has no rows of logits: a wrong type in Python, and wrong input for a command."""
+
+
 def resolve_normalizers(
     call: AttentionCall, choices: Sequence[Choice | MeasuredNormalizer]
 ) -> list[MeasuredNormalizer]:
@@ -106,9 +110,9 @@ def resolve_normalizers(
         own = choice is None or choice == MODEL
         normalizer = call.normalizer if own else resolve(choice)  # type: ignore[arg-type]
         if isinstance(normalizer, Mechanism):
-            raise TypeError(
-                f"{normalizer.name!r} is an attention mechanism: it has no rows of logits that could be measured; "
-                "measure the layers of the model that run softmax or another normalizer"
+            raise NoRowsError(
+                f"{normalizer.name!r} is an attention mechanism: it has no rows of logits that could be measured. "
+                "Measure a model whose layers run softmax or another normalizer."
             )
         name = MODEL if own or normalizer is None else normalizer.name
         if any(other.name == name for other in found):
