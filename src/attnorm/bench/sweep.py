@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from attnorm.bench.results import SweepCost
-from attnorm.sweep.plan import read_plan
-from attnorm.sweep.run import sweep
 
 WORKERS = 2
 MOST_TIMES_IDEAL = 1.3  # promised for Ray
@@ -47,6 +45,9 @@ def measure_sweep(
 
 
 def _measure(path: Path, place: str, *, quick: bool) -> SweepCost:
+    from attnorm.sweep.plan import read_plan
+    from attnorm.sweep.run import sweep
+
     plan, out = read_plan(path), path.parent / place
     start = time.perf_counter()
     done = sweep(plan, out, on=place, workers=WORKERS, address="local" if place == "ray" else None)

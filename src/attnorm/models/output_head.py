@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attnorm.models.normalizer_files import read_weights
-
 SOFTMAX = "softmax"
 OUTPUT = "attnorm_output"  # attribute of a model's config
 SAVED = re.compile(r"(?:^|\.)attnorm_(latent|prior)$")
@@ -127,7 +125,7 @@ def output_of(model: Any) -> str:
 
 def has_saved_output(directory: Any, **files: Any) -> bool:
     """Whether the weights of a folder or hub repository hold a mixture. files: as for read_weights."""
-    return bool(read_weights(directory, SAVED, **files))
+    return bool(_saved(directory, files))
 
 
 def restore_output(model: Any, directory: Any, **files: Any) -> None:
@@ -141,7 +139,7 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
         return
     if model.get_output_embeddings() is None:  # the base model alone
         return
-    found = {key.rpartition(".")[2]: value for key, value in read_weights(directory, SAVED, **files).items()}
+    found = {key.rpartition(".")[2]: value for key, value in _saved(directory, files).items()}
     set_output(model, str(spec))
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -154,3 +152,9 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
                     f"{got}. Save the model again."
                 )
             target.copy_(value)
+
+
+def _saved(directory: Any, files: dict[str, Any]) -> dict[str, Tensor]:
+    from attnorm.models.normalizer_files import read_weights  # imports transformers, which a plan does not need
+
+    return read_weights(directory, SAVED, **files)
