@@ -18,7 +18,8 @@ from attnorm.analysis.verdicts.rules import Case, sink_dominated
 from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.output_gates import output_gates
+from attnorm.models.output_gates import _gates, output_gates
+from tests.metrics.calls import HEADS, make_call, window
 from tests.models.tiny import _GROUPED, tiny, tokens
 
 
@@ -103,3 +104,22 @@ def test_a_sink_behind_a_closed_gate_is_none() -> None:
     assert verdicts(gated_sink_mass=math.nan) == ["sink-dominated"]
     assert verdicts(gated_sink_mass=0.9) == ["sink-dominated"]
     assert verdicts(gated_sink_mass=0.02) == []
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_sink_of_a_gated_head_is_that_of_its_visible_keys(copies: int) -> None:
+    """copies: one mask and one bias for the batch, or one for each of its items."""
+    rows = 24
+    bias = torch.randn(1, HEADS, rows, rows, generator=torch.Generator().manual_seed(1))
+    visible = window(rows, 5)
+    mask = visible.expand(copies, -1, -1, -1)
+    call = make_call(rows, mask=mask, bias=bias.expand(copies, -1, -1, -1), causal=False)
+    output = torch.randn(2, rows, HEADS, 8, generator=torch.Generator().manual_seed(2))
+    gates = _gates(call, output, 0.5 * output)
+    keys = call.key_BGKD.repeat_interleave(2, 1)
+    logits = call.scale * call.query_BHQD @ keys.mT + bias
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)[0]
+    first = visible[0, 0].int().argmax(-1)  # of the window
+    sinks = weights.gather(-1, first.expand(HEADS, -1)[..., None])[..., 0]
+    assert gates is not None
+    torch.testing.assert_close(gates.gated_sink_mass, 0.5 * sinks[:, rows // 2 :].mean(-1), rtol=1e-5, atol=1e-6)

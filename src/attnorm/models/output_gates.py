@@ -108,8 +108,8 @@ def _gates(call: AttentionCall, output: Tensor, projected: Tensor) -> HeadGates 
     one = replace(
         call,
         **{name: getattr(call, name)[:1] for name in ("query_BHQD", "key_BGKD", "value_BGKE")},
-        mask=None if call.mask is None or call.mask.shape[0] == 1 else call.mask[:1],
-        bias=None if call.bias is None or call.bias.shape[0] == 1 else call.bias[:1],
+        mask=None if call.mask is None else call.mask[:1],
+        bias=None if call.bias is None else call.bias[:1],
     )
     sink = measure_rows(one, [None], rows, (), names=("sink_mass",))[MODEL].values["sink_mass"][0]
     return HeadGates(gate.nanmean(-1).cpu(), (gate * sink.to(gate.device, gate.dtype)).nanmean(-1).cpu())
