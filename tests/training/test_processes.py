@@ -56,7 +56,7 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
 def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
     """Train in two processes with the environment variables of torchrun; what they print.
 
-    On a busy machine gloo was seen once to wait for ever for a message. Such a pair is started again, once.
+    A pair that does not end is started again, once.
     """
     try:
         return run_pair(texts, out, *more)

@@ -4,6 +4,7 @@ Every process takes its share of each batch, and torch's DistributedDataParallel
 reads and writes the folder of the run. Without a launcher there is one process and no communication.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,9 @@ class Processes:
         try:
             yield
         finally:
+            # A module of `parallel` that is freed after its group ends the group's threads while it holds the
+            # interpreter's lock, for which one of them may wait: a deadlock. The module is part of a reference cycle.
+            gc.collect()
             distributed.destroy_process_group()
 
     def by_first(self, work: Callable[[], Answer]) -> Answer:

@@ -86,8 +86,11 @@ class Run:
         An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
         checkpoint_every: None for no checkpoints.
         """
-        with in_training(self.model, compiled=self.compiled, attention=self.attention):
-            yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
+        try:
+            with in_training(self.model, compiled=self.compiled, attention=self.attention):
+                yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
+        finally:
+            del self.loss  # before the processes are disconnected
 
     def _steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
