@@ -6,12 +6,10 @@ them from the test; at night the launchers start them.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,23 +52,7 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
 
 
 def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
-    """Train in two processes with the environment variables of torchrun; what they print.
-
-    A pair that does not end is started again, once.
-    """
-    try:
-        return run_pair(texts, out, *more)
-    except PairHangsError as hang:
-        warnings.warn(str(hang), stacklevel=1)
-        shutil.rmtree(out, ignore_errors=True)
-        return run_pair(texts, out, *more)
-
-
-class PairHangsError(Exception):
-    """Neither process ends. The text has the stack of every thread."""
-
-
-def run_pair(texts: tuple[Path, Path], out: Path, *more: str) -> str:
+    """Train in two processes with the environment variables of torchrun; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -84,18 +66,14 @@ def run_pair(texts: tuple[Path, Path], out: Path, *more: str) -> str:
         )
         for rank in ("0", "1")
     ]  # fmt: skip
-    hangs = False
     try:
-        ranks[0].wait(timeout=400)
-        ranks[1].wait(timeout=200)
+        ranks[0].wait(timeout=600)
+        ranks[1].wait(timeout=600)
     except subprocess.TimeoutExpired:
-        hangs = True
         for one in ranks:
             one.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
     printed = [one.communicate() for one in ranks]
-    if hangs:
-        raise PairHangsError("\n\n".join(errors for _, errors in printed))
-    assert [one.returncode for one in ranks] == [0, 0], [errors for _, errors in printed]
+    assert [one.returncode for one in ranks] == [0, 0], "\n\n".join(errors for _, errors in printed)
     return "".join(words for words, _ in printed)
 
 
@@ -104,7 +82,7 @@ def curve(out: Path) -> list[tuple[int, float, float | None]]:
     return [(entry["step"], entry["loss"], entry.get("valid_loss")) for entry in entries]
 
 
-@pytest.mark.timeout(1800)  # two pairs, if the first one hangs on a busy machine
+@pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
 def test_two_processes_train_as_one(
     launcher: str | None, texts: tuple[Path, Path], encoded: Path, tmp_path: Path
