@@ -91,7 +91,7 @@ class Inputs:
         """Visible keys of each row, (..., Q, 1) or (1, 1), without building the mask of all rows at once."""
         dtype = torch.float64 if self.q_BHQD.dtype == torch.float64 else torch.float32
         device = self.q_BHQD.device
-        if self.mask is None and not self.causal:
+        if self.mask is None and (not self.causal or self.queries == 1):
             return torch.full((1, 1), float(self.keys), dtype=dtype, device=device)
         last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask is None:

@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -66,4 +65,4 @@ def in_rows(t: Tensor) -> Tensor:
 
 def padded(t: Tensor) -> int:
     """The width of t in a tile."""
-    return max(16, int(triton.next_power_of_2(t.shape[-1])))
+    return max(16, 1 << (t.shape[-1] - 1).bit_length())

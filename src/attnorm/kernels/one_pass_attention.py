@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,7 @@ class OnePassLaunch(Launch):
             form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E, form.parameter,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, object]:
         form, map_ = self.form, MAPS[self.form.map]
         ruled, cap, shifted = form.rule != "none", form.softcap is not None, self.shift is not None

@@ -159,11 +159,12 @@ def forward(
         keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True, PRECISION,
         COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
     )  # fmt: skip
-    acc, spent = _fold(
-        acc, spent, low, high, q_tile, k, v, rows, row_factor, mask, k_row, v_row, mask_row, mask_column, queries,
-        keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False, PRECISION,
-        COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
-    )  # fmt: skip
+    if CAUSAL or not REST:  # otherwise empty, and Triton 3.6 cannot compile a loop that it knows to be empty
+        acc, spent = _fold(
+            acc, spent, low, high, q_tile, k, v, rows, row_factor, mask, k_row, v_row, mask_row, mask_column, queries,
+            keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False,
+            PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
+        )  # fmt: skip
     if WINDOWED:
         acc, spent = _fold(
             acc, spent, first, low, q_tile, k, v, rows, row_factor, mask, k_row, v_row, mask_row, mask_column, queries,

@@ -1,6 +1,7 @@
 """Launch the stick-breaking kernels: shapes, strides, tiles, chunks of queries in backward."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -89,7 +90,7 @@ class _StickLaunch(Launch):
         stick = self.stick
         return (*self.lengths, stick.window or 0, self.q.shape[-1], self.v.shape[-1], stick.scale * _LOG2E)
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, object]:
         return {
             **self.shared_constants,

@@ -127,11 +127,12 @@ def backward_queries(
         keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS,
         WIDTH, FULL,
     )  # fmt: skip
-    spent, live = _spend(
-        spent, live, low, high, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column, queries,
-        keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS,
-        WIDTH, FULL,
-    )  # fmt: skip
+    if CAUSAL or not REST:
+        spent, live = _spend(
+            spent, live, low, high, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column,
+            queries, keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False,
+            PRECISION, COLUMNS, WIDTH, FULL,
+        )  # fmt: skip
     if WINDOWED:
         spent, live = _spend(
             spent, live, first, low, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column,
