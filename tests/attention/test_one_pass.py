@@ -304,12 +304,12 @@ constants = dict(
 types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
-types |= dict.fromkeys((*rows, "grad_shift", "least"), "*fp32")
-types |= dict.fromkeys(("lowest", "highest", "wanted", "index"), "*i32")
+types |= dict.fromkeys((*rows, "grad_shift", "least", "low_logit", "high_logit"), "*fp32")
+types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    searches = (extremes.extreme_keys, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
+    searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
     for kernel in (one_pass.forward, *backward, *searches):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}

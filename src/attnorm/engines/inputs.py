@@ -93,9 +93,10 @@ class Inputs:
         device = self.q_BHQD.device
         if self.mask is None and (not self.causal or self.queries == 1):
             return torch.full((1, 1), float(self.keys), dtype=dtype, device=device)
-        last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask is None:
-            return (last_seen + 1).clamp(min=0).to(dtype)[:, None]
+            n = torch.arange(self.offset + 1, self.keys + 1, dtype=dtype, device=device)[:, None]
+            return n if self.offset >= 0 else n.clamp(min=0)
+        last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask.shape[-2] != 1 or not self.causal:
             return torch.cat([v.sum(-1, keepdim=True, dtype=dtype) for v in self._masks()], dim=-2)
         up_to = self.mask.cumsum(-1, dtype=dtype)[..., last_seen.clamp(min=0)]

@@ -152,22 +152,12 @@ def _entropy(inputs: Inputs, factor: Tensor | None) -> Tensor:
 
 
 def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest logit of each row, (B, H, Q), 0 included. The first such key takes the gradient."""
-    q, k = inputs.q_BHQD, inputs.k_BGKD
+    """The smallest and the largest logit of each row, (B, H, Q), 0 included."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    fixed = None if factor is None else factor.detach()
-    found = one_pass_operators.extreme_keys(
-        q.detach(), k.detach(), mask, fixed, form.softcap, inputs.causal, form.window, inputs.scale
+    low, high, *_ = one_pass_operators.extreme_logits(
+        inputs.q_BHQD, inputs.k_BGKD, mask, factor, form.softcap, inputs.causal, form.window, inputs.scale
     )
-    empty = inputs.n()[..., 0] == 0
-    extremes = []
-    for keys in found:
-        logit = inputs.scale * (q.float() * one_pass_operators.keys_at(k, keys).float()).sum(-1)
-        if form.softcap is not None:
-            logit = form.softcap * torch.tanh(logit / form.softcap)
-        logit = logit if factor is None else logit * factor
-        extremes.append(torch.where(empty, 0.0, logit))
-    return extremes[0].clamp(max=0), extremes[1].clamp(min=0)
+    return low.clamp(max=0), high.clamp(min=0)
 
 
 def _least(inputs: Inputs, factor: Tensor | None, form: Lowered, top: TopK) -> Tensor:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
+from attnorm.engines.kernel_operator import kernel_operator
+
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
 
@@ -21,40 +23,65 @@ def _form(
     )  # fmt: skip
 
 
-@torch.library.custom_op("attnorm::extreme_keys", mutates_args=())
-def extreme_keys(
+@kernel_operator("attnorm::extreme_logits")
+def extreme_logits(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
     window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Smallest and largest logit of each row, then their keys. The first of equal logits takes the gradient."""
     from attnorm.kernels import one_pass_attention
 
     form = _form("softmax", 1, 0.0, "none", 0.0, softcap, causal, window, scale)
-    return one_pass_attention.extreme_keys(q, k, mask, factor, form)
+    return one_pass_attention.extreme_logits(q, k, mask, factor, form)
 
 
-@extreme_keys.register_fake
+@extreme_logits.register_fake
 def _(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
     window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape[:3], dtype=torch.int32), q.new_empty(q.shape[:3], dtype=torch.int32)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.int32)
+    return tuple(q.new_empty(q.shape[:3], dtype=dtype) for dtype in dtypes)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("attnorm::keys_at", mutates_args=())
-def keys_at(k: Tensor, index: Tensor) -> Tensor:
-    """The keys at an index (B, H, Q): (B, H, Q, D). Its backward is deterministic and fast for repeated keys."""
+def _keep_extremes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, _, factor, ctx.softcap, _, _, ctx.scale = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(q, k, factor, *output[2:])
+
+
+def _gradients_of_extremes(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, factor, *keys = ctx.saved_tensors
+    grad_q, grad_k = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k))
+    grad_factor = torch.zeros_like(grads[0])
+    for grad, at in zip(grads, keys, strict=False):  # the keys themselves have none
+        key = _keys_at(k, at).float()
+        logit = ctx.scale * (q.float() * key).sum(-1)
+        to_dot = grad * ctx.scale if factor is None else grad * ctx.scale * factor
+        if ctx.softcap is not None:
+            capped = torch.tanh(logit / ctx.softcap)
+            logit, to_dot = ctx.softcap * capped, to_dot * (1 - capped * capped)
+        grad_factor += grad * logit
+        grad_q += to_dot[..., None] * key
+        rows = (to_dot[..., None] * q.float()).to(k.dtype)
+        grad_k += _sum_by_key(rows, at, k.shape[2], q.shape[1] // k.shape[1])
+    rest = (None, None, None, None)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), None, None if factor is None else grad_factor, *rest
+
+
+def _keys_at(k: Tensor, index: Tensor) -> Tensor:
+    """The keys at an index (B, H, Q): (B, H, Q, D)."""
     batches = torch.arange(index.shape[0], device=k.device)[:, None, None]
     key_heads = torch.arange(index.shape[1], device=k.device) // (index.shape[1] // k.shape[1])
     return k[batches, key_heads[:, None], index.long()]
 
 
-@keys_at.register_fake
-def _(k: Tensor, index: Tensor) -> Tensor:
-    return k.new_empty(*index.shape, k.shape[-1])
+extreme_logits.register_autograd(_gradients_of_extremes, setup_context=_keep_extremes)
 
 
-@torch.library.custom_op("attnorm::sum_by_key", mutates_args=())
+@kernel_operator("attnorm::sum_by_key")
 def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+    """Deterministic, and fast for repeated keys."""
     from attnorm.kernels import one_pass_attention
 
     return one_pass_attention.sum_by_key(rows, index, keys, groups)
@@ -65,20 +92,7 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // groups, keys, rows.shape[-1])
 
 
-def _keep_index(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    k, index = inputs
-    ctx.save_for_backward(index)
-    ctx.sizes = k.shape[2], index.shape[1] // k.shape[1]
-
-
-def _gradient_by_key(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _sum_by_key(grad, *ctx.saved_tensors, *ctx.sizes), None
-
-
-keys_at.register_autograd(_gradient_by_key, setup_context=_keep_index)
-
-
-@torch.library.custom_op("attnorm::least_of_top", mutates_args=())
+@kernel_operator("attnorm::least_of_top")
 def least_of_top(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
     causal: bool, window: int | None, scale: float,
@@ -97,7 +111,7 @@ def _(
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("attnorm::decode_attention", mutates_args=())
+@kernel_operator("attnorm::decode_attention")
 def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
@@ -122,7 +136,7 @@ def _(
     return output, q.new_empty(q.shape[:3] if scaled else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("attnorm::one_pass_attention", mutates_args=())
+@kernel_operator("attnorm::one_pass_attention")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, least: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float,
@@ -149,7 +163,7 @@ def _(
     return output, *(q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("attnorm::one_pass_attention_backward", mutates_args=())
+@kernel_operator("attnorm::one_pass_attention_backward")
 def _backward(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, output: Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.kernel_operator import kernel_operator
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.entmax import Entmax
@@ -75,7 +76,7 @@ def _parameter(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
     return torch.full(shape, map_.alpha - 1, dtype=torch.float32, device=inputs.q_BHQD.device)
 
 
-@torch.library.custom_op("attnorm::sparse_attention", mutates_args=())
+@kernel_operator("attnorm::sparse_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
     causal: bool, scale: float, map: str, trains: bool,
@@ -100,7 +101,7 @@ def _(
     )  # fmt: skip
 
 
-@torch.library.custom_op("attnorm::sparse_attention_backward", mutates_args=())
+@kernel_operator("attnorm::sparse_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
     parameter: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool, scale: float, map: str,

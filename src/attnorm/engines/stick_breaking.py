@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.kernel_operator import kernel_operator
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
@@ -44,7 +45,7 @@ def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     return output
 
 
-@torch.library.custom_op("attnorm::stick_breaking_attention", mutates_args=())
+@kernel_operator("attnorm::stick_breaking_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
     window: int | None, scale: float,
@@ -63,7 +64,7 @@ def _(
     return q.new_empty(*q.shape[:-1], v.shape[-1]), spent
 
 
-@torch.library.custom_op("attnorm::stick_breaking_attention_backward", mutates_args=())
+@kernel_operator("attnorm::stick_breaking_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
     rest: bool, causal: bool, window: int | None, scale: float,

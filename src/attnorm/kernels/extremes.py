@@ -1,4 +1,4 @@
-"""For each row, the visible keys of its smallest and its largest logit: one pass over the keys, without values.
+"""For each row, its smallest and its largest logit and their keys: one pass over the keys, without values.
 
 Every column of a tile keeps its own extremes and the tiles they lie in, so that rows are searched once, at the end.
 """
@@ -8,6 +8,8 @@ import triton.language as tl
 
 from attnorm.kernels.maps import no_rule
 from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -42,14 +44,14 @@ def _first_key(values, extreme, tile_at, keys, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def extreme_keys(
-    q, k, mask, factor, lowest, highest,
+def extreme_logits(
+    q, k, mask, factor, low_key, high_key, low_logit, high_logit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, scale, cap,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """lowest, highest (B, H, Q): indices of keys."""
+    """(B, H, Q): the keys, and their logits in nats, 0 in a row that sees none."""
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
     block = blocks - 1 - program % blocks  # the longest causal rows first
@@ -84,8 +86,11 @@ def extreme_keys(
         queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, True,
         PRECISION, COLUMNS, WIDTH, FULL,
     )  # fmt: skip
-    tl.store(lowest + row_at, _first_key(low, tl.min(low, 1), low_at, keys, COLUMNS), mask=inside)
-    tl.store(highest + row_at, _first_key(high, tl.max(high, 1), high_at, keys, COLUMNS), mask=inside)
+    least, most = tl.min(low, 1), tl.max(high, 1)
+    tl.store(low_key + row_at, _first_key(low, least, low_at, keys, COLUMNS), mask=inside)
+    tl.store(high_key + row_at, _first_key(high, most, high_at, keys, COLUMNS), mask=inside)
+    tl.store(low_logit + row_at, tl.where(least < float("inf"), least * LN2, 0.0), mask=inside)
+    tl.store(high_logit + row_at, tl.where(most > float("-inf"), most * LN2, 0.0), mask=inside)
 
 
 @triton.jit
