@@ -1,8 +1,4 @@
-"""Benchmark attention(): on a CPU against torch SDPA and the dense form of each normalizer, on CUDA against softmax.
-
-On CUDA in bfloat16 the rivals are cuDNN and FlashAttention, torch's own kernels. Calls are queued several at a time and
-synchronized once, as in training: the time of a call on the host does not count.
-"""
+"""Benchmark attention() on a CPU: against torch SDPA, and against the dense form of each normalizer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,12 +6,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnorm.attention import attention, choose_engine
+from attnorm.attention import attention
 from attnorm.bench.results import Ratio
-from attnorm.bench.timing import Call, Timed, time_alternating
+from attnorm.bench.timing import Call, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
@@ -180,131 +175,3 @@ def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bo
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal else None
     weights: Tensor = normalizer(logits, mask)
     return weights @ v
-
-
-CUDA_SHAPES = ((4, 16, 4096, 64), (2, 16, 8192, 128), (1, 16, 32768, 64))  # batch, heads, length, width
-QUICK_CUDA_SHAPE = (1, 2, 512, 64)
-QUEUED = 4  # calls per synchronization
-CUDA_RIVALS = {"flash softmax": SDPBackend.FLASH_ATTENTION, "cuDNN softmax": SDPBackend.CUDNN_ATTENTION}
-# Name, and the least speed promised against the first rival, forward and with backward; None: no promise.
-CUDA_PROMISES: dict[str, tuple[float | None, float | None]] = {
-    "softmax": (None, None),
-    "ssmax": (None, None),
-    "log_scaled": (None, None),
-    "sink": (0.7, 0.7),
-    "softmax1": (0.7, 0.7),
-    "sigmoid": (0.7, 0.7),
-    "relu": (0.7, 0.7),
-    "softpick": (0.7, 0.7),
-    "scale_invariant": (0.7, 0.7),
-    "kernel": (None, None),
-    "adaptive_temperature": (0.45, 0.35),
-    "sa_softmax": (0.4, 0.4),
-    "stick_breaking": (0.4, 0.4),
-    "entmax15": (None, None),
-    "sparsemax": (None, None),
-    "asentmax": (None, None),
-    "kneemax": (None, None),
-    "entmax": (None, None),
-    "topk": (None, None),
-}
-CUDA_OPTIONS = {"entmax": {"alpha": 1.3}}  # its default, 1.5, is entmax15
-DECODED = ("softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature")
-DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
-SLOW_ON_CUDA = ("flex", "blocked")  # engines to time at the first shape only: at the others a call would take seconds
-
-
-def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
-    if not torch.cuda.is_available():
-        notes.append("nothing was measured on CUDA: this machine has no CUDA device")
-        return
-    for number, shape in enumerate((QUICK_CUDA_SHAPE,) if quick else CUDA_SHAPES):
-        batch, heads, length, width = shape
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        topic = (
-            f"Attention on {torch.cuda.get_device_name()}, bfloat16, causal, batch {batch}, {heads} heads, "
-            f"width {width}, L = {length:,}"
-        )
-        for name, promised in CUDA_PROMISES.items():
-            yield from _compare_cuda(name, promised, (q, k, v), topic, quick=quick, slow_engines=number == 0)
-    yield from _compare_decoding(quick)
-
-
-def _compare_decoding(quick: bool) -> Iterator[Ratio]:
-    """Compare one query over a long cache with SDPA, on the engine that is chosen and on our kernels."""
-    heads, keys, width = DECODED_SHAPE
-    q, k, v = (
-        torch.randn((1, heads, length, width), device="cuda", dtype=torch.bfloat16) for length in (1, keys, keys)
-    )
-    topic = (
-        f"Decoding on {torch.cuda.get_device_name()}, bfloat16, 1 query, batch 1, {heads} heads, width {width}, "
-        f"{keys:,} keys"
-    )
-    inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
-    for name in DECODED:
-        normalizer = get(name).cuda().requires_grad_(False)
-        assert isinstance(normalizer, Normalizer)
-        for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
-            ours = partial(attention, normalizer=normalizer, causal=True, engine=engine)
-            for way, made in DECODED_WAYS.items():
-                timed = time_alternating(
-                    *(made(attend, (q, k, v)) for attend in (ours, _decoded)), rounds=1 if quick else 5
-                )
-                timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
-                what = f"{name} ({engine}), {way}"
-                yield Ratio(topic=topic, what=what, against="torch SDPA", target=1 / 1.5, **asdict(timed))
-
-
-def _called(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Call:
-    return attention_call(attend, tensors, backward=False, queued=QUEUED)
-
-
-def _replayed(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Call:
-    """Return a call of `attend` from a CUDA graph, as servers decode: without the launches by Python."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        attend(*tensors)  # compiles the kernels, which cannot be done while the graph is recorded
-        with torch.cuda.graph(graph):
-            for _ in range(QUEUED):
-                attend(*tensors)
-
-    def call() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return call
-
-
-DECODED_WAYS = {"called": _called, "from a CUDA graph": _replayed}
-
-
-def _decoded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q, k, v)
-
-
-def _compare_cuda(
-    name: str, promised: tuple[float | None, float | None], tensors: tuple[Tensor, ...], topic: str,
-    *, quick: bool, slow_engines: bool,
-) -> Iterator[Ratio]:  # fmt: skip
-    options = CUDA_OPTIONS.get(name, {})
-    normalizer = get(name, **options).cuda()
-    assert isinstance(normalizer, Normalizer)
-    inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
-    engine = choose_engine(inputs, normalizer)
-    if engine in SLOW_ON_CUDA and not slow_engines:
-        return
-    ours = partial(attention, normalizer=normalizer, causal=True)
-    for rank, (against, backend) in enumerate(CUDA_RIVALS.items()):
-        theirs = partial(_softmax_on, backend)
-        for (way, backward), target in zip(WAYS.items(), promised, strict=True):
-            calls = [attention_call(attend, tensors, backward=backward, queued=QUEUED) for attend in (ours, theirs)]
-            timed = time_alternating(*calls, rounds=1 if quick else 3)
-            timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
-            label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            what = f"{label} ({engine}), {way}"
-            yield Ratio(topic=topic, what=what, against=against, target=None if rank else target, **asdict(timed))
-
-
-def _softmax_on(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from attnorm.bench.analyze import measure_analysis
-from attnorm.bench.attention import compare_attention, compare_cuda
+from attnorm.bench.attention import compare_attention
 from attnorm.bench.cuda_analysis import measure_cuda_analysis
+from attnorm.bench.cuda_attention import compare_cuda
 from attnorm.bench.linear import measure_linear
 from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
@@ -28,9 +29,20 @@ from attnorm.bench.results import (
 )
 from attnorm.bench.sweep import measure_sweep
 from attnorm.bench.timing import this_machine
+from attnorm.bench.training import compare_training
 
 Suite = Literal[
-    "normalizers", "attention", "memory", "cuda", "cuda-analyze", "analyze", "monitor", "linear", "sweep", "all"
+    "normalizers",
+    "attention",
+    "memory",
+    "cuda",
+    "cuda-analyze",
+    "analyze",
+    "monitor",
+    "training",
+    "linear",
+    "sweep",
+    "all",
 ]
 _INCLUDED: dict[Suite, Suite] = {"cuda": "cuda-analyze"}
 
@@ -60,6 +72,7 @@ def run_benchmarks(
         "cuda-analyze": partial(measure_cuda_analysis, quick=quick, notes=notes),
         "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
         "monitor": partial(measure_monitor, quick=quick),
+        "training": partial(compare_training, quick=quick, notes=notes),
         "linear": partial(measure_linear, quick=quick),
         "sweep": partial(measure_sweep, quick=quick, notes=notes),
     }

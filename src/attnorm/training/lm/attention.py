@@ -1,8 +1,9 @@
 """How attention is computed while training: compiled blocks, and dense attention over the whole matrix of weights.
 
-A rescaled softmax is traced with the rest of a block. So is every normalizer with dense attention. Otherwise attention
-runs on Triton kernels or FlexAttention, which are compiled already, or block by block with its own backward pass. The
-graph of a block would compile these twice or unroll them, so it is split around the call.
+A rescaled softmax is traced with the rest of a block. So is a normalizer on our Triton kernels, which are operators of
+the graph, and every normalizer with dense attention. Otherwise attention runs on FlexAttention, which is compiled
+already, or block by block with its own backward pass. The graph of a block would compile these twice or unroll them, so
+it is split around the call.
 
 Dense attention is the fastest form of most normalizers at training lengths: at a thousand tokens the matrix of a layer
 is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences use the engines,
@@ -16,6 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attnorm.attention import choose_engine
+from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.triton_support import FEWEST_QUERIES
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
@@ -57,7 +61,7 @@ def in_training(model: Any, *, compiled: bool = False, attention: Attention = "e
     normalizers = [normalizer_of(module) for module in patched_modules(model).values()]
     if attention == "dense":
         AttentionInterface.register(KERNEL, dense_attention)
-    elif compiled and not all(_is_rescaled_softmax(normalizer) for normalizer in normalizers):
+    elif compiled and not all(_is_rescaled_softmax(one) or _runs_on_kernels(one, model) for one in normalizers):
         AttentionInterface.register(KERNEL, torch.compiler.disable(patched_attention))
     try:
         with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS) if compiled else nullcontext():
@@ -90,6 +94,19 @@ def _is_rescaled_softmax(normalizer: Any) -> bool:
         and not normalizer.selections
         and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
     )
+
+
+def _runs_on_kernels(normalizer: Any, model: Any) -> bool:
+    device, config = next(model.parameters()).device, model.config
+    if not isinstance(normalizer, Normalizer) or device.type != "cuda":
+        return False
+    shape = (1, config.num_attention_heads, FEWEST_QUERIES, config.hidden_size // config.num_attention_heads)
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
+        if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
+            return False
+    return True
 
 
 def dense_attention(

@@ -1,0 +1,71 @@
+"""Benchmark training with other normalizers: a step of `attnorm train lm` against the same step with softmax."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import Call, time_alternating
+from attnorm.training.lm.attention import compile_blocks, in_training
+from attnorm.training.lm.evaluate import predicted_loss
+from attnorm.training.lm.model import LMSettings, build_model
+from attnorm.training.lm.train import LARGEST_GRADIENT, WindowLoss, make_optimizer
+
+LEAST = 0.8  # promised: times the speed of softmax
+GPT2 = LMSettings(layers=12, heads=12, width=768, context=1024, vocab=50304, batch=16, dtype="bfloat16")
+QUICK = LMSettings(layers=2, heads=2, width=32, context=64, vocab=512, batch=2)
+TRAINED: dict[str, dict[str, Any]] = {
+    "ssmax": {}, "log_scaled": {}, "sink": {}, "softmax1": {}, "sigmoid": {}, "relu": {}, "softpick": {},
+    "scale_invariant": {}, "adaptive_temperature": {}, "sa_softmax": {}, "stick_breaking": {}, "entmax15": {},
+    "sparsemax": {}, "asentmax": {}, "kneemax": {"knee": 0.25}, "entmax": {"alpha": 1.3}, "topk": {},
+}  # fmt: skip
+
+
+def compare_training(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+    """Yield the ratios on a CUDA device, with compiled blocks; quick: two normalizers on any machine, not compiled."""
+    if not torch.cuda.is_available() and not quick:
+        notes.append("training was not measured: this machine has no CUDA device")
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plain = QUICK if quick else GPT2
+    softmax = build_model(plain, plain.vocab, 0).to(device).train()
+    theirs = training_step(softmax, plain, compiled=not quick)
+    topic = (
+        f"Training, GPT-2 with {plain.layers} layers x {plain.heads} heads, width {plain.width // plain.heads}, "
+        f"{plain.batch} x {plain.context:,} tokens a step, {plain.dtype}, {device.type}"
+    )
+    for name, options in list(TRAINED.items())[: 2 if quick else None]:
+        settings = replace(plain, normalizer=name, normalizer_options=options)
+        model = build_model(settings, settings.vocab, 0).to(device).train()
+        with in_training(model, compiled=not quick):
+            ours = training_step(model, settings, compiled=not quick)
+            timed = time_alternating(ours, theirs, rounds=1 if quick else 5)
+        label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        yield Ratio(
+            topic=topic, what=f"{label}, a step", against="softmax", target=None if quick else LEAST, **asdict(timed)
+        )
+
+
+def training_step(model: Any, settings: LMSettings, *, compiled: bool) -> Call:
+    """Return a step on random tokens: forward, backward, clipping and AdamW, synchronized."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(settings.vocab, (settings.batch, settings.context + 1), generator=generator).to(device)
+    optimizer = make_optimizer(model, settings)
+    loss = WindowLoss(model, torch.compile(predicted_loss, dynamic=False) if compiled else predicted_loss)
+    if compiled:
+        compile_blocks(model, settings)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+            found = loss(windows)
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
