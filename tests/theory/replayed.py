@@ -7,6 +7,8 @@ are stored: an ascent amplifies rounding, so it may end elsewhere on another mac
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import torch
 from attnorm.theory import Claim, claims
 from attnorm.theory.catalogue.claim import CaseSizes, ClaimCase, draw_case
 from attnorm.theory.search import _Search
+from tests.theory.test_search import BROKEN, changed
 
 STORED = Path(__file__).with_suffix(".json")
 SEED = 0
 ROUNDS = (0, 1, 4)  # random rows, and structured ones of two sizes
+BROKEN_ROUND = 0
 
 
 def ratios(claim: Claim, round_number: int, unit: float = 1.0) -> torch.Tensor:
@@ -39,6 +43,18 @@ def reproducible(claim: Claim, round_number: int) -> list[list[float | None]]:
     steady = torch.isclose(found, again, rtol=1e-8, atol=1e-10, equal_nan=True)
     return [[rounded(x) if same else None for x, same in zip(*row, strict=True)]
             for row in zip(found.tolist(), steady.tolist(), strict=True)]  # fmt: skip
+
+
+@contextmanager
+def broken(index: int) -> Iterator[Claim]:
+    """A claim while one of its formulas is changed as in test_search.py: its ratios then show what it allows for."""
+    name, owner, attribute, change = BROKEN[index]
+    formula = getattr(owner, attribute)
+    setattr(owner, attribute, changed(formula, change))
+    try:
+        yield next(claim for claim in claims() if claim.id == name)
+    finally:
+        setattr(owner, attribute, formula)
 
 
 def rounded(value: float) -> float:
@@ -68,7 +84,12 @@ def main() -> None:
     lines = ["{", f'"cases": {json.dumps(outlines())},', '"ratios": {']
     lines += [f"{json.dumps(name)}: {json.dumps(rounds, separators=(',', ':'))}," for name, rounds in stored.items()]
     lines[-1] = lines[-1].removesuffix(",")
-    STORED.write_text("\n".join([*lines, "}", "}"]) + "\n", encoding="utf-8")
+    lines += ["},", '"broken": [']
+    for index in range(len(BROKEN)):
+        with broken(index) as claim:
+            found = reproducible(claim, BROKEN_ROUND)
+        lines.append(json.dumps(found, separators=(",", ":")) + ("," if index + 1 < len(BROKEN) else ""))
+    STORED.write_text("\n".join([*lines, "]", "}"]) + "\n", encoding="utf-8")
     known = [x for rounds in stored.values() for rows in rounds for row in rows for x in row]
     share = sum(x is not None and not math.isnan(x) for x in known) / len(known)
     sys.stdout.write(

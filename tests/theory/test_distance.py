@@ -281,6 +281,22 @@ def test_sub_linear_growth_is_judged_by_an_interval() -> None:
     assert distance.fit_power_law(lengths, lengths**0.5).sub_linear
 
 
+def test_a_power_law_through_values_of_1_and_below() -> None:
+    lengths = torch.tensor([1.0, 2, 4, 8], dtype=torch.float64)
+    values = torch.tensor([0.5, 1.0, 1.2, 3.0], dtype=torch.float64)
+    fit, line = distance.fit_power_law(lengths, values, 0.8), stats.linregress(lengths.log(), values.log())
+    margin = line.stderr * stats.t.ppf(0.9, 2)
+    assert (fit.coefficient, fit.exponent) == pytest.approx((math.exp(line.intercept), line.slope))
+    assert fit.exponent_interval == pytest.approx((line.slope - margin, line.slope + margin))
+    assert fit.confidence == 0.8
+    assert distance.fit_power_law(lengths, values).confidence == 0.95
+    for bad in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"{bad}"):
+            distance.fit_power_law(lengths, values, bad)
+    for interval, below in (((0.2, 0.99), True), ((0.2, 1.0), False)):
+        assert distance.PowerLaw(1.0, 0.5, interval, 0.9).sub_linear == below
+
+
 def test_the_power_law_interval_covers_the_truth_as_often_as_it_says() -> None:
     lengths = torch.tensor([32.0, 64, 128, 256, 512, 1024])
     covered = 0

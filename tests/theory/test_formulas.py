@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -111,6 +112,23 @@ def test_dispersion_of_rows_of_this_spread(d: float, n: int, T: float) -> None:
     if x > 0.05:
         c = x / (1 - math.exp(-x))
         assert float(dispersion.entropy_floor_deficit(d, T)) == pytest.approx(c - 1 - math.log(c), rel=1e-6)
+
+
+@pytest.mark.parametrize("d", [1e-9, 1e-4, 0.003, 0.0099, 0.0101, 0.04])
+def test_the_deficit_of_a_small_spread_keeps_its_digits(d: float) -> None:
+    """c - 1 = d/2 + d^2/12 - d^4/720 + d^6/30240 - ..., and c - 1 - log c = x^2/2 - x^3/3 + ..."""
+    x = Fraction(d) / 2 + Fraction(d) ** 2 / 12 - Fraction(d) ** 4 / 720 + Fraction(d) ** 6 / 30240
+    spread = torch.tensor(d, dtype=torch.float64)
+    assert float(dispersion._c_minus_one(spread)) == pytest.approx(float(x), rel=1e-12)
+    deficit = sum((-1) ** k * x**k / k for k in range(2, 12))
+    assert float(dispersion.entropy_floor_deficit(spread)) == pytest.approx(float(deficit), rel=1e-9, abs=1e-17)
+
+
+def test_errors_of_dispersion_name_the_worst_value() -> None:
+    with pytest.raises(ValueError, match=r"got -2\.0"):
+        dispersion.horizon(torch.tensor([1.0, -2.0, -1.0]))
+    with pytest.raises(ValueError, match=r"got 0\.5"):
+        dispersion.lemma21_bounds(1.0, torch.tensor([0.25, 0.5, 0.0]))
 
 
 def test_defaults_of_dispersion_are_softmax_at_temperature_1_and_half_of_the_weight() -> None:

@@ -327,6 +327,21 @@ def test_power_iteration_agrees_with_the_secular_equation_and_respects_masks() -
     assert power_iteration_norm(lambda z: 0 * z, z).eq(0).all()
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_power_iteration_stops_at_a_relative_gain(size: float) -> None:
+    z = torch.randn(6, 20, dtype=torch.float64)
+    exact = gradient.entmax_jacobian_norm(torch.softmax(z, -1))
+
+    def norm(tolerance: float, scale: float) -> Tensor:
+        generator = torch.Generator().manual_seed(2)
+        return power_iteration_norm(lambda z: scale * torch.softmax(z, -1), z, tolerance=tolerance, generator=generator)
+
+    for tolerance, accuracy in ((1e-9, 1e-6), (1e-4, 2e-2)):
+        plain, scaled = norm(tolerance, 1.0), norm(tolerance, size)
+        assert torch.allclose(scaled, size * plain, rtol=1e-12)
+        assert torch.allclose(plain, exact, rtol=accuracy)
+
+
 def test_threshold_norm_takes_the_slopes_of_any_threshold_map() -> None:
     z = 2 * torch.randn(5, 9, dtype=torch.float64)
     p = kneemax(z, temperature=0.8)

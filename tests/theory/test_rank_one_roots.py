@@ -51,6 +51,24 @@ def test_the_largest_eigenvalue_is_that_of_the_matrix(name: str, sink: float | N
     assert float(single) == pytest.approx(float(found), rel=1e-5, abs=1e-7)
 
 
+TOPS = [[1.0, 0.9, 0.5], [1.0, 0.3, 0.3], [1.0, 0.99, 0.98], [1.0, 0.1, 0.05], [1.0, 0.999, 0.2], [3.0, 1.5, 0.4]]
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, 0.3, 5.0])
+@pytest.mark.parametrize("top", TOPS)
+@pytest.mark.parametrize(("low", "high"), [(0.01, 0.05), (1e-4, 0.04), (0.02, 0.02), (0.0, 0.05), (0.0499, 0.05)])
+def test_a_root_of_moments_is_exact_where_the_others_have_two_values(
+    low: float, high: float, top: list[float], sink: float | None
+) -> None:
+    """Gauss's quadrature with two nodes is then the sum itself."""
+    for lows, highs in ((1, 1), (30, 5), (2, 400), (0, 3), (1, 0)):
+        u = torch.tensor([*top, *[low] * lows, *[high] * highs], dtype=torch.float64)
+        moments = [(u[3:] ** power).sum() for power in range(1, 5)]
+        at_zero = None if sink is None else torch.tensor(sink, dtype=torch.float64)
+        found = rank_one_root_of_moments(u[0], u[1], u[2], moments, at_zero)
+        assert float(found) == pytest.approx(dense(u, sink or 0.0), rel=1e-12 if low != 0.0499 else 1e-9)
+
+
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if len(row) > 2])
 @pytest.mark.parametrize("sink", [0.0, 0.3])
 def test_a_root_of_moments_is_improved_to_the_exact_one(name: str, sink: float) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attnorm.theory import claims
-from tests.theory.replayed import ROUNDS, STORED, outlines, ratios
+from tests.theory.replayed import BROKEN_ROUND, ROUNDS, STORED, broken, outlines, ratios
+from tests.theory.test_search import BROKEN
 
 STORED_NUMBERS = json.loads(STORED.read_text(encoding="utf-8"))
 CLAIMS = {claim.id: claim for claim in claims() if claim.searched}
@@ -27,7 +28,18 @@ def test_every_claim_is_stored() -> None:
 @pytest.mark.parametrize("name", CLAIMS)
 def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
     for round_number, stored in zip(ROUNDS, STORED_NUMBERS["ratios"][name], strict=True):
-        found = ratios(CLAIMS[name], round_number)
-        known = torch.tensor([[x is not None for x in row] for row in stored])
-        expected = torch.tensor([[0.0 if x is None else x for x in row] for row in stored], dtype=torch.float64)
-        torch.testing.assert_close(found[known], expected[known], rtol=1e-5, atol=1e-8, equal_nan=True)
+        compare(ratios(CLAIMS[name], round_number), stored)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("index", range(len(BROKEN)), ids=[f"{name}-{attribute}" for name, _, attribute, _ in BROKEN])
+def test_a_changed_formula_gives_the_stored_ratios(index: int) -> None:
+    with broken(index) as claim:
+        compare(ratios(claim, BROKEN_ROUND), STORED_NUMBERS["broken"][index])
+
+
+def compare(found: torch.Tensor, stored: list[list[float | None]]) -> None:
+    """Where the stored ratio does not depend on rounding."""
+    known = torch.tensor([[x is not None for x in row] for row in stored])
+    expected = torch.tensor([[0.0 if x is None else x for x in row] for row in stored], dtype=torch.float64)
+    torch.testing.assert_close(found[known], expected[known], rtol=1e-5, atol=1e-8, equal_nan=True)

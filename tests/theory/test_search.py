@@ -1,6 +1,7 @@
 """The search: the same seed finds the same, a broken formula is found, a wrong status in the table is found."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from attnorm.theory import (
 from attnorm.theory.catalogue import claim as claim_module
 from attnorm.theory.catalogue.claim import draw_case
 from attnorm.theory.dispersion import Bounds
+from attnorm.theory.isotropic_law import IsotropicLaw
 
 CLAIMS = {claim.id: claim for claim in claims()}
 AT_ONCE = 1e-9  # seconds: the first rounds only
@@ -129,6 +131,9 @@ BROKEN = [
     ("theorem-1-random-conditioned", random_set, "theorem1_random_bounds", less),
     ("theorem-1-random-epsilon", random_set, "theorem1_random_epsilon", lambda e: 0.5 * e),
     ("corollary-2-corrected", random_set, "corollary2_bounds", less),
+    ("corollary-2-lower-end", random_set, "corollary2_bounds", less),
+    ("law-attained", frontier, "frontier_effort", more),
+    ("gap-for-weight", frontier, "softmax_gap", more),
     ("xi-is-a-worst-case", geometry, "xi", less),
     ("theorem-2-lower", geometry, "theorem2_printed", lambda b: Bounds(b.lower + 0.2, b.upper)),
     ("theorem-2-corrected", geometry, "theorem2_bounds", less),
@@ -171,6 +176,23 @@ def test_breaking_a_formula_breaks_the_table(
 ) -> None:
     monkeypatch.setattr(owner, attribute, changed(getattr(owner, attribute), change))
     assert not found(name, first_rounds=3).stands or not found(name).stands
+
+
+def test_the_error_of_the_exact_law_is_in_favour_of_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P = 0.5 up to 0.1 against a lower bound of 0.45 and an upper one of 0.8."""
+    case, _ = replay(CLAIMS["theorem-2-corrected"], 0, 0)
+
+    def law(rows: Any, radius: Tensor, *_: Any, **__: Any) -> Any:
+        whole = torch.full((*radius.shape, *rows.indices.shape[1:]), 0.5, dtype=torch.float64).numpy()
+        return IsotropicLaw(whole, 0.2 * whole, 1.0, "any")
+
+    monkeypatch.setattr(geometry, "theorem2_exact", law)
+    bounds = Bounds(torch.tensor(0.45).double(), torch.tensor(0.8).double())
+    monkeypatch.setattr(geometry, "theorem2_bounds", lambda *_: bounds)
+    ratio = CLAIMS["theorem-2-corrected"].ratio
+    assert ratio is not None
+    found = ratio(case)[0].reshape(-1, 2)
+    assert found.mean(0).tolist() == pytest.approx([0.45 / 0.6, 0.4 / 0.8])
 
 
 def test_every_corrected_claim_is_among_those_broken() -> None:
@@ -317,6 +339,95 @@ def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeyp
     finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=1.0, first_rounds=3)
     assert finding.rounds > 3
     assert refuted.violations < search.ENOUGH_VIOLATIONS + 100
+
+
+def test_progress_is_the_share_of_the_first_rounds_or_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    clock.now = 100.0
+    monkeypatch.setattr(search, "time", clock)
+    seen: list[float] = []
+    pair = [toy(lambda case: 0.5 * case.dial / case.dial)] * 2
+    verify(pair, budget_seconds=1.0, first_rounds=3, progress=lambda claim, share: seen.append(share))
+    # A look at the clock at the start, one per report and two per round: 0.08 s until the second claim.
+    assert seen[:3] == pytest.approx([0.01, 0.25, 0.5])
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(1.0, abs=0.05)
+
+
+def test_quantiles_and_silent_rows_are_those_of_random_rounds() -> None:
+    drawn: list[Tensor] = []
+
+    def ratio(case: Any) -> Tensor:
+        drawn.append(case.dial.detach())
+        return case.dial / 1e6
+
+    def says_nothing(case: Any) -> Tensor:
+        return torch.where(case.dial > 3, torch.nan, (case.dial < 1).double())
+
+    claim = toy(ratio, says_nothing=says_nothing, differentiable=False)
+    one = search._Search(claim, seed=0)
+    expected = []
+    for round_number in range(6):
+        drawn.clear()
+        one.run_round()
+        if search.STRATEGIES[round_number % len(search.STRATEGIES)] == "random":
+            expected.append(drawn[-1])
+    dials = torch.cat(expected).sort().values
+    finding = one.finding()
+    ranks = [round(share * (len(dials) - 1)) for share in (0.05, 0.5, 0.95)]
+    assert finding.tightness == pytest.approx([float(dials[rank]) / 1e6 for rank in ranks])
+    assert finding.says_nothing_share == pytest.approx(float((dials < 1).sum()) / float((dials <= 3).sum()))
+    assert finding.rounds == 6
+
+
+def test_by_default_every_strategy_runs_three_times_and_the_budget_is_a_minute() -> None:
+    (finding,) = verify([toy(lambda case: 0.5 * case.dial / case.dial)], budget_seconds=AT_ONCE)
+    assert finding.rounds == 3 * len(search.STRATEGIES)
+    assert inspect.signature(verify).parameters["budget_seconds"].default == 60
+
+
+@pytest.mark.parametrize(("least", "missed"), [(claim_module.EXACTLY, 1e-6), (claim_module.NEARLY, 5e-3)])
+def test_how_near_a_row_must_come_to_a_bound(least: float, missed: float) -> None:
+    for share, verdict in ((0.995, "survived"), (1.005, "NOT ATTAINED")):
+        reached = 1 - share * missed
+        claim = toy(lambda case, r=reached: torch.full_like(case.dial, r), attained=(least,))  # type: ignore[misc]
+        (finding,) = verify([claim], budget_seconds=AT_ONCE, first_rounds=1)
+        assert finding.verdict == verdict
+
+
+# Numbers of keys, widths and numbers of selected keys of the cases that a claim is searched on.
+ANY_KEYS, ANY_WIDTH, ANY_TOP = [2, 3, 4, 6, 9, 16, 33, 64], [1, 2, 3, 8], list(range(1, 9))
+SIZES = {
+    "lemma-1": (ANY_KEYS, ANY_WIDTH, ANY_TOP),
+    "theorem-1-random": ([2, 3, 4, 6], ANY_WIDTH, [1, 2, 3, 4, 5]),
+    "theorem-1-random-epsilon": ([4, 6], ANY_WIDTH, [1, 2]),
+    "corollary-2-i": ([9, 16], ANY_WIDTH, ANY_TOP),
+    "corollary-2-ii-decay": ([6], ANY_WIDTH, [1, 2]),
+    "theorem-2-lower": ([6, 9, 16, 33, 64], ANY_WIDTH, [5, 6, 7, 8]),
+    "theorem-2-upper": (ANY_KEYS, [2, 3, 8], ANY_TOP),
+    "theorem-2-upper-below": ([6], [8], [4, 5]),
+    "theorem-2-corrected": ([2, 3, 4, 6], [2, 3, 8], [1, 2, 3, 4, 5]),
+    "theorem-2-moments": ([3, 4], ANY_WIDTH, [2, 3]),
+    "anisotropic-moments": ([3, 4, 6], ANY_WIDTH, [2, 3, 4]),
+    "anisotropic-moments-independent": ([3, 4, 6], ANY_WIDTH, [2, 3]),
+    "theorem-2-anisotropic": ([2, 3, 4], ANY_WIDTH, [1, 2, 3]),
+    "theorem-2-anisotropic-independent": ([2, 3, 4], ANY_WIDTH, [1, 2, 3]),
+    "entmax-constant": ([64], ANY_WIDTH, ANY_TOP),
+    "kneemax-jacobian": ([2, 3, 4, 6, 9, 16], ANY_WIDTH, ANY_TOP),
+    "at-most-80-percent": ([6, 9, 16, 33, 64], ANY_WIDTH, [5, 6, 7, 8]),
+    "lemma-1-softmax": ([2, 3, 4, 6, 9, 16], ANY_WIDTH, ANY_TOP),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_sizes_of_the_cases_of_a_claim(name: str) -> None:
+    assert sizes_of(CLAIMS[name]) == SIZES[name]
+
+
+def sizes_of(claim: Claim) -> tuple[list[int], list[int], list[int]]:
+    cases = [draw_case(seed, claim.sizes, structured=False) for seed in range(150)]
+    sizes = [sorted(set(found)) for found in zip(*((c.keys, c.width, c.top_n) for c in cases), strict=True)]
+    return sizes[0], sizes[1], sizes[2]
 
 
 def test_an_interrupted_search_tells_what_it_found() -> None:
