@@ -1,7 +1,5 @@
 """Sizes of one, and shapes that broadcast: what a general case does not show."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.jacobian import jacobian_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import RowsBlock
-from attnorm.metrics.softmax_rows import RowSums
 from attnorm.metrics.summary import summarise
 from attnorm.normalizers import Normalizer, get
 
@@ -77,12 +74,3 @@ def test_a_kernel_whose_values_are_all_zero_has_a_jacobian_of_zero() -> None:
     found = jacobian_norm(normalizer, block, normalizer.weights(block))
     assert found is not None
     assert found.tolist() == [[[0.0] * 3] * 2]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_sum_of_all_keys_counts_the_first_and_the_others(n: int) -> None:
-    """e of the first key, 1 for the largest of the others, and the rest of them."""
-    sink, others = 0.7, 0.3
-    numbers = [torch.tensor(value) for value in (2.0, sink, -math.inf, math.log(others), 0.0, 0.0, 0.0)]
-    expected = math.exp(sink) + (0 if n == 1 else 1 + others)
-    assert float(RowSums(*numbers).log_keys(torch.tensor(n))) == pytest.approx(math.log(expected), rel=1e-6)

@@ -2,7 +2,7 @@
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. The remaining keys are
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
-metrics/fused_rows.py turns the sums into the statistics of a row.
+softmax_statistics.py turns the sums into the statistics of a row.
 
 The keys of a tile are dealt into four classes per row, one for each thread that holds a part of the row in the layout
 of the tensor cores. Every class has its own largest key, runner-up and sums, which are joined at the end: no thread
@@ -359,7 +359,7 @@ def pole_sums(
         row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
     )
     row_level = tl.load(level + batch_head * rows_total + at, mask=inside, other=0.0) * LOG2E
-    x = tl.load(root + batch_head * rows_total + at, mask=inside, other=0.0)
+    x = tl.load(root + batch_head * rows_total + at, mask=inside, other=0.0).to(tl.float32)
     poles = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS], tl.int32) + keys

@@ -1,10 +1,12 @@
-"""Row sums of softmax attention from the Triton kernel: every row, in one pass, with memory that grows with the rows.
+"""Statistics of softmax rows from Triton kernels: every row, in one pass, with memory that grows with the rows.
 
-The kernel replaces the logit blocks of rows.py for softmax and its rescalings on a GPU. The masses of the heaviest keys
-are not among its sums: they are measured on some rows only.
+One kernel reads queries and keys and writes sums (kernels/softmax_sums.py), another turns the sums of a row into its
+statistics (kernels/softmax_statistics.py). They replace the logit blocks of rows.py for softmax and its rescalings on a
+GPU. The masses of the heaviest keys are not among them: they are measured on some rows only.
 """
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,13 @@ from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.softmax_rows import LARGEST_EXPONENT, RowSums
-from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 
 # Passes that refine the Jacobian norm. The first estimate has a relative error of at most 4e-3; a pass turns an error r
 # into less than 10 r^2. Enough are made to come below the rounding of the inputs: 4e-3 in bfloat16, 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampled rows, so many are long
 _LOG2E = 1.4426950408889634
+_BLOCK = 128  # rows of a program of the kernels behind the sums, one per thread
 
 
 def applies(call: AttentionCall) -> bool:
@@ -36,7 +37,7 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
     visibility = Visibility.of(call)
     shape = (*call.query_BHQD.shape[:2], len(rows))
     if visibility.mask is not None:
-        return _Launch.of(call, rows, None).softmax_sums()["n"].long()
+        return _Launch.of(call, rows, None).softmax_sums()[0].long()
     rows = sent_to(call.query_BHQD.device, rows)
     reach = rows + (visibility.keys - visibility.queries + 1) if visibility.causal else rows * 0 + visibility.keys
     return reach.clamp(0, visibility.keys).expand(shape)
@@ -60,36 +61,82 @@ def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tenso
     return torch.stack(found)
 
 
-def fused_sums(
-    call: AttentionCall, rows: Tensor, factor: Tensor | None = None, learned_sink: Tensor | None = None
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The kernel's columns (B, H, R) by name, and the fields of RowSums (B, H, R, c), of queries (sorted indices).
+@dataclass(frozen=True)
+class FusedRows:
+    """Numbers of each row, (B, H, R), NaN where a row has none."""
+
+    n: Tensor  # visible keys
+    values: dict[str, Tensor]  # by name
+    keys_logsumexp: Tensor  # log sum exp of the rescaled logits of the keys, without the learned sink
+    broken: Tensor  # boolean: logits or weights are not finite
+
+
+def fused_rows(
+    call: AttentionCall,
+    rows: Tensor,
+    names: Sequence[str],
+    factor: Tensor | None = None,
+    learned_sink: Tensor | None = None,
+) -> FusedRows:
+    """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices).
 
     factor: what the logits are multiplied by, broadcastable to (B, H, R, 1). learned_sink (H,): one more logit of each
     head that takes weight.
     """
+    from attnorm.kernels.softmax_root import softmax_root
+    from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_statistics
+
     launch = _Launch.of(call, rows, factor)
-    columns = launch.softmax_sums()
-    rest = columns["n"] > 1
-    sink_logit = columns["sink"] if launch.factor is None else columns["sink"] * launch.factor.squeeze(-1)
-    level = torch.where(rest, columns["level"], sink_logit)
-    sink = sink_logit - level
-    learned = torch.full_like(sink, -torch.inf)
-    if learned_sink is not None:
-        learned = learned_sink.to(sink)[:, None].expand_as(sink) - level
-    some = columns["first_power"] != 0  # NaN stays
-    drop = torch.where(some, columns["runner_up"] - level, 0.0)
-    scale = torch.where(some, torch.exp(drop), 0.0)
-    sums = RowSums(
-        level=level,
-        sink=sink,
-        learned=learned,
-        log_others=torch.where(some, drop + torch.log(columns["first_power"]), -torch.inf),
-        tilt=scale * (columns["tilt"] + drop * columns["first_power"]),
-        squares=scale.square() * columns["second_power"],
-        root=_jacobian_root(launch, columns, level, sink, learned, torch.where(some, drop, -torch.inf)),
-    )
-    return columns, torch.stack(sums, -1)
+    sums = launch.softmax_sums()
+    sink = None if learned_sink is None else learned_sink.to(sums).contiguous()
+    roots = poles = None
+    for _ in range(EXTRA_PASSES[launch.q.dtype]):
+        roots = sums.new_empty(sums.shape[1:], dtype=torch.float64) if roots is None else roots
+        _run_on_rows(softmax_root, sums, launch.factor, sink, roots, poles)
+        poles = launch.pole_sums(sums, roots)
+    more = not {*names} <= {*NUMBERS}
+    found = sums.new_empty((len(NUMBERS), *sums.shape[1:]))
+    others = sums.new_empty((len(MORE_NUMBERS) if more else 0, *sums.shape[1:]))
+    wide = sums.new_empty((len(WIDE_NUMBERS) if more else 0, *sums.shape[1:]), dtype=torch.float64)
+    n = sums.new_empty(sums.shape[1:], dtype=torch.int64)
+    broken = sums.new_empty(sums.shape[1:], dtype=torch.bool)
+    _run_on_rows(
+        softmax_statistics, sums, launch.factor, sink, roots, poles, found, others, wide, n, broken.view(torch.uint8),
+        MORE=more,
+    )  # fmt: skip
+    values = dict(zip(NUMBERS, found.unbind(), strict=True))
+    if more:
+        values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
+        values |= zip(WIDE_NUMBERS, wide.unbind(), strict=True)
+    return FusedRows(n, {name: values[name] for name in names}, values["keys_logsumexp"], broken)
+
+
+def _run_on_rows(
+    kernel: Any,
+    sums: Tensor,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    roots: Tensor | None,
+    poles: Tensor | None,
+    *outputs: Tensor,
+    **constants: bool,
+) -> None:
+    """Launch a kernel that reads sums, a row per thread; sums replaces a missing tensor and is not read there."""
+    _, batch, heads, rows = sums.shape
+    total = batch * heads * rows
+    if total == 0:
+        return
+    with _current(sums):
+        kernel[(-(-total // _BLOCK),)](
+            *(sums if t is None else t for t in (sums, factor, sink, roots, poles)), *outputs, rows, heads, total,
+            FACTORED=factor is not None, SINK=sink is not None, IMPROVE=poles is not None, BLOCK=_BLOCK,
+            num_warps=_BLOCK // 32, **constants,
+        )  # fmt: skip
+
+
+def _current(t: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -111,28 +158,30 @@ class _Launch:
         visibility = Visibility.of(call)
         query, key = call.query_BHQD, call.key_BGKD
         batch, heads, queries, _ = query.shape
-        rows = sent_to(query.device, rows)
-        q = query if len(rows) == queries else query[:, :, rows]
+        if len(rows) == queries:
+            q, rows = query, torch.arange(queries, dtype=torch.int32, device=query.device)
+        else:
+            rows = sent_to(query.device, rows)
+            q, rows = query[:, :, rows], rows.to(torch.int32)
         q, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, key))
         if factor is not None:
             factor = factor.float().expand(batch, heads, len(rows), 1).contiguous()
         mask = visibility.mask
         if mask is not None:
             mask = mask.expand(batch, heads, queries, visibility.keys)
-        rows = rows.to(torch.int32)
         return cls(q, key, mask, factor, rows, visibility.causal, queries, call.scale, call.softcap)
 
-    def softmax_sums(self) -> dict[str, Tensor]:
+    def softmax_sums(self) -> Tensor:
+        """(COLUMNS, B, H, R)."""
         from attnorm.kernels.softmax_sums import COLUMNS, softmax_sums
 
-        out = self._run(softmax_sums, len(COLUMNS), in_levels=True)
-        return dict(zip(COLUMNS, out, strict=True))
+        return self._run(softmax_sums, len(COLUMNS), in_levels=True)
 
-    def pole_sums(self, level: Tensor, root: Tensor) -> Tensor:
-        """(2, B, H, R)."""
-        from attnorm.kernels.softmax_sums import pole_sums
+    def pole_sums(self, sums: Tensor, roots: Tensor) -> Tensor:
+        """(2, B, H, R), from what softmax_sums returned."""
+        from attnorm.kernels.softmax_sums import COLUMNS, pole_sums
 
-        return self._run(pole_sums, 2, level.contiguous(), root.contiguous())
+        return self._run(pole_sums, 2, sums[COLUMNS.index("level")], roots)
 
     def _run(self, kernel: Any, columns: int, *numbers: Tensor, in_levels: bool = False) -> Tensor:
         import triton
@@ -146,7 +195,7 @@ class _Launch:
         padded = max(16, int(triton.next_power_of_2(width)))
         row_tile, key_tile, warps, stages = _tile(q.dtype, padded)
         exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-        with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches on the current device
+        with _current(q):
             kernel[(triton.cdiv(rows, row_tile) * batch * heads,)](
                 q, key, q if mask is None else mask.view(torch.uint8), q if factor is None else factor, self.rows,
                 *numbers, out, *q.stride()[:3], *key.stride()[:3], *((0, 0, 0, 0) if mask is None else mask.stride()),
@@ -165,33 +214,3 @@ def _tile(dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
     if dtype == torch.float32:
         return (64, 64, 4, 2) if width <= 64 else (32, 64, 4, 2)
     return (64, 128, 4, 3) if width <= 128 else (64, 64, 4, 2)
-
-
-def _jacobian_root(
-    launch: _Launch, columns: dict[str, Tensor], level: Tensor, sink: Tensor, learned: Tensor, drop: Tensor
-) -> Tensor:
-    """The norm of diag(e) - e e^T / (sum of all) over the keys, in float64.
-
-    It starts from three keys and the moments of the others. Each pass over the keys squares its error.
-    """
-    sink_e, runner_up, learned_e = (_exponential(z) for z in (sink, drop, learned))
-    largest = (columns["n"] > 1).double()
-    first, smaller = torch.maximum(sink_e, largest), torch.minimum(sink_e, largest)
-    second, third = torch.maximum(smaller, runner_up), torch.minimum(smaller, runner_up)
-    moments = [
-        (columns[f"{name}_power"].double() - 1).clamp(min=0) * runner_up**power
-        for power, name in enumerate(("first", "second", "third", "fourth"), start=1)
-    ]
-    root = rank_one_root_of_moments(first, second, third, moments, learned_e)
-    for _ in range(EXTRA_PASSES[launch.q.dtype]):
-        x = root.float()
-        poles, squares = launch.pole_sums(level, x).double()
-        x = x.double()
-        ratio = torch.where(sink_e < largest, sink_e / (x - sink_e), 0.0)  # the sink, where it is not the first
-        improved = improved_root(first, second, x, poles + ratio, squares + ratio.square(), learned_e)
-        root = torch.where(improved.isfinite(), improved, root)  # a sink far above the rest leaves float32
-    return root.to(sink.dtype)
-
-
-def _exponential(z: Tensor) -> Tensor:
-    return torch.exp(z.double().clamp(max=LARGEST_EXPONENT[torch.float64]))

@@ -21,7 +21,7 @@ from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.softmax_rows import RowSums, SetApart, row_sums, set_apart, softmax_statistics
+from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
 from attnorm.metrics.weight_rows import weight_rows
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
@@ -95,15 +95,11 @@ def measure_by_kernel(
     for one in chosen:
         factor = None if n is None or not one.rescales else fused_rows.factors(one, call, rows, n)
         sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
-        columns, sums = fused_rows.fused_sums(call, rows, factor, sink)
-        limits = {
-            "n": columns["n"].long().unsqueeze(-1),
-            "logits": torch.stack([columns["sink"], columns["largest"], columns["smallest"]], -1),
-        }
-        values = {"sums": sums} if factor is None else {"sums": sums, "gain": factor.abs()}
-        found[one.name] = _finished(limits, values, (), names)
-        joined = RowSums.joined(sums)
-        tops.append((factor, joined.level + joined.log_keys(columns["n"])))
+        fused = fused_rows.fused_rows(call, rows, names, factor, sink)
+        found[one.name] = RowStatistics(
+            fused.n, fused.values, fused.keys_logsumexp.new_empty((*fused.n.shape, 0)), fused.broken
+        )
+        tops.append((factor, fused.keys_logsumexp))
     if top_n:
         some = torch.arange(len(rows))
         if mass_rows is not None:

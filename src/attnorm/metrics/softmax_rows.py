@@ -72,11 +72,6 @@ class RowSums(NamedTuple):
     def joined(cls, columns: Tensor) -> "RowSums":
         return cls(*columns[..., : len(cls._fields)].unbind(-1))
 
-    def log_keys(self, n: Tensor) -> Tensor:
-        """log sum e of all n keys."""
-        rest = torch.log1p(torch.exp(self.log_others)).masked_fill(n <= 1, -torch.inf)
-        return torch.logaddexp(self.sink, rest)
-
 
 def row_sums(
     rows: Tensor,

@@ -55,14 +55,14 @@ def softmax_statistics_operator(
     names: str,
     top_n: Sequence[int],
 ) -> list[Tensor]:
-    """n, then the numbers of these names (separated by spaces), (B, H, Q), then the masses (B, H, Q, len(top_n))."""
+    """n (B, H, Q), the numbers of these names (separated by spaces), (names, B, H, Q), the masses (B, H, Q, top_n)."""
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
     chosen = RescaledSoftmax("softmax", None, factor, sink)
     (found,) = measure_rows(
         call, [chosen], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
     ).values()
-    # An operator must not return its inputs, or one tensor twice.
-    return [t.clone() for t in (found.n, *(found.values[name] for name in names.split()), found.top_mass)]
+    # An operator must not return two views of one tensor.
+    return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
 
 
 @softmax_statistics_operator.register_fake
@@ -80,10 +80,9 @@ def _shapes(
 ) -> list[Tensor]:
     shape = q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    n = q.new_empty(shape, dtype=torch.int64)
     return [
-        n,
-        *(q.new_empty(shape, dtype=dtype) for _ in names.split()),
+        q.new_empty(shape, dtype=torch.int64),
+        q.new_empty((len(names.split()), *shape), dtype=dtype),
         q.new_empty((*shape, len(top_n)), dtype=dtype),
     ]
 
@@ -91,7 +90,7 @@ def _shapes(
 def compiled_statistics(
     inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
 ) -> list[Tensor]:
-    """What the operator returns, for inputs whose normalizer is a rescaled softmax."""
+    """n, the numbers of these names and the masses, for inputs whose normalizer is a rescaled softmax."""
     factor = row_factors(inputs, normalizer)
     sink = None
     if normalizer.sink is not None:
@@ -99,8 +98,8 @@ def compiled_statistics(
     mask = inputs.mask
     if mask is not None and mask.shape[-2] > 1:
         mask = inputs.visible(0, inputs.queries, inputs.keys)
-    found: list[Tensor] = torch.ops.attnorm.softmax_statistics(
+    n, numbers, masses = torch.ops.attnorm.softmax_statistics(
         inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, None if factor is None else factor.detach(), sink,
         inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
     )  # fmt: skip
-    return found
+    return [n, *numbers.unbind(), masses]

@@ -1,0 +1,182 @@
+"""Statistics of softmax rows from the sums of softmax_sums.py: eleven numbers per row are read once, the rest written.
+
+The formulas are those of metrics/softmax_rows.py and metrics/rows.py, which hundreds of small operations would evaluate
+one after the other. They are computed in float64: exp and log of float32 are approximations on a GPU.
+"""
+
+import triton
+import triton.language as tl
+
+from attnorm.kernels.softmax_root import first_root, next_root, row_logits
+
+# The columns of the results, NaN where a row has no such number.
+NUMBERS = (
+    "max_logit",
+    "min_logit",
+    "logsumexp",
+    "entropy_nats",
+    "effective_keys",
+    "max_weight",
+    "sink_mass",
+    "row_sum",
+    "jacobian_norm",
+    "keys_logsumexp",  # log sum exp of the keys alone, without the learned sink
+)
+MORE_NUMBERS = (
+    "logit_spread",
+    "logit_spread_without_sink",
+    "entropy_ratio",
+    "entropy_ratio_without_sink",
+    "effective_gap",
+    "effective_gap_without_sink",
+    "effective_keys_without_sink",
+    "max_weight_without_sink",
+    "weight_ceiling",
+    "entropy_floor",
+)
+WIDE_NUMBERS = ("horizon", "horizon_without_sink")  # in float64: e^spread leaves float32 at 89
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for x >= 0."""
+    series = x * (1.0 - x * (0.5 - x / 3.0 + x * x * 0.25))
+    return tl.where(x < 1e-4, series, tl.log(1.0 + x))
+
+
+@triton.jit
+def _add_exp(a, b):
+    """log(e^a + e^b) for a finite a."""
+    return tl.maximum(a, b) + _log1p(tl.exp(-tl.abs(a - b)))
+
+
+@triton.jit
+def _sigmoid(x):
+    t = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, t) / (1.0 + t)
+
+
+@triton.jit
+def _two_levels(d, n, k):
+    """theory.dispersion.two_level_entropy."""
+    k = tl.maximum(tl.minimum(k, n - 1.0), 1.0)
+    low = (n - k) * tl.exp(-d) / k
+    return tl.log(k) + _log1p(low) + d * low / (1.0 + low)
+
+
+@triton.jit
+def _entropy_floor(d, n):
+    """theory.dispersion.entropy_floor."""
+    small = d < 1e-2
+    safe = tl.where(small, 1.0, d)
+    fall = tl.where(small, d * (1.0 - d * (0.5 - d / 6.0 + d * d / 24.0)), 1.0 - tl.exp(-d))  # 1 - e^-d
+    excess = tl.where(small, d * (0.5 + d / 12.0 - d * d * d / 720.0), safe / (1.0 - tl.exp(-safe)) - 1.0)
+    k = tl.where(d > 0, n * excess * tl.exp(-d) / tl.where(d > 0, fall, 1.0), n * 0.5)
+    lowest = tl.minimum(_two_levels(d, n, tl.floor(k)), _two_levels(d, n, tl.ceil(k)))
+    return tl.where(n == 1, 0.0, lowest)
+
+
+@triton.jit
+def _store(out, at, inside, total, missing, values):
+    for column in tl.static_range(len(values)):
+        tl.store(out + column * total + at, tl.where(missing, float("nan"), values[column]), mask=inside)
+
+
+@triton.jit
+def _store_more(
+    more, at, inside, total, missing, n, spread, spread_rest, reach, entropy, entropy_rest, gap, gap_rest,
+    effective_rest, largest_rest,
+):  # fmt: skip
+    """The columns MORE_NUMBERS. reach: the spread of what the exponential is taken of."""
+    one, two, none = n <= 1, n <= 2, float("nan")
+    log_n, log_rest = tl.log(tl.where(one, 2.0, n)), tl.log(tl.where(two, 3.0, n) - 1.0)
+    _store(
+        more, at, inside, total, missing,
+        (
+            spread, tl.where(one, none, spread_rest),
+            tl.where(one, none, entropy / log_n), tl.where(two, none, entropy_rest / log_rest),
+            tl.where(one, none, gap + tl.log(tl.where(one, 2.0, n) - 1.0)),
+            tl.where(two, none, gap_rest + tl.log(tl.where(two, 3.0, n) - 2.0)),
+            tl.where(one, none, effective_rest), tl.where(one, none, largest_rest),
+            1.0 / (1.0 + (n - 1.0) * tl.exp(-reach)), _entropy_floor(reach, n),
+        ),
+    )  # fmt: skip
+
+
+@triton.jit
+def softmax_statistics(
+    sums, factor, learned_sink, roots, poles, out, more, wide, count, broken, rows, heads, total,
+    FACTORED: tl.constexpr, SINK: tl.constexpr, IMPROVE: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All statistics of BLOCK rows.
+
+    sums: (COLUMNS, B, H, R). factor: (B, H, R). learned_sink: (H,). roots, poles: as in softmax_root. out: (NUMBERS,
+    B, H, R); more: (MORE_NUMBERS, ...) and wide: (WIDE_NUMBERS, ...) if MORE. count, broken: (B, H, R).
+    """
+    total = tl.cast(total, tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    visible, gain, level, sink, drop, learned = row_logits(
+        sums, factor, learned_sink, at, inside, rows, heads, total, FACTORED, SINK
+    )
+    if IMPROVE:
+        root = next_root(roots, poles, at, inside, total, visible, sink, drop, learned)
+    else:
+        root = first_root(sums, at, inside, total, visible, sink, drop, learned)
+    alone = visible <= 1
+    n = visible.to(tl.float64)
+
+    # Without the sink, relative to the largest of the other keys.
+    s1 = tl.load(sums + 6 * total + at, mask=inside, other=0.0).to(tl.float64)
+    tilt = tl.load(sums + 7 * total + at, mask=inside, other=0.0).to(tl.float64)
+    s2 = tl.load(sums + 8 * total + at, mask=inside, other=0.0).to(tl.float64)
+    some = s1 != 0
+    shrink = tl.exp(drop)
+    others = shrink * s1
+    tilt = tl.where(some, shrink * (tilt + tl.where(some, drop, 0.0) * s1), 0.0)
+    rest = 1.0 + others
+    log_rest = _log1p(others)
+    entropy_rest = log_rest - tilt / rest
+    squares_rest = (1.0 + shrink * shrink * s2) / (rest * rest)
+    # With it. A sink that is alone has all of the weight.
+    odds = tl.where(alone, 1e30, sink - log_rest)
+    t = tl.exp(-tl.abs(odds))
+    log_more = _log1p(t)
+    more_share, less_share = 1.0 / (1.0 + t), t / (1.0 + t)
+    m, left = tl.where(odds >= 0, more_share, less_share), tl.where(odds >= 0, less_share, more_share)
+    entropy = m * (log_more + tl.maximum(-odds, 0.0)) + left * (log_more + tl.maximum(odds, 0.0) + entropy_rest)
+    log_keys = tl.where(alone, sink, tl.maximum(sink, log_rest) + log_more)
+    # With a learned sink, which is no key.
+    key_share, log_all = tl.full(at.shape, 1.0, tl.float64), log_keys
+    learned_share = key_share - 1.0
+    if SINK:
+        key_share, learned_share = _sigmoid(log_keys - learned), _sigmoid(learned - log_keys)
+        log_all = _add_exp(log_keys, learned)
+
+    first = tl.load(sums + total + at, mask=inside, other=0.0)
+    largest = tl.load(sums + 2 * total + at, mask=inside, other=0.0)
+    smallest = tl.load(sums + 3 * total + at, mask=inside, other=0.0)
+    max_logit = tl.maximum(first, largest, propagate_nan=tl.PropagateNan.ALL)
+    min_logit = tl.minimum(first, smallest, propagate_nan=tl.PropagateNan.ALL)
+    sound = (tl.abs(max_logit - min_logit) < float("inf")) & (log_all == log_all)  # no NaN, no infinite logit
+    missing = (visible < 1) | (sound == 0)
+    tl.store(count + at, visible.to(tl.int64), mask=inside)
+    tl.store(broken + at, ((sound == 0) & (visible > 0)).to(tl.uint8), mask=inside)
+    _store(
+        out, at, inside, total, missing,
+        (
+            max_logit, min_logit, level + log_all, entropy, 1.0 / (m * m + left * left * squares_rest),
+            key_share * tl.maximum(m, left / rest), key_share * m + learned_share, key_share,
+            tl.abs(gain) * root * tl.exp(-log_all), level + log_keys,
+        ),
+    )  # fmt: skip
+    if MORE:
+        spread, spread_rest = max_logit.to(tl.float64) - min_logit, largest.to(tl.float64) - smallest
+        log_others = tl.where(some, drop + tl.log(tl.where(some, s1, 1.0)), float("-inf"))
+        gap = tl.where(sink >= 0, odds, -_add_exp(sink, log_others))
+        _store_more(
+            more, at, inside, total, missing, n, spread, spread_rest, tl.abs(gain) * spread, entropy, entropy_rest, gap,
+            -log_others, 1.0 / squares_rest, 1.0 / rest,
+        )  # fmt: skip
+        horizon, horizon_rest = 1.0 + tl.exp(tl.abs(gain) * spread), 1.0 + tl.exp(tl.abs(gain) * spread_rest)
+        _store(wide, at, inside, total, missing, (horizon, tl.where(alone, float("nan"), horizon_rest)))

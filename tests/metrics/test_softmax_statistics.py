@@ -1,0 +1,261 @@
+"""The kernels behind the sums: exact statistics of these sums, no worse than the plain formula, in a few operations."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.metrics import fused_rows
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_ROW
+from attnorm.metrics.normalized import Choice, resolve_normalizers
+from attnorm.metrics.reference import dense_logits, dense_visible
+from attnorm.metrics.rows import _finished, measure_by_kernel
+from attnorm.metrics.softmax_rows import RowSums
+from attnorm.normalizers import get
+from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
+from tests.fast_interpreter import speed_up_interpreter
+from tests.metrics.calls import HEADS, KEY_HEADS, WIDTH, left_padding, make_call
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+
+speed_up_interpreter()
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PUBLIC = [
+    "max_logit", "min_logit", "logsumexp", "entropy_nats", "effective_keys", "max_weight", "sink_mass", "row_sum",
+    "jacobian_norm",
+]  # fmt: skip
+ALL = [*PER_ROW, "min_logit", "logsumexp"]
+SIZES = (0.0, 1e-4, 1e-2, 1.0, 10.0, 300.0, 1e4)
+KEYS = (0, 1, 2, 3, 4, 9, 64)
+
+
+def logits_of_rows() -> tuple[Tensor, Tensor]:
+    """Logits (rows, 64) of every size, -inf at hidden keys, with sinks below, above and between; and visible keys."""
+    generator = torch.Generator().manual_seed(0)
+    n = torch.tensor([n for n in KEYS for _ in SIZES for _ in range(4)])
+    size = torch.tensor([size for _ in KEYS for size in SIZES for _ in range(4)], dtype=torch.float64)
+    z = size[:, None] * torch.randn(len(n), KEYS[-1], generator=generator, dtype=torch.float64)
+    z[1::4, 0] += 30
+    z[2::4, 0] -= 30
+    z[3::4, 5:9] = z[3::4, 4:5]  # equal keys
+    return z.masked_fill(torch.arange(KEYS[-1]) >= n[:, None], -math.inf), n
+
+
+def scaled(z: Tensor, gain: Tensor) -> Tensor:
+    return (z * gain[:, None]).masked_fill(z.isinf(), -math.inf)
+
+
+def sums_of(z: Tensor, n: Tensor, gain: Tensor) -> Tensor:
+    """What kernels/softmax_sums.py returns for these logits, (11, rows)."""
+    others = scaled(z, gain)[:, 1:].sort(descending=True).values
+    level, runner_up = others[:, 0], others[:, 1]
+    x = torch.where(n[:, None] > 2, others[:, 1:] - runner_up[:, None], -math.inf)
+    e = x.exp()
+    plain = z[:, 1:]
+    columns = [
+        n.double(), z[:, 0].nan_to_num(neginf=0.0), plain.amax(-1), plain.masked_fill(plain.isinf(), math.inf).amin(-1),
+        level, runner_up, e.sum(-1), torch.where(e > 0, e * x, 0.0).sum(-1), *(e.pow(p).sum(-1) for p in (2, 3, 4)),
+    ]  # fmt: skip
+    return torch.stack(columns).float()
+
+
+def entries_of(sums: RowSums, drop: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+    sink, learned = (z.clamp(max=300).exp() for z in (sums.sink, sums.learned))
+    return sink, (n > 1).double(), drop.exp(), learned
+
+
+def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Callable[[Tensor], Tensor] | None) -> dict:
+    """The statistics of the same sums by the code for blocks of logits, in float64. poles: sums at a root."""
+    n, first, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = columns.double()
+    level = torch.where(n > 1, level, first * gain)
+    some = s1 != 0
+    drop = torch.where(some, runner_up - level, -math.inf)
+    fall = torch.where(some, drop, 0.0)
+    scale = drop.exp()
+    log_others, tilt = drop + s1.log(), scale * (tilt + fall * s1)
+    none = torch.zeros_like(n)
+    sums = RowSums(level, first * gain - level, learned_sink - level, log_others, tilt, scale.square() * s2, none)
+    sink, one, second, learned = entries_of(sums, drop, n)
+    smaller = torch.minimum(sink, one)
+    ends = torch.maximum(sink, one), torch.maximum(smaller, second)
+    moments = [(m - 1).clamp(min=0) * second**power for power, m in enumerate((s1, s2, s3, s4), start=1)]
+    root = rank_one_root_of_moments(*ends, torch.minimum(smaller, second), moments, learned)
+    if poles is not None:
+        x = root.float().double()
+        ratio = torch.where(sink < one, sink / (x - sink), 0.0)
+        p, squares = poles(x).double()
+        improved = improved_root(*ends, x, p + ratio, squares + ratio.square(), learned)
+        root = torch.where(improved.isfinite(), improved, root)
+    found = {"sums": torch.stack(sums._replace(root=root), -1), "gain": gain.abs()[:, None]}
+    limits = {"n": n.long()[:, None], "logits": torch.stack([first, largest, smallest], -1)}
+    return _finished(limits, found, (), ALL).values
+
+
+@pytest.mark.parametrize("improve", [False, True])
+@pytest.mark.parametrize("rule", ["plain", "factor", "learned sink", "both"])
+def test_every_number_is_that_of_the_sums_in_float64(rule: str, improve: bool) -> None:
+    from attnorm.kernels import softmax_statistics as kernels
+    from attnorm.kernels.softmax_root import softmax_root
+
+    z, n = logits_of_rows()
+    gain = torch.ones(len(n), dtype=torch.float64)
+    if rule in ("factor", "both"):
+        gain = torch.tensor([-2.0, -0.5, 0.0, 0.5, 2.0], dtype=torch.float64).repeat(len(n))[: len(n)]
+    sink = torch.tensor([-math.inf]) if rule in ("plain", "factor") else torch.tensor([1.5])
+    columns = sums_of(z, n, gain)
+    u = (scaled(z, gain)[:, 1:] - torch.where(n > 1, columns[4].double(), 0.0)[:, None]).exp()
+
+    def poles(x: Tensor) -> Tensor:
+        q = torch.where(u < x[:, None], u / (x[:, None] - u), 0.0)
+        return torch.stack([q.sum(-1), q.square().sum(-1)]).float()
+
+    expected = expected_of(columns, gain, sink.double(), poles if improve else None)
+    sums = columns[:, None, None].contiguous().to(DEVICE)
+    factor = gain.float()[None, None, :, None].to(DEVICE) if rule in ("factor", "both") else None
+    learned = None if sink.isinf() else sink.to(DEVICE)
+    roots = pole_sums = None
+    shape = sums.shape[1:]
+    if improve:
+        roots = torch.full(shape, math.nan, dtype=torch.float64, device=DEVICE)
+        fused_rows._run_on_rows(softmax_root, sums, factor, learned, roots, None)
+        pole_sums = poles(roots[0, 0].cpu().float().double())[:, None, None].contiguous().to(DEVICE)
+    outputs = [
+        torch.full((len(names), *shape), math.nan, dtype=dtype, device=DEVICE)
+        for names, dtype in (
+            (kernels.NUMBERS, torch.float32),
+            (kernels.MORE_NUMBERS, torch.float32),
+            (kernels.WIDE_NUMBERS, torch.float64),
+        )
+    ]
+    count = torch.full(shape, -1, device=DEVICE)
+    broken = torch.full(shape, 2, dtype=torch.uint8, device=DEVICE)
+    fused_rows._run_on_rows(
+        kernels.softmax_statistics, sums, factor, learned, roots, pole_sums, *outputs, count, broken, MORE=True
+    )
+    assert torch.equal(count[0, 0].cpu(), n)
+    assert not broken.any()
+    names = (*kernels.NUMBERS, *kernels.MORE_NUMBERS, *kernels.WIDE_NUMBERS)
+    found = {name: t[0, 0].cpu().double() for name, t in zip(names, (t for o in outputs for t in o), strict=True)}
+    assert found.keys() - {"keys_logsumexp"} == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=3e-7, atol=1e-37, equal_nan=True, msg=lambda t, c=name: f"{c}: {t}"
+        )
+    seen = n > 0
+    exact = scaled(z, gain)[seen].logsumexp(-1)
+    torch.testing.assert_close(found["keys_logsumexp"][seen], exact, rtol=1e-6, atol=1e-6)
+
+
+def nearly_equal(keys: int) -> AttentionCall:
+    call = make_call(5, keys, batch=1)
+    call.key_BGKD.mul_(1e-4).add_(1.0)
+    return call
+
+
+CASES = {
+    "random, 63 keys": lambda: make_call(63, batch=1),
+    "random, 100 keys": lambda: make_call(4, 100, batch=1),
+    "random, 2000 keys": lambda: make_call(2, 2000, batch=1),
+    "peaked": lambda: make_call(4, 100, batch=1, size=12.0),
+    "nearly equal": lambda: nearly_equal(100),
+    "huge": lambda: make_call(4, 63, batch=1, size=1e4),
+    "padded": lambda: make_call(33, mask=left_padding(33, 6)),
+    "rows that see nothing": lambda: make_call(12, 7, batch=1),
+}
+
+
+def plain_formulas(call: AttentionCall, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Softmax and its statistics as one would write them down, of the whole matrix."""
+    k = call.key_BGKD.to(dtype).repeat_interleave(HEADS // KEY_HEADS, 1)
+    visible = dense_visible(call)
+    z = (call.query_BHQD.to(dtype) @ k.mT * WIDTH**-0.5).masked_fill(~visible, -math.inf)
+    p = torch.softmax(z, -1)
+    first = visible.int().argmax(-1, keepdim=True)
+    lowest = z.masked_fill(~visible, math.inf).amin(-1)
+    spread = z.amax(-1) - lowest
+    n = visible.sum(-1).to(dtype)
+    found = {
+        "max_logit": z.amax(-1), "min_logit": lowest, "logsumexp": z.logsumexp(-1),
+        "entropy_nats": -torch.xlogy(p, p).sum(-1), "effective_keys": 1 / p.square().sum(-1), "max_weight": p.amax(-1),
+        "sink_mass": p.gather(-1, first).squeeze(-1), "row_sum": p.sum(-1), "logit_spread": spread,
+        "weight_ceiling": 1 / (1 + (n - 1) * torch.exp(-spread)),
+        "entropy_ratio": torch.where(n > 1, -torch.xlogy(p, p).sum(-1) / n.log(), math.nan),
+    }  # fmt: skip
+    return {name: value.masked_fill(n < 1, math.nan) for name, value in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_number_errs_by_more_than_twice_the_plain_formula(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, 0)  # they are for the Jacobian norm alone
+    call = CASES[case]()
+    found = measured(call, None, ALL)
+    plain, exact = (plain_formulas(call, dtype) for dtype in (torch.float32, torch.float64))
+    assert dense_logits(call).abs().max() > 1e3 or case != "huge"
+    for name, value in exact.items():
+        got = found[name].cpu().double()
+        assert torch.equal(got.isnan(), value.isnan()), name
+        rounding = 2 * torch.finfo(torch.float32).eps * value.nan_to_num().abs().max()
+        worst, naive = ((v - value).nan_to_num().abs().max() for v in (got, plain[name].double()))
+        assert worst <= 2 * naive + rounding, (name, float(worst), float(naive))
+
+
+def measured(call: AttentionCall, choice: Choice, names: list[str]) -> dict[str, Tensor]:
+    moved = {name: t.to(DEVICE) for name, t in vars(call).items() if isinstance(t, Tensor)}
+    call = replace(call, **moved)
+    rows = torch.arange(call.query_BHQD.shape[2])
+    (found,) = measure_by_kernel(call, resolve_normalizers(call, [choice]), rows, (), names).values()
+    return found.values
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to do, outside of the kernels' own launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that run; the interpreter's own copies of tensors are not counted as calls."""
+    ran: list[str] = []
+
+    def unseen(run: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def launch(*args: object, **options: object) -> Tensor | None:
+            ran.append(next(a.__name__ for a in args if hasattr(a, "__getitem__") and hasattr(a, "__name__")))
+            with _disable_current_modes():
+                return run(*args, **options)
+
+        return launch
+
+    monkeypatch.setattr(fused_rows, "_run_on_rows", unseen(fused_rows._run_on_rows))
+    monkeypatch.setattr(fused_rows._Launch, "_run", unseen(fused_rows._Launch._run))
+    return ran
+
+
+@pytest.mark.parametrize(("passes", "kernels"), [(0, 2), (1, 4), (2, 6)])
+@pytest.mark.parametrize("choice", [None, get("sink", heads=HEADS, logit=1.5)], ids=["softmax", "sink"])
+def test_a_few_operations_around_the_kernels(
+    choice: Choice, passes: int, kernels: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, passes)
+    call = make_call(5, batch=1)
+    for names, most in ((PUBLIC, 12), (PER_ROW, 14)):
+        launches.clear()
+        with Calls() as calls:
+            measured(call, choice, [*names])
+        assert len(launches) == kernels
+        assert launches[0] == "softmax_sums"
+        assert launches[-1] == "softmax_statistics"
+        assert calls.count <= most + 2 * passes
