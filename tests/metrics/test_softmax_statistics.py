@@ -20,7 +20,7 @@ from attnorm.metrics.softmax_rows import RowSums
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
-from tests.metrics.calls import HEADS, KEY_HEADS, WIDTH, left_padding, make_call
+from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, WIDTH, left_padding, make_call
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
@@ -262,3 +262,13 @@ def test_a_few_operations_around_the_kernels(
         assert launches[0] == "softmax_sums"
         assert launches[-1] == "softmax_statistics"
         assert calls.count <= most + 2 * passes
+
+
+@pytest.mark.parametrize("kind", [kind for kind, call in CALLS.items() if call.bias is None])
+def test_visible_keys_are_counted_without_a_pass_over_the_keys(kind: str, launches: list[str]) -> None:
+    call = CALLS[kind]
+    queries = call.query_BHQD.shape[2]
+    for rows in (torch.arange(queries), torch.arange(0, queries, 3)):
+        found = fused_rows.visible_keys(on_device(call), rows)
+        assert torch.equal(found.cpu(), dense_visible(call)[:, :, rows].sum(-1).expand(found.shape))
+    assert not launches

@@ -36,11 +36,37 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
     """How many keys each of these queries sees, (B, H, R)."""
     visibility = Visibility.of(call)
     shape = (*call.query_BHQD.shape[:2], len(rows))
+    rows = _indices(call, rows)
     if visibility.mask is not None:
-        return _Launch.of(call, rows, None).softmax_sums()[0].long()
-    rows = sent_to(call.query_BHQD.device, rows)
+        return _counted(visibility.mask, visibility, rows).expand(shape)
     reach = rows + (visibility.keys - visibility.queries + 1) if visibility.causal else rows * 0 + visibility.keys
-    return reach.clamp(0, visibility.keys).expand(shape)
+    return reach.clamp(0, visibility.keys).long().expand(shape)
+
+
+def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
+    """What the mask (b, h, 1 or Q, K) leaves of the keys, (b, h, R)."""
+    from attnorm.kernels.visible_keys import visible_keys
+
+    queries, keys = visibility.queries, visibility.keys
+    mask = mask.expand(*mask.shape[:2], queries, keys)
+    n = torch.empty((*mask.shape[:2], len(rows)), dtype=torch.int64, device=mask.device)
+    if n.numel():
+        row_tile, key_tile = 16, 256
+        programs = -(-len(rows) // row_tile) * mask.shape[0] * mask.shape[1]
+        with _current(mask):
+            visible_keys[(programs,)](
+                mask.view(torch.uint8), rows, n, *mask.stride(), mask.shape[1], len(rows), keys, keys - queries,
+                CAUSAL=visibility.causal, ROWS=row_tile, KEYS=key_tile,
+            )  # fmt: skip
+    return n
+
+
+def _indices(call: AttentionCall, rows: Tensor) -> Tensor:
+    """The indices of the queries on their device, in int32."""
+    query = call.query_BHQD
+    if len(rows) == query.shape[2]:
+        return torch.arange(len(rows), dtype=torch.int32, device=query.device)
+    return sent_to(query.device, rows).to(torch.int32)
 
 
 def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tensor) -> Tensor:
@@ -158,11 +184,8 @@ class _Launch:
         visibility = Visibility.of(call)
         query, key = call.query_BHQD, call.key_BGKD
         batch, heads, queries, _ = query.shape
-        if len(rows) == queries:
-            q, rows = query, torch.arange(queries, dtype=torch.int32, device=query.device)
-        else:
-            rows = sent_to(query.device, rows)
-            q, rows = query[:, :, rows], rows.to(torch.int32)
+        rows = _indices(call, rows)
+        q = query if len(rows) == queries else query[:, :, rows]
         q, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, key))
         if factor is not None:
             factor = factor.float().expand(batch, heads, len(rows), 1).contiguous()
