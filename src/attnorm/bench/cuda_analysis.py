@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnorm.attention import attention
 from attnorm.bench.model_passes import LOGIT_DEVIATION, TOP_N, VOCABULARY, tokens
 from attnorm.bench.results import ModelRun, Ratio
-from attnorm.bench.timing import Timed, time_alternating
+from attnorm.bench.timing import time_alternating
 from attnorm.metrics.attention_statistics import attention_statistics
 
 GIBIBYTE = 2**30
@@ -153,15 +154,17 @@ def _against_plain(
 def _statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]:
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     _, heads, length, width = size
-    timed = time_alternating(
-        _finished(partial(attention_statistics, q, k, causal=True)), _finished(partial(_cudnn, q, k, v)),
-        rounds=1 if quick else 5,
-    )  # fmt: skip
-    yield Ratio(
-        topic=f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal",
-        what=f"attention_statistics, {heads} heads, width {width}, L = {length:,}", against="cuDNN attention",
-        target=None if quick else 1 / 1.2, **asdict(Timed(timed.ours_ms, timed.theirs_ms, timed.speedup)),
-    )  # fmt: skip
+    topic = f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal"
+    shape = f"{heads} heads, width {width}, L = {length:,}"
+    for what, ours, most in (
+        ("attention_statistics", partial(attention_statistics, q, k, causal=True), 1.2),
+        ("attention with return_statistics", partial(attention, q, k, v, causal=True, return_statistics=True), 2.0),
+    ):
+        timed = time_alternating(_finished(ours), _finished(partial(_cudnn, q, k, v)), rounds=1 if quick else 5)
+        yield Ratio(
+            topic=topic, what=f"{what}, {shape}", against="cuDNN attention", target=None if quick else 1 / most,
+            **asdict(timed),
+        )  # fmt: skip
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
