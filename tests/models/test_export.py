@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnorm
+from attnorm.normalizers.graph import is_exporting
 
 TRACED, LONGER = 9, 70
 
@@ -68,3 +69,15 @@ def test_onnxruntime_computes_what_torch_computes(tmp_path) -> None:
         found = torch.from_numpy(session.run(None, given)[0])
         truth, eager = exact(tokens(length)), model(tokens(length))
         assert (found - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-6
+
+
+class Exporting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if is_exporting() else x - 1
+
+
+def test_a_compiled_graph_is_not_an_exported_one() -> None:
+    x, module = torch.zeros(2), Exporting()
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), x - 1)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(module, (x,), strict=strict).module()(x), x + 1), f"{strict=}"

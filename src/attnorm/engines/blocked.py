@@ -14,6 +14,7 @@ from torch.func import functional_call
 from attnorm.engines.inputs import HALF, Inputs, transformed, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.graph import is_exporting
 
 # Elements of one block's logits. Backward of the widest maps holds about forty arrays of this size, 4 MB each. A GPU
 # needs larger blocks to be busy, and has the memory.
@@ -33,7 +34,7 @@ def blocked(
     dtype = inputs.q_BHQD.dtype
     q, k, v = _working(inputs)
     # No rule for transforms: in one block torch derives everything. An exported graph has no loop over blocks.
-    if transformed() or torch.compiler.is_exporting() or run.rows >= inputs.queries:
+    if transformed() or is_exporting() or run.rows >= inputs.queries:
         whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
     if inputs.dropout > 0:

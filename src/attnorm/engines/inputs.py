@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.graph import is_exporting
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT16_ROOM = 2.0**8
@@ -127,7 +128,7 @@ class Inputs:
 
     def steps(self, rows: int) -> Iterator[tuple[int, int]]:
         """The queries in spans of `rows`; one empty span where there are none. All at once in an exported graph."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             yield 0, self.queries
             return
         for start in range(0, max(self.queries, 1), rows):

@@ -23,6 +23,7 @@ from attnorm.models.layer_input import READ, KeyGates, SecondQueries
 from attnorm.models.private_names import kernel_name
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
+from attnorm.normalizers.graph import is_exporting
 
 READABLE = ("sdpa", "eager")
 
@@ -161,7 +162,7 @@ def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: 
             f"{mechanism.name!r} has no logits to which the model's attention could apply {what}; "
             "take a normalizer (attnorm.available() lists them), or a model without it"
         )
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise NotImplementedError(
             f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which looks at the "
             "values of the mask. Export a model with a normalizer whose kind is row (attnorm normalizers lists them)."

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnorm.normalizers.graph import is_exporting
+
 
 class Newton(NamedTuple):
     """How far rows are from done at their present thresholds, (..., 1), and the slope of that."""
@@ -54,7 +56,7 @@ def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: 
 
 def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | None) -> Tensor:
     steps = FIXED_STEPS
-    grouped = None if torch.compiler.is_exporting() else _in_groups(y)[0]  # an exported length may vary
+    grouped = None if is_exporting() else _in_groups(y)[0]  # an exported length may vary
     if grouped is not None and grouped.shape[-1] >= LEAST_GROUPS:
         leaders = first = grouped.amax(-2)
         for _ in range(FIXED_STEPS):
