@@ -1,5 +1,9 @@
 """On CUDA every engine must agree with the float64 reference, values and gradients. Skipped without a GPU."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -123,3 +127,17 @@ def test_mechanisms_match_their_cpu_result(name):
     on_cpu = attnorm.attention(*(t.cpu().double() for t in (q, k, v)), mechanism.double().cpu())
     on_gpu = attnorm.attention(q, k, v, mechanism.float().cuda())
     assert (on_gpu.cpu().double() - on_cpu).norm() / on_cpu.norm() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["sink", "softpick", "entmax15", "stick_breaking", "topk"])
+def test_a_graph_contains_the_kernel_that_eager_mode_runs(name: str) -> None:
+    operators: set[str] = set()
+
+    def read(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    q, k, v = (torch.randn(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    call = partial(attnorm.attention, normalizer=attnorm.get(name).cuda(), causal=True)
+    torch.compile(call, backend=read, fullgraph=True)(q, k, v)
+    assert any(operator.startswith("attnorm.") and "attention" in operator for operator in operators), operators
