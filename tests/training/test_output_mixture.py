@@ -11,82 +11,22 @@ from torch.nn import functional as F
 
 import attnorm
 from attnorm.models.load import load
-from attnorm.models.output_head import MixtureHead, output_of, parse_output, set_output
+from attnorm.models.output_head import output_of
 from attnorm.training.lm.data import prepare, validation_windows
 from attnorm.training.lm.evaluate import predicted_loss, validation_loss
 from attnorm.training.lm.model import build_model, count_parameters, softmax_of_equal_size
+from tests.models.test_output_head import VOCABULARY, WIDTH, head
 from tests.training.conftest import tiny
 from tests.training.test_lm import assert_equal_runs, metrics
 
 Train = Callable[..., dict[str, Any]]
-WIDTH, VOCABULARY, COMPONENTS = 6, 40, 3
 
 
-def head(kind: str, dtype: torch.dtype = torch.float64) -> MixtureHead:
-    torch.manual_seed(0)
-    made = MixtureHead(torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=dtype)), kind, COMPONENTS)
-    torch.nn.init.normal_(made.attnorm_prior)  # weights that differ
-    return made
-
-
-def probabilities(made: MixtureHead, hidden: torch.Tensor) -> torch.Tensor:
-    """The formulas of the paper for one hidden state (width,)."""
-    weights = torch.softmax(made.attnorm_prior @ hidden, 0)
-    states = [torch.tanh(U @ hidden) for U in made.attnorm_latent.view(COMPONENTS, WIDTH, WIDTH)]
-    if made.kind == "moc":
-        return torch.softmax(made.weight @ sum(w * h for w, h in zip(weights, states, strict=True)), 0)
-    mixed: Any = sum(w * torch.softmax(made.weight @ h, 0) for w, h in zip(weights, states, strict=True))
-    return mixed  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", ["mos", "moc"])
-def test_probabilities_and_gradients_are_those_of_the_formula(kind: str) -> None:
-    made = head(kind)
-    hidden = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(VOCABULARY, (2, 5))
-    expected = torch.stack([probabilities(made, h) for h in hidden.flatten(0, 1)]).view(2, 5, -1)
-    torch.testing.assert_close(torch.softmax(made(hidden).double(), -1), expected, rtol=1e-5, atol=1e-8)
-    plain = -expected.gather(-1, targets[..., None]).log().mean()
-    loss = predicted_loss(hidden, made, targets)
-    torch.testing.assert_close(loss.double(), plain, rtol=1e-6, atol=0)
-    inputs = [hidden, *made.parameters()]
-    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(plain, inputs), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
-
-
-def test_log_probabilities_are_float32_and_finite_in_half_precision() -> None:
-    made = head("mos", torch.float32).bfloat16()
-    found = made(30 * torch.randn(4, WIDTH, dtype=torch.bfloat16))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.logsumexp(-1), torch.zeros(4), rtol=0, atol=1e-5)
-
-
-def test_the_loss_keeps_no_logits_for_the_backward_pass() -> None:
-    """What a plain implementation keeps: K x tokens x vocabulary. Here: nothing with the size of the vocabulary."""
-    made, hidden, targets = head("mos"), torch.randn(7, WIDTH, dtype=torch.float64), torch.randint(VOCABULARY, (7,))
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
-        made.loss(hidden[None], targets[None]).backward()
-    inside = [numel for numel in kept if numel >= 7 * VOCABULARY]
-    assert len(inside) <= COMPONENTS * 2  # seen only while one component is computed again
-    before: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (before.append(t.numel()), t)[1], lambda t: t):
-        made.loss(hidden[None], targets[None])
-    assert max(before) < 7 * VOCABULARY
-
-
-@pytest.mark.parametrize("spec", ["mos", "mos:1", "mos:65", "mos:x", "dos:4", "", "mos:4:2"])
-def test_a_mixture_that_cannot_be(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"mos:K") as error:
-        tiny(output=spec)
-    assert repr(spec) in str(error.value)
-
-
-def test_specs() -> None:
-    assert parse_output("softmax") is None
-    assert parse_output("mos:4") == ("mos", 4)
+def test_the_output_is_saved_with_a_run_only_if_it_was_chosen() -> None:
     assert "output" not in tiny().as_dict()  # folders from before there was a choice continue
     assert tiny(output="moc:2").as_dict()["output"] == "moc:2"
+    with pytest.raises(ValueError, match=r"mos:K.*'mos:65'"):
+        tiny(output="mos:65")
 
 
 def test_both_mixtures_have_equal_parameters_and_the_body_of_the_plain_model() -> None:
@@ -104,13 +44,6 @@ def test_both_mixtures_have_equal_parameters_and_the_body_of_the_plain_model() -
     assert count_parameters(wider) == equal["parameters"] >= sizes["mos:4"]
     narrower = build_model(tiny(architecture="llama", width=equal["width"] - 4), vocabulary=300, end_of_text=0)
     assert count_parameters(narrower) < sizes["mos:4"]
-
-
-def test_an_output_layer_with_a_bias_is_refused() -> None:
-    model = build_model(tiny(), vocabulary=300, end_of_text=0)
-    model.lm_head = torch.nn.Linear(32, 300)
-    with pytest.raises(ValueError, match=r"mos:4.*bias=True"):
-        set_output(model, "mos:4")
 
 
 @pytest.fixture(scope="module")
