@@ -17,6 +17,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
+from attnorm.metrics.sampling import spread
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
@@ -85,6 +86,31 @@ def test_a_learned_sink_of_a_normalizer() -> None:
 
 def test_some_rows_only() -> None:
     assert_exact(CALLS["long"], None, rows=torch.tensor([0, 3, 4, 70, 150, 151, 152, 299]))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 7), (7, 3), (1, 4)])
+def test_how_many_keys_a_query_sees(queries: int, keys: int) -> None:
+    rows = torch.arange(queries)
+    for causal in (True, False):
+        call = on_device(make_call(queries, keys, causal=causal))
+        expected = [max(0, row + 1 + keys - queries) if causal else keys for row in range(queries)]
+        assert fused_rows.visible_keys(call, rows)[1, 2].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["causal", "one row of a mask", "a row per query"])
+def test_masses_are_those_of_the_later_rows_unless_each_has_a_mask_of_its_own(kind: str) -> None:
+    mask = {
+        "causal": None,
+        "one row of a mask": torch.ones(2, 1, 1, 7),
+        "a row per query": torch.ones(2, 1, 7, 7).tril(),
+    }
+    shown = mask[kind]
+    call = on_device(make_call(7, batch=1, mask=None if shown is None else shown.bool()))
+    chosen = resolve_normalizers(call, [None])
+    rows = torch.arange(7)
+    (found,) = measure_by_kernel(call, chosen, rows, TOP_N, mass_rows=2).values()
+    known = found.top_mass[0, 0, :, 0].isfinite().cpu().nonzero().flatten()
+    assert torch.equal(known, spread(rows if kind == "a row per query" else rows[3:], 2))
 
 
 def test_equal_keys_at_the_top() -> None:

@@ -1,18 +1,27 @@
 """Sizes of one, and shapes that broadcast: what a general case does not show."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
+from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics import reference
+from attnorm.metrics.attention_statistics import statistics_of
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.isotropy import isotropy
-from attnorm.metrics.jacobian import jacobian_norm
+from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import RowsBlock
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sensitivity import measure_sensitivity
+from attnorm.metrics.statistics_operator import compiled_statistics
 from attnorm.metrics.summary import summarise
-from attnorm.normalizers import Normalizer, get
+from attnorm.normalizers import Normalizer, Sink, compose, get
+from tests.metrics.calls import make_call
 
 
 def call(**more: object) -> AttentionCall:
@@ -74,3 +83,50 @@ def test_a_kernel_whose_values_are_all_zero_has_a_jacobian_of_zero() -> None:
     found = jacobian_norm(normalizer, block, normalizer.weights(block))
     assert found is not None
     assert found.tolist() == [[[0.0] * 3] * 2]
+
+
+@pytest.mark.parametrize("queries", [1, 2, 6])
+@pytest.mark.parametrize("sink", [None, 0.7])
+@pytest.mark.parametrize("rows", ["none", "one", "each"])
+def test_the_operator_of_compiled_functions_gives_the_numbers_of_eager_ones(
+    queries: int, sink: float | None, rows: str
+) -> None:
+    """A mask of one row is combined with causality by the operator, one of a row per query before it."""
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(2, heads, length, 4, generator=generator) for heads, length in ((4, queries), (2, 7)))
+    shape = {"none": None, "one": (2, 1, 1, 7), "each": (2, 1, queries, 7)}[rows]
+    mask = None if shape is None else torch.rand(shape, generator=generator) < 0.8
+    learned = None if sink is None else Sink(sink, heads=4)
+    normalizer = compose(scale="ssmax", sink=learned)
+    inputs = validate_inputs(q, k, k, mask=mask, causal=True, scale=0.6, positions=None)
+    names = ["entropy_nats", "max_logit", "row_sum"]
+    n, *values, mass = compiled_statistics(inputs, normalizer, names, (1, 3))
+    found = statistics_of(inputs, normalizer, (1, 3))
+    assert torch.equal(n, found.n)
+    assert torch.equal(found.n, inputs.n().squeeze(-1).long().expand(2, 4, queries))
+    for value, name in zip(values, ("entropy", "max_logit", "row_sum"), strict=True):
+        torch.testing.assert_close(value, getattr(found, name), equal_nan=True)
+    torch.testing.assert_close(mass, found.top_mass, equal_nan=True)
+
+
+def test_a_row_of_one_key_that_is_not_finite_is_broken_and_a_row_of_none_is_not() -> None:
+    given = call(mask=torch.arange(6).ge(1).expand(1, 1, 6, 6).tril())
+    given.key_BGKD[:, :, 1] = math.nan
+    (found,) = measure_rows(given, [None], torch.arange(6), (1,)).values()
+    assert found.n[0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.broken[0, 0].tolist() == [False, True, True, True, True, True]
+
+
+def test_the_range_that_a_metric_cannot_leave() -> None:
+    ranges = {metric.name: metric.bounded for metric in METRICS if metric.bounded is not None}
+    assert ranges.pop("mean_cosine") == (-1, 1)
+    assert set(ranges.values()) == {(0, 1)}  # shares, weights and scores
+    assert {"entropy_ratio", "max_weight", "sink_mass", "output_gate", "induction"} <= set(ranges)
+
+
+def test_every_row_has_a_norm_where_there_are_few_of_a_map_without_a_closed_form() -> None:
+    for count in (1, 3, POWER_ROWS, POWER_ROWS + 2):
+        rows = torch.arange(20 - count, 20)
+        (found,) = measure_sensitivity(make_call(20), ["softpick"], rows, (0.5, 1.0), (0.1,)).values()
+        known = found["jacobian_norm"].isfinite().all(-1)[0, 0]
+        assert known.tolist() == [row >= count - POWER_ROWS for row in range(count)]

@@ -1,12 +1,13 @@
 """describe(), its fingerprint, and how far a model reaches."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from attnorm.models.describe import describe, fingerprint, longest_context, position_kind
+from attnorm.models.describe import _positions, describe, fingerprint, longest_context, position_kind
 from attnorm.models.load import LoadedModel, load
 from tests.models.families import tiny
 
@@ -113,3 +114,48 @@ def test_weights_that_are_elsewhere_are_no_obstacle() -> None:
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(tiny("llama"), execution_device="cpu")
     assert len(fingerprint(offloaded)) == 64
+
+
+class SinusoidTable(torch.nn.Embedding):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tables", "kind", "rows"),
+    [
+        ({"wpe": (torch.nn.Embedding, True, 9)}, "learned", 9),
+        ({"wpe": (torch.nn.Embedding, False, 9)}, "learned", 9),  # frozen, but not a table of sines
+        ({"embed_positions": (SinusoidTable, True, 7)}, "sinusoidal", 7),
+        ({"embed_positions": (SinusoidTable, False, 7)}, "sinusoidal", 7),
+        ({"embed_positions": (SinusoidTable, False, 7), "pos_emb": (torch.nn.Embedding, True, 5)}, "learned", 5),
+        ({"embed_positions": (SinusoidTable, False, 7), "pos_emb": (torch.nn.Embedding, False, 5)}, "sinusoidal", 5),
+        ({"token_table": (torch.nn.Embedding, True, 9)}, "none", None),
+        ({"relative_bias": (torch.nn.Embedding, True, 9)}, "relative", None),
+    ],
+)
+def test_positions_are_of_the_kind_of_the_tables(tables: dict[str, Any], kind: str, rows: int | None) -> None:
+    model = torch.nn.Module()
+    for name, (table, trained, size) in tables.items():
+        setattr(model, name, table(size, 3))
+        getattr(model, name).weight.requires_grad_(trained)
+    assert _positions(model) == (kind, rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"), [((1, 9, 3), ("learned", 9)), ((9, 3), ("learned", 9)), ((9,), ("none", None))]
+)
+def test_positions_may_be_a_parameter(shape: tuple[int, ...], found: tuple[str, int | None]) -> None:
+    model = torch.nn.Module()
+    model.pos_embed = torch.nn.Parameter(torch.zeros(shape))
+    assert _positions(model) == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("offset", "padding", "rows"), [(None, None, 9), (2, None, 7), (None, 1, 7), (None, 0, 8), (3, 1, 6)]
+)
+def test_rows_that_no_token_uses_do_not_count(offset: int | None, padding: int | None, rows: int) -> None:
+    model = torch.nn.Module()
+    model.wpe = torch.nn.Embedding(9, 3, padding_idx=padding)
+    if offset is not None:
+        model.wpe.offset = offset
+    assert _positions(model) == ("learned", rows)  # type: ignore[arg-type]

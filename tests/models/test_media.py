@@ -99,6 +99,38 @@ def test_what_cannot_be_read_is_named(vit_folder: Path, image: Path, tmp_path: P
         attnorm.analyze("bundled", Media(image, "image"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "samples", "expected"),
+    [
+        ("8 bits", np.array([0, 64, 128, 192, 255], dtype=np.uint8), [-1, -0.5, 0, 0.5, 127 / 128]),
+        ("16 bits", np.array([-32768, 0, 16384], dtype=np.int16), [-1, 0, 0.5]),
+        ("32 bits", np.array([-(2**31), 0, 2**30], dtype=np.int32), [-1, 0, 0.5]),
+        ("floating", np.array([-0.25, 0, 0.75], dtype=np.float32), [-0.25, 0, 0.75]),
+        ("two channels", np.array([[8192, -8192], [16384, 0]], dtype=np.int16), [0, 0.25]),
+    ],
+)
+def test_samples_lie_between_minus_1_and_1(
+    kind: str, samples: np.ndarray, expected: list[float], tmp_path: Path
+) -> None:
+    wavfile.write(tmp_path / "a.wav", 8000, samples)
+    assert _read_sound(tmp_path / "a.wav", 8000).tolist() == pytest.approx(expected)
+
+
+def test_errors_of_files_and_processors_say_why(
+    vit_folder: Path, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"lost\.png.*No such file"):
+        attnorm.analyze(vit_folder, Media(tmp_path / "lost.png", "image"))
+    for error, reason in ((OSError("a reason. And more\nlines"), r"\(a reason\)"), (KeyError(), r"\(KeyError\)")):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("transformers.AutoImageProcessor.from_pretrained", fails)
+        with pytest.raises(ValueError, match=reason):
+            attnorm.analyze(vit_folder, Media(image, "image"))
+
+
 def test_a_missing_pillow_is_named(vit_folder: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.models.media.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install pillow"):

@@ -6,7 +6,7 @@ from torch import nn
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.query_key_origin import _matrices, before_rotation, projections
+from attnorm.models.query_key_origin import _matrices, _same_norms, before_rotation, projections
 from tests.models.tiny import tiny
 
 
@@ -102,3 +102,13 @@ def test_a_model_that_does_not_rotate_gives_none() -> None:
     with torch.no_grad(), before_rotation(model) as before, observe(model, lambda call: found.append(before.of(call))):
         model(torch.arange(3, 23)[None])
     assert found == [None, None]
+
+
+@pytest.mark.parametrize(("size", "floor"), [(1.0, 1.0), (0.0, 1e-6), (1e3, 1e3)])
+def test_a_rotation_may_change_norms_by_one_percent(size: float, floor: float) -> None:
+    plain = torch.zeros(2, 3, 4)
+    plain[..., 0] = size
+    for share, same in ((0.995, True), (1.005, False)):
+        moved = plain.clone()
+        moved[1, 2, 0] += share * 0.01 * floor
+        assert _same_norms(moved, plain) == same

@@ -174,3 +174,75 @@ def test_masks_and_scores_are_computed_up_to_a_number_of_scores(monkeypatch: pyt
         monkeypatch.setattr(flex_calls, "LARGEST", 2 * 3 * 4 * 5 - 1)
         with pytest.raises(UnsupportedModel, match=name):
             call()
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_a_block_mask_is_read_for_every_item_and_head_over_several_blocks(batch: int, heads: int) -> None:
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i + b) % (h + 2) <= j
+
+    blocks = create_block_mask(rule, batch, heads, 8, 10, device="cpu", BLOCK_SIZE=2)
+    found = flex_calls._masked(blocks.as_tuple(), 8, 10, torch.device("cpu"))
+    where = itertools.product(range(batch), range(heads), range(8), range(10))
+    expected = torch.tensor([(i + b) % (h + 2) <= j for b, h, i, j in where]).reshape(batch, heads, 8, 10)
+    assert found.mask is not None
+    assert torch.equal(found.mask, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [None, 1, 4])
+@pytest.mark.parametrize("hides", ["nothing", "later keys", "one key"])
+def test_a_score_mod_hides_what_it_sets_to_minus_infinity_beside_the_mask(
+    causal: bool, rows: int | None, hides: str
+) -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        hidden = {"nothing": j < 0, "later keys": j > i, "one key": j == 1}[hides]
+        return torch.where(hidden, -torch.inf, s + 0.5 * h)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, 4, 8, generator=generator) for _ in range(2))
+    mask = None if rows is None else torch.tensor([True, True, False, True]).expand(1, 1, rows, 4)
+    found = flex_calls._scored(q, k, score, 0.5, Visible(causal=causal, mask=mask))
+    ordered = torch.ones(4, 4, dtype=torch.bool).tril()
+    other = {"nothing": torch.ones(4, 4).bool(), "later keys": ordered, "one key": torch.arange(4) != 1}[hides]
+    expected = (ordered if causal else True) & other & (True if mask is None else mask)
+    seen = (ordered if found.causal else True) & (torch.tensor(True) if found.mask is None else found.mask)
+    assert torch.equal(seen.expand(2, 3, 4, 4), expected.expand(2, 3, 4, 4))
+    assert found.bias is not None
+    added = found.bias.expand(2, 3, 4, 4)[expected.expand(2, 3, 4, 4)]
+    torch.testing.assert_close(
+        added, (0.5 * torch.arange(3)[:, None, None]).expand(2, 3, 4, 4)[expected.expand(2, 3, 4, 4)]
+    )
+    if rows == 1 and hides in ("nothing", "later keys"):  # a padding mask stays one, so that rows keep their order
+        assert found.causal == (causal or hides == "later keys")
+        assert found.mask is not None
+        assert found.mask.shape[-2] == 1
+
+
+@pytest.mark.parametrize("given", ["neither", "keys", "values", "both"])
+def test_biases_of_keys_and_values_are_appended_together(given: str) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2)
+    x, bias_k, bias_v = torch.randn(4, 2, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+    call = read_multi_head_attention(
+        x, x, x, 8, 2, module.in_proj_weight, module.in_proj_bias, bias_k if given in ("keys", "both") else None,
+        bias_v if given in ("values", "both") else None, False, 0.0, module.out_proj.weight, module.out_proj.bias,
+    )  # fmt: skip
+    assert call.key_BGKD.shape[2] == call.value_BGKE.shape[2] == (5 if given == "both" else 4)
+
+
+def test_given_keys_and_values_replace_the_projected_ones() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2)
+    query, other = torch.randn(3, 2, 8), torch.randn(5, 2, 8)
+    keys, values = torch.randn(4, 5, 4), torch.randn(4, 5, 4)  # (batch x heads, keys, width)
+    arguments = (
+        8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0, module.out_proj.weight,
+        module.out_proj.bias,
+    )  # fmt: skip
+    options = {"static_k": keys, "static_v": values}
+    _, weights = F.multi_head_attention_forward(query, other, other, *arguments, average_attn_weights=False, **options)
+    call = read_multi_head_attention(query, other, other, *arguments, **options)
+    torch.testing.assert_close(dense_weights(call).float(), weights, rtol=1e-4, atol=1e-5)
+    assert torch.equal(call.key_BGKD, keys.reshape(2, 2, 5, 4))
+    assert torch.equal(call.value_BGKE, values.reshape(2, 2, 5, 4))

@@ -11,8 +11,9 @@ from torch import Tensor
 from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, compose, get, mixture, register
 from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
 from attnorm.normalizers.checks import CHECKS
+from attnorm.normalizers.checks.gradients import _against_differences
 from attnorm.normalizers.checks.masking import _by_position
-from attnorm.normalizers.checks.promises import _two_level_rows
+from attnorm.normalizers.checks.promises import _farthest, _two_level_rows
 from attnorm.normalizers.checks.subject import CheckedNormalizer
 from attnorm.normalizers.declaration import declare
 from attnorm.normalizers.entmax import Entmax
@@ -304,3 +305,34 @@ def test_complaints_about_a_single_key_name_the_length_of_its_row(factor: float)
     report = check_normalizer(made(lambda block: factor * softmax(block)), raise_on_failure=False)
     (failure,) = (check for check in report.failures if check.name == "single_key")
     assert re.findall(r"visible key of (\d+)", failure.detail) == ["1", "5", "263"]
+
+
+def test_derivatives_are_compared_on_one_item_of_two_rows_at_two_spreads() -> None:
+    subject, seen = CheckedNormalizer(Normalizer(Softmax(), name="softmax"), heads=2, width=3), []
+
+    def record(function: Any, inputs: list[Tensor]) -> bool:
+        seen.append((tuple(inputs[0].shape), float(inputs[0].detach().abs().max())))
+        return True
+
+    assert not list(_against_differences(subject, record))
+    (small, least), (large, most) = seen
+    assert small == large == (1, 2, 2, 5)
+    assert 0.3 < least < 1.5 < 3.0 < most < 15.0
+
+
+def test_the_number_farthest_from_a_target() -> None:
+    assert _farthest(torch.tensor([[0.25, 1.3], [0.9, 1.1]]).double(), 1.0) == 0.25
+    assert _farthest(torch.tensor([-2.0, 1.5]).double(), 0.0) == -2.0
+    assert _farthest(torch.tensor([-2.0, 1.5]).double(), -1.0) == 1.5
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries"])
+def test_weights_of_another_shape_for_an_empty_batch_are_named(empty: str) -> None:
+    class Wider(Normalizer):
+        def forward(self, logits: Tensor, *args: Any, **more: Any) -> Tensor:
+            weights = super().forward(logits, *args, **more)
+            size = logits.shape[0 if empty == "batch" else 2]
+            return weights if size else torch.cat([weights, weights], -1)
+
+    (complaint, *_) = CHECKS["empty_batch"](CheckedNormalizer(Wider(Softmax(), name="wider"), heads=2, width=3))
+    assert re.search(r"\(.*0.*\).*\(.*0.*\)", complaint)

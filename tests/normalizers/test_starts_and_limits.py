@@ -12,6 +12,7 @@ from attnorm.normalizers.alibi import slopes
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Row, bisect, declare, warm_start_of
+from attnorm.normalizers.kernel import FUNCTIONS, Kernel, polynomial
 from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.spec import parse_spec
 from attnorm.normalizers.ssmax import critical_s, neutral_s
@@ -354,3 +355,40 @@ def test_vmap_over_a_learned_alpha_equals_a_loop(heads: int | None, dim: int) ->
 @pytest.mark.parametrize("name", ["softcap", "alibi"])
 def test_a_rule_that_only_flattens_or_shifts_has_the_gain_1(name: str) -> None:
     assert [get(name).rules[0].gain(n) for n in (1, 2, 1000)] == [1.0] * 3
+
+
+def test_a_narrowed_block_has_zeros_at_the_keys_it_hides() -> None:
+    logits = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]])
+    keep = torch.tensor([[True, False, True], [False, True, True]])
+    for mask, expected in (
+        (None, [[1.0, 0.0, 3.0], [0.0, 5.0, 6.0]]),
+        ([True, True, False], [[1.0, 0, 0], [0, 5.0, 0]]),
+    ):
+        block = Block.of(logits, None if mask is None else torch.tensor(mask).expand(2, 3)).narrowed(keep)
+        assert block.logits.tolist() == [expected]
+        assert block.n.flatten().tolist() == ([2, 2] if mask is None else [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        ("exp", ("softmax", 1, None, True)),
+        ("softplus", ("softplus", 1, None, True)),
+        ("elu+1", ("elu+1", 1, None, True)),
+        ("polynomial", ("polynomial", 2, None, False)),  # a power of a logit soon exceeds float16
+        (polynomial(4, 1.5), ("polynomial", 4, 1.5, False)),
+    ],
+)
+def test_the_kernel_of_a_positive_function(function: Any, form: tuple[str, int, float | None, bool]) -> None:
+    found = Kernel(FUNCTIONS[function] if isinstance(function, str) else function).kernel_form()
+    assert found is not None
+    shift = None if found.row_shift is None else float(found.row_shift(torch.tensor([[7.0]])))
+    assert (found.map, found.power, shift, found.float16) == form
+
+
+def test_a_polynomial_is_a_square_by_default() -> None:
+    z = torch.tensor([-3.0, 0.0, 0.5])
+    assert polynomial().value(z).tolist() == [9.0, 0.0, 0.25]
+    assert polynomial().derivative(z).tolist() == [-6.0, 0.0, 1.0]
+    assert polynomial(4, 1.0).value(z).tolist() == [16.0, 1.0, 5.0625]
+    assert polynomial(4, 1.0).derivative(z).tolist() == [-32.0, 4.0, 13.5]
