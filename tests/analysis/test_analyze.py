@@ -15,7 +15,6 @@ from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
-from attnorm.metrics import binned, stacked_calls
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
 from attnorm.models.forward_pass import run
@@ -24,6 +23,7 @@ from attnorm.models.load import load
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from tests.analysis.tiny_models import diffllama, gpt2, ids, llama, t5, vit
+from tests.metrics.as_on_gpu import as_on_gpu
 from tests.metrics.calls import make_call
 
 CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}
@@ -49,12 +49,6 @@ def same(here: Analysis, there: Analysis) -> bool:
     return all(numbers(here.tables[name]) == numbers(there.tables[name]) for name in here.tables)
 
 
-def measure_together(patched: pytest.MonkeyPatch) -> None:
-    """Layers wait for each other as on a GPU. Triton's interpreter would take minutes for the quantiles' kernel."""
-    patched.setattr(stacked_calls, "saves_time", lambda call: True)
-    patched.setattr(binned, "runs_triton", lambda device: False)
-
-
 @pytest.mark.parametrize("make", [gpt2, llama, diffllama])
 def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
     make: Any, monkeypatch: pytest.MonkeyPatch
@@ -66,7 +60,7 @@ def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
     for inputs in (tokens[0], padded):
         alone = analyze(make(), inputs, **options)
         with monkeypatch.context() as patched:
-            measure_together(patched)
+            as_on_gpu(patched)
             together = analyze(make(), inputs, **options)
         for name, table in alone.tables.items():
             assert table.column_names == together.tables[name].column_names
@@ -98,7 +92,7 @@ def test_layers_that_wait_keep_the_tokens_they_came_with(monkeypatch: pytest.Mon
         return found
 
     alone = heads()
-    measure_together(monkeypatch)
+    as_on_gpu(monkeypatch)
     together = heads()
     assert [row["rows"] for row in alone] == [33] * 8 + [12] * 4  # the last: n from 15 to 20
     assert [row["rows"] for row in together] == [row["rows"] for row in alone]

@@ -11,7 +11,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from attnorm.analysis.collect_rows import pool_rows, row_columns, summarise_rows
-from attnorm.analysis.collect_sampled import sampled_columns
+from attnorm.analysis.collect_sampled import ByNormalizer, sampled_columns, sampled_weights
 from attnorm.analysis.layers import FinishedLayers, MeasuredLayer
 from attnorm.analysis.reads import Tokens, listed_reads, token_columns
 from attnorm.analysis.sequences import Sequences, sequences
@@ -19,6 +19,7 @@ from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import length_bins
@@ -27,6 +28,7 @@ from attnorm.normalizers.contract import Normalizer
 
 SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows
 STACKED_BYTES = 2**28  # queries, keys and values that wait on a GPU to be measured together
+SAMPLED_WEIGHTS = 2**21  # of sampled rows of layers that are measured together
 Before = tuple[int, int]  # heads and key/value heads of a layer's earlier calls
 
 
@@ -116,8 +118,6 @@ class Collector:
         calls, self._waiting = self._waiting, []
         if not calls:
             return
-        if SAMPLED & {*self.settings.metrics}:  # they wait for the GPU anyway
-            self._make_tables()
         make_tables = self._measure(calls, (0, 0), self._waiting_tokens)
         self._make_tables()
         self._unfinished.append(make_tables)
@@ -155,13 +155,13 @@ class Collector:
 
         def make_tables() -> None:
             wait()
-            read = reads()
+            read, from_sampled = reads(), sampled()
             layers: list[dict[str, list[pa.Table]]] = [{} for _ in outlines]
             for name, summary in summaries.items():
                 columns = row_columns(summary, self.settings.top_n, kv_heads)
                 columns["heads"]["worst_norm"] = worst[name]
                 columns |= {"reads": read[name]} if name in read else {}
-                for table, of_layers in _numbered(outlines, name, columns, sampled[name], before):
+                for table, of_layers in _numbered(outlines, name, columns, from_sampled[name], before):
                     for tables, of_layer in zip(layers, of_layers, strict=True):
                         tables.setdefault(table, []).append(of_layer)
             found = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
@@ -182,26 +182,51 @@ class Collector:
         tokens: Tensor | None,
         statistics: Sequence[Mapping[str, RowStatistics]],
         longest_bin: tuple[int, int],
-    ) -> dict[str, list[dict[str, Columns]]]:
-        """By normalizer and layer, what sampled rows add to the tables."""
-        found: dict[str, list[dict[str, Columns]]] = {name: [] for name in self.normalizers}
+    ) -> Callable[[], ByNormalizer]:
+        """Measure sampled rows. The result returns by normalizer what they add to the tables, for all layers."""
+        found: ByNormalizer = {name: {} for name in self.normalizers}
         if not SAMPLED & {*self.settings.metrics}:
-            return found
+            return lambda: found
+        at_once = max(1, SAMPLED_WEIGHTS // max(1, sampled_weights(calls[0], self.settings)))
+        inside: list[Tensor] | None = None
+        parts = []
+        for start in range(0, len(calls), at_once):
+            some = calls[start : start + at_once]
+            items = list(sequences(stacked(some), tokens, self.settings.rows))
+            inside = inside or self._inside(items, statistics, longest_bin)
+            long = [Sequences(item.call, item.rows[which]) for item, which in zip(items, inside, strict=True)]
+            parts.append(sampled_columns(long, some, self.normalizers, self.settings))
+
+        def columns() -> ByNormalizer:
+            arrived = [part() for part in parts]
+            return {
+                name: {table: _joined([part[name][table] for part in arrived]) for table in arrived[0][name]}
+                for name in self.normalizers
+            }
+
+        return columns
+
+    def _inside(
+        self,
+        items: Sequence[Sequences],
+        statistics: Sequence[Mapping[str, RowStatistics]],
+        longest_bin: tuple[int, int],
+    ) -> list[Tensor]:
+        """Which rows of each item have the most visible keys; without a mask the GPU need not be asked."""
         first = next(iter(self.normalizers))
-        inside = [(one[first].n >= longest_bin[0]).flatten(0, 1).any(0).cpu() for one in statistics]
-        for call in calls:
-            items = sequences(call, tokens, self.settings.rows)
-            long = [Sequences(item.call, item.rows[some]) for item, some in zip(items, inside, strict=True)]
-            for name, columns in sampled_columns(long, self.normalizers, self.settings).items():
-                found[name].append(columns)
+        found = []
+        for item, of_rows in zip(items, statistics, strict=True):
+            n = known_n(item.call, item.rows)
+            n = of_rows[first].n.flatten(0, 1).amax(0).cpu() if n is None else n
+            found.append(n >= longest_bin[0])
         return found
 
 
 def _longest(item: Sequences, found: Mapping[str, RowStatistics]) -> int:
     """Visible keys of any row; without a mask the GPU need not be asked."""
-    if item.call.mask is None and len(item.rows):
-        keys, queries = item.call.key_BGKD.shape[-2], item.call.query_BHQD.shape[-2]
-        return keys - queries + 1 + int(item.rows[-1]) if item.call.causal else keys
+    n = known_n(item.call, item.rows)
+    if n is not None and len(n):
+        return int(n.max())
     return max((int(one.n.max()) for one in found.values() if one.n.numel()), default=0)
 
 
@@ -209,24 +234,24 @@ def _numbered(
     calls: Sequence[AttentionCall],
     normalizer: str,
     rows: Mapping[str, Columns],
-    sampled: Sequence[Mapping[str, Columns]],
+    sampled: Mapping[str, Columns],
     before: Before,
 ) -> Iterator[tuple[str, list[pa.Table]]]:
-    """Yield each table with its rows for every call. Columns of `rows` have the heads of all calls.
+    """Yield each table with its rows for every call. Columns have the heads of all calls.
 
     Heads of a layer's second call continue the numbers; it has no coverage of its own.
     """
     heads, kv_heads = calls[0].query_BHQD.shape[1], calls[0].key_BGKD.shape[1]
     layers = np.array([call.layer for call in calls])
-    for table in dict.fromkeys([*rows, *(name for one in sampled for name in one)]):
+    for table in dict.fromkeys([*rows, *sampled]):
         if table == "coverage" and before[0]:
             continue
-        columns = {**rows.get(table, {}), **_joined([one[table] for one in sampled if table in one])}
+        columns = {**rows.get(table, {}), **sampled.get(table, {})}
         if table in rows:
             which = columns["head"] // heads
             columns |= {"head": columns["head"] % heads + before[0]}
         else:
-            which = np.repeat(np.arange(len(calls)), len(next(iter(sampled[0][table].values()))))
+            which = np.repeat(np.arange(len(calls)), len(next(iter(columns.values()))) // len(calls))
             columns |= {"head": columns["head"] + before[0]} if "head" in columns else {}
         if "kv_head" in columns:
             columns["kv_head"] = columns["kv_head"] % kv_heads + before[1]
@@ -237,7 +262,7 @@ def _numbered(
 
 
 def _joined(columns: Sequence[Columns]) -> Columns:
-    """Columns of several layers one below the other."""
+    """Columns of some layers, then those of others."""
     return {name: np.concatenate([one[name] for one in columns]) for name in columns[0]} if columns else {}
 
 

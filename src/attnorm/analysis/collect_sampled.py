@@ -1,4 +1,7 @@
-"""The costly metrics, on sampled rows of a layer: distances, separability, isotropy, sensitivity, coverage."""
+"""The costly metrics, on sampled rows of one or more layers: distances, separability, isotropy, sensitivity, coverage.
+
+On a GPU nothing waits here: numbers are on the way when a function returns, and become columns when they have arrived.
+"""
 
 import hashlib
 import warnings
@@ -8,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.analysis.collect_rows import by_head
 from attnorm.analysis.sequences import Sequences, visible_keys
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
+from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.coverage import measure_coverage
+from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.sampling import spread
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -21,14 +24,23 @@ from attnorm.metrics.vectors import measure_vectors
 from attnorm.normalizers.contract import Normalizer
 
 Choices = Sequence[Normalizer | None]
+Generators = list[torch.Generator]
 Numbers = dict[str, dict[str, Tensor]]  # normalizer -> column -> (B, H, R, M)
 ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
+COVERAGE = ("per_head", "union", "independent")
 
 
 def sampled_columns(
-    longest: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
-) -> ByNormalizer:
-    """Return by normalizer and table the columns from sampled rows of `longest`, ordered by head (and N)."""
+    longest: Sequence[Sequences],
+    layers: Sequence[AttentionCall],
+    normalizers: Mapping[str, Normalizer | None],
+    settings: AnalysisSettings,
+) -> Callable[[], ByNormalizer]:
+    """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.stacked_calls).
+
+    The result returns by normalizer and table the columns, ordered by layer, head and N. It may be called once the
+    numbers have arrived from a GPU: see device_sync.arrival.
+    """
     chosen = [
         Sequences(one.call, spread(one.rows, sampled_rows_at(settings, one.call.key_BGKD.shape[-2])))
         for one in longest
@@ -36,33 +48,48 @@ def sampled_columns(
     ]
     found: ByNormalizer = {name: {} for name in normalizers}
     if not chosen:
-        return found
+        return lambda: found
+    tables: dict[str, Callable[[], dict[str, Columns]]] = {}
     if "vectors" in settings.metrics:
         _check_vectors(chosen[0].call, settings)
-        shape = _isotropy(chosen, settings)
-        for name, columns in _vectors(chosen, normalizers, settings).items():
-            found[name] |= {"heads": shape, "top_n": columns}
+        tables["heads"] = _isotropy(chosen, normalizers, settings)
+        tables["top_n"] = _vectors(chosen, layers, normalizers, settings)
     if "sensitivity" in settings.metrics:
-        for name, columns in _sensitivity(chosen, normalizers, settings).items():
-            found[name]["sensitivity"] = columns
+        tables["sensitivity"] = _sensitivity(chosen, layers, normalizers, settings)
     if "coverage" in settings.metrics:
-        for name, columns in _coverage(chosen, normalizers, settings).items():
-            found[name]["coverage"] = columns
-    return found
+        tables["coverage"] = _coverage(chosen, layers, normalizers, settings)
+
+    def columns() -> ByNormalizer:
+        for table, arrived in tables.items():
+            for name, some in arrived().items():
+                found[name][table] = some
+        return found
+
+    return columns
+
+
+def sampled_weights(call: AttentionCall, settings: AnalysisSettings) -> int:
+    """How many weights the sampled rows of a call have at most."""
+    batch, heads, queries, _ = call.query_BHQD.shape
+    keys = call.key_BGKD.shape[-2]
+    return batch * heads * min(sampled_rows_at(settings, keys), queries) * keys
 
 
 def _vectors(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
-) -> dict[str, Columns]:
-    def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
-        return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, generator)
+    chosen: Sequence[Sequences],
+    layers: Sequence[AttentionCall],
+    normalizers: Mapping[str, Normalizer | None],
+    settings: AnalysisSettings,
+) -> Callable[[], dict[str, Columns]]:
+    def measure(one: Sequences, choices: Choices, generators: Generators) -> Numbers:
+        return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, generators)
 
-    pooled = _pooled(chosen, normalizers, measure, f"{settings.seed} vectors")
-    return {
+    arrived = _pooled(chosen, layers, normalizers, measure, f"{settings.seed} vectors")
+    return lambda: {
         name: {column: _over_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
         | {"separability_excess_error": _excess_error(numbers).ravel()}
-        for name, numbers in pooled.items()
+        for name, numbers in arrived().items()
     }
 
 
@@ -75,57 +102,76 @@ def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _sensitivity(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
-) -> dict[str, Columns]:
-    def measure(one: Sequences, choices: Choices, generator: torch.Generator) -> Numbers:
-        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, generator)
+    chosen: Sequence[Sequences],
+    layers: Sequence[AttentionCall],
+    normalizers: Mapping[str, Normalizer | None],
+    settings: AnalysisSettings,
+) -> Callable[[], dict[str, Columns]]:
+    def measure(one: Sequences, choices: Choices, generators: Generators) -> Numbers:
+        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, generators)
 
+    arrived = _pooled(chosen, layers, normalizers, measure, f"{settings.seed} sensitivity")
     heads, temperatures = chosen[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
-        "head": np.repeat(np.arange(heads), len(temperatures)),
+        "head": np.repeat(np.arange(heads) % (heads // len(layers)), len(temperatures)),
         "temperature": np.tile(temperatures, heads),
     }
-    columns: dict[str, Columns] = {}
-    for name, numbers in _pooled(chosen, normalizers, measure, f"{settings.seed} sensitivity").items():
-        columns[name] = {
+
+    def of_one(numbers: Mapping[str, np.ndarray]) -> Columns:
+        means = {column: value for column, value in numbers.items() if column != "bound"}
+        return {
             **key,
             "rows": (~np.isnan(numbers["jacobian_norm"])).sum(1).ravel(),
             "jacobian_norm_max": _over_rows(np.nanmax, numbers["jacobian_norm"]).ravel(),
             "bound": _over_rows(np.nanmax, numbers["bound"]).ravel(),
+            **{column: _over_rows(np.nanmean, value).ravel() for column, value in means.items()},
         }
-        means = {column: value for column, value in numbers.items() if column != "bound"}
-        columns[name] |= {column: _over_rows(np.nanmean, value).ravel() for column, value in means.items()}
-    return columns
+
+    return lambda: {name: of_one(numbers) for name, numbers in arrived().items()}
 
 
 def _coverage(
+    chosen: Sequence[Sequences],
+    layers: Sequence[AttentionCall],
+    normalizers: Mapping[str, Normalizer | None],
+    settings: AnalysisSettings,
+) -> Callable[[], dict[str, Columns]]:
+    choices = list(normalizers.values())
+    parts = [coverage_sums(one.call, choices, one.rows, settings.top_n, len(layers)) for one in chosen]
+    on_the_way = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in normalizers}
+
+    def of_one(name: str) -> Columns:
+        sums, rows = (np.sum([part[index].numpy() for part in on_the_way[name]], axis=0) for index in (0, 1))
+        means = np.where(rows[:, None] > 0, sums / np.maximum(rows, 1)[:, None], np.nan)  # (3, layers, N)
+        return {
+            "top_n": np.tile(settings.top_n, len(layers)),
+            "rows": np.repeat(rows, len(settings.top_n)),
+            **{column: mean.ravel() for column, mean in zip(COVERAGE, means, strict=True)},
+        }
+
+    return lambda: {name: of_one(name) for name in normalizers}
+
+
+def _isotropy(
     chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
-) -> dict[str, Columns]:
-    parts = [measure_coverage(one.call, list(normalizers.values()), one.rows, settings.top_n) for one in chosen]
-    columns: dict[str, Columns] = {}
-    for name in normalizers:
-        rows = sum(part[name].rows for part in parts)
-        columns[name] = {"top_n": np.array(settings.top_n), "rows": np.full(len(settings.top_n), rows)}
-        for column in ("per_head", "union", "independent"):
-            shares = [
-                getattr(part[name], column).double().numpy() * part[name].rows for part in parts if part[name].rows
-            ]
-            columns[name][column] = np.sum(shares, axis=0) / rows if rows else np.full(len(settings.top_n), np.nan)
-    return columns
-
-
-def _isotropy(chosen: Sequence[Sequences], settings: AnalysisSettings) -> Columns:
-    """Return the isotropy of each head's key/value vectors, averaged over sequences."""
+) -> Callable[[], dict[str, Columns]]:
+    """Return the isotropy of each head's key/value vectors, averaged over sequences; the same for all normalizers."""
     heads = chosen[0].call.query_BHQD.shape[1]
-    found: dict[str, list[np.ndarray]] = {"mean_cosine": [], "effective_rank": [], "smallest_distance": []}
+    names = ("mean_cosine", "effective_rank", "smallest_distance")
+    on_the_way = []
     for one in chosen:
         inputs = one.call.inputs_BKC
         vectors = inputs[:, None] if settings.vectors == "inputs" and inputs is not None else one.call.value_BGKE
         shape = isotropy(vectors, visible_keys(one.call), seed=settings.seed)
-        for name, values in found.items():
-            values.append(getattr(shape, name).double().cpu().numpy())
-    means = {name: _over_rows(np.nanmean, np.concatenate(values).T[:, :, None])[:, 0] for name, values in found.items()}
-    return {name: np.repeat(mean, heads // len(mean)) for name, mean in means.items()}
+        on_the_way.append(sent_to_cpu(torch.stack([getattr(shape, name) for name in names]).double()))
+
+    def columns() -> dict[str, Columns]:
+        found = np.concatenate([part.numpy() for part in on_the_way], axis=1)  # (3, B, G)
+        means = _over_rows(np.nanmean, found)
+        of_heads: Columns = {name: np.repeat(mean, heads // len(mean)) for name, mean in zip(names, means, strict=True)}
+        return {name: dict(of_heads) for name in normalizers}
+
+    return columns
 
 
 def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
@@ -138,17 +184,28 @@ def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
 
 def _pooled(
     chosen: Sequence[Sequences],
+    layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
-    measure: Callable[[Sequences, Choices, torch.Generator], Numbers],
+    measure: Callable[[Sequences, Choices, Generators], Numbers],
     seed: str,
-) -> dict[str, dict[str, np.ndarray]]:
-    """Measure every sequence and join the numbers (B, H, R, M) to (H, rows of all sequences, M)."""
+) -> Callable[[], dict[str, dict[str, np.ndarray]]]:
+    """Measure every sequence. The result joins the numbers (B, H, R, M) to (H, rows of all sequences, M)."""
     choices = list(normalizers.values())
-    parts = [measure(one, choices, _generator(seed, one.call)) for one in chosen]
-    return {
-        name: {column: np.concatenate([by_head(part[name][column]) for part in parts], axis=1) for column in numbers}
-        for name, numbers in parts[0].items()
+    parts = [measure(one, choices, [_generator(seed, layer) for layer in layers]) for one in chosen]
+    columns = list(next(iter(parts[0].values())))
+    on_the_way = {
+        name: [sent_to_cpu(torch.stack([part[name][column] for column in columns])) for part in parts]
+        for name in parts[0]
     }
+
+    def arrived() -> dict[str, dict[str, np.ndarray]]:
+        found = {}
+        for name, sent in on_the_way.items():
+            of_heads = [numbers.double().transpose(1, 2).flatten(2, 3).numpy() for numbers in sent]
+            found[name] = dict(zip(columns, np.concatenate(of_heads, axis=2), strict=True))
+        return found
+
+    return arrived
 
 
 def _over_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:

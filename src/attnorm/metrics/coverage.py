@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
@@ -28,24 +29,54 @@ def measure_coverage(
 ) -> dict[str, LayerCoverage]:
     """The share of a row's visible keys in the top-N sets of the heads. A key of weight 0 is selected by no head, and
     rows with broken weights are left out."""
+    found = {}
+    for name, (sums, counts) in coverage_sums(call, normalizers, rows, top_n).items():
+        count = int(counts)
+        means = (sums[:, 0] / count if count else sums[:, 0].fill_(torch.nan)).cpu()
+        found[name] = LayerCoverage(means[0], means[1], means[2], count)
+    return found
+
+
+@torch.no_grad()
+def coverage_sums(
+    call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, top_n: Sequence[int], layers: int = 1
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """By normalizer: sums of per_head, union and independent over rows, (3, layers, N), and how many rows, (layers,).
+
+    layers: how many the heads of the call belong to, equally many each (stacked_calls).
+    """
     chosen = resolve_normalizers(call, normalizers)
-    sums = {one.name: torch.zeros(3, len(top_n), dtype=torch.float64) for one in chosen}
-    counts = dict.fromkeys(sums, 0)
+    device = call.query_BHQD.device
+    sums = {one.name: torch.zeros(3, layers, len(top_n), dtype=torch.float64, device=device) for one in chosen}
+    counts = {one.name: torch.zeros(layers, dtype=torch.int64, device=device) for one in chosen}
+    sizes = sent_to(device, torch.tensor(top_n))
     for block in logit_blocks(call, rows, all_heads=True):
         view = rows_block(call, block)
-        visible = block.visible.expand(block.logits.shape)
-        seen = visible.any(0)
-        size = seen.sum(-1)
+        size = block.visible.any(0).sum(-1)
         for one in chosen:
             weights = as_normalizer(one, call).weights(view)[0].abs()
-            heavy = weights.topk(min(max(top_n), weights.shape[-1]), dim=-1)
-            sound = weights.sum(-1).isfinite().all(0) & (size > 0)
-            counts[one.name] += int(sound.sum())
-            for index, N in enumerate(top_n):
-                inside = torch.zeros_like(visible).scatter_(-1, heavy.indices[..., :N], heavy.values[..., :N] > 0)
-                share = inside.sum(-1, dtype=torch.float64) / size.clamp(min=1)
-                union = inside.any(0).sum(-1, dtype=torch.float64) / size.clamp(min=1)
-                shares = torch.stack([share.mean(0), union, independent_union(share.T)])
-                sums[one.name][:, index] += shares[:, sound].sum(-1).cpu()
-    means = {name: total / counts[name] if counts[name] else total.fill_(torch.nan) for name, total in sums.items()}
-    return {name: LayerCoverage(mean[0], mean[1], mean[2], counts[name]) for name, mean in means.items()}
+            broken = weights.sum(-1).isfinite().logical_not_().unflatten(0, (layers, -1)).any(1)
+            sound = ~broken & (size > 0)
+            shares = _shares(weights.unflatten(0, (layers, -1)), sizes, max(top_n)) / size.clamp(min=1).unsqueeze(-1)
+            per_head, union = shares[:, :-1], shares[:, -1]
+            numbers = torch.stack([per_head.mean(1), union, independent_union(per_head.movedim(1, -1))])
+            sums[one.name] += torch.where(sound.unsqueeze(-1), numbers, 0.0).sum(2)
+            counts[one.name] += sound.sum(1)
+    return {name: (sums[name], counts[name]) for name in sums}
+
+
+def _shares(weights: Tensor, sizes: Tensor, most: int) -> Tensor:
+    """How many keys the N heaviest of each head are, and those of all heads together: (layers, h + 1, r, N).
+
+    weights (layers, h, r, w) are not negative; keys of weight 0 do not count.
+    """
+    heavy = weights.topk(min(most, weights.shape[-1]), dim=-1)
+    read = heavy.values > 0
+    rank = torch.arange(read.shape[-1], dtype=torch.int32, device=weights.device)
+    last = len(rank)
+    own = (read.unsqueeze(-2) & (rank < sizes.unsqueeze(-1))).sum(-1)
+    place = rank.new_full(weights.shape, last)
+    place.scatter_(-1, heavy.indices, torch.where(read, rank, last))
+    first = place.amin(1, keepdim=True)  # among the heads
+    together = ((first < last).unsqueeze(-2) & (first.unsqueeze(-2) < sizes.unsqueeze(-1))).sum(-1)
+    return torch.cat([own, together], 1).double()

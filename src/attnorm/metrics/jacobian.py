@@ -28,7 +28,7 @@ from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_si
 
 KEY_BY_KEY = (Sigmoid, Relu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
-POWER_ROWS = 8  # of each head (of each block for sensitivity), the last among them, where it takes power iteration
+POWER_ROWS = 8  # of each head, the last among them, where it takes power iteration
 
 
 def has_closed_form(normalizer: Normalizer) -> bool:

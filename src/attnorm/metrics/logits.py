@@ -7,6 +7,7 @@ turns into 0 and which times 0 is 0. Keys are padded to a multiple of `GROUP`, s
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,11 +61,22 @@ class LogitBlock:
     rows: slice  # of the requested rows
     queries: Tensor  # their query indices, (r,)
     first_key: int  # key index of the first column
+    reach: list[int] | None = None  # visible keys of each row, which are the first ones; None with a mask
 
-    @property
+    @cached_property
     def visible(self) -> Tensor:
         """(1 or h, r, w)."""
         return pad(self.tail, (self.common, 0), value=True)
+
+    def visible_on_cpu(self, rows: Tensor) -> Tensor:
+        """The visible keys of some rows (indices), (1 or h, rows, w). Only with a mask the GPU is waited for."""
+        if self.reach is None:
+            return self.visible.cpu()[:, rows]
+        return (torch.arange(self.logits.shape[-1]) < torch.tensor(self.reach)[rows, None])[None]
+
+    def n_on_cpu(self) -> Tensor:
+        """Visible keys, (1 or h, r). Only with a mask the GPU is waited for."""
+        return self.n.cpu() if self.reach is None else torch.tensor([self.reach])
 
     def hide(self, logits: Tensor) -> Tensor:
         """LOW at the hidden keys, in place."""
@@ -135,10 +147,12 @@ def logit_blocks(
     all_heads: bool = False,
     key_heads: range | None = None,
     block_elements: int | None = None,
+    copies: int = 1,
 ) -> Iterator[LogitBlock]:
     """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together.
 
-    key_heads: those whose queries are wanted; all by default. On a GPU nothing waits if the rows are on the CPU.
+    key_heads: those whose queries are wanted; all by default. copies: arrays like the logits that the caller works on
+    at a time; with more of them blocks are smaller. On a GPU nothing waits if the rows are on the CPU.
     """
     batch, heads = call.query_BHQD.shape[:2]
     groups = call.key_BGKD.shape[1]
@@ -146,11 +160,13 @@ def logit_blocks(
     query, key = call.query_BHQD, at_least_float32(call.key_BGKD)
     visibility = Visibility.of(call)
     key = pad(key, (0, 0, 0, _upwards(visibility.keys) - visibility.keys))
+    on_cpu = not runs_asynchronously(query)
     elements = block_elements or (
-        CUDA_BLOCK_ELEMENTS if query.is_cuda else BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS)
+        BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
     )
-    if all_heads and not query.is_cuda:
+    if all_heads and on_cpu:
         elements *= 4  # few rows of many heads read the keys too often
+    elements //= copies
     reach = _reaches(visibility, rows)
     rows = sent_to(query.device, rows)
     workspace = LogitWorkspace(key)
@@ -163,9 +179,15 @@ def logit_blocks(
             for group in range(wanted.start, wanted.stop, together):
                 some = slice(group, min(group + together, wanted.stop))
                 owners = slice(some.start * per_group, some.stop * per_group)
-                reaches = reach[start], reach[start + taken - 1]
+                reaches = reach[start : start + taken]
                 yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part], reaches)
             start += taken
+
+
+def known_n(call: AttentionCall, rows: Tensor) -> Tensor | None:
+    """Visible keys of each of these queries where no mask decides about them: known without the GPU."""
+    visibility = Visibility.of(call)
+    return torch.tensor(_reaches(visibility, rows)) if visibility.mask is None else None
 
 
 def _block(
@@ -179,9 +201,9 @@ def _block(
     heads: slice,
     part: slice,
     queries: Tensor,
-    reaches: tuple[int, int],
+    reaches: list[int],
 ) -> LogitBlock:
-    start, end, common, tail = visibility.span(item, heads, queries, *reaches)
+    start, end, common, tail = visibility.span(item, heads, queries, reaches[0], reaches[-1])
     q = (
         at_least_float32(query[item, heads][:, queries])
         .mul_(call.scale)
@@ -195,7 +217,8 @@ def _block(
     if call.bias is not None:
         _add_bias(logits, call.bias, item, heads, queries, start)
     n = tail.sum(-1) + common
-    block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start)
+    known = reaches if visibility.mask is None else None
+    block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start, known)
     block.hide(logits)
     return block
 

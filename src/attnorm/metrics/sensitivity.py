@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
-from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.selection import at_least_float32
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+GPU_ELEMENTS = 2**24  # weights that are computed at once on a GPU, for several temperatures and steps
 
 
 @torch.no_grad()
@@ -23,7 +27,7 @@ def measure_sensitivity(
     rows: Tensor,
     temperatures: Sequence[float],
     epsilons: Sequence[float],
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
 ) -> dict[str, dict[str, Tensor]]:
     """By normalizer: "jacobian_norm", "bound" and "gain_EPS", each (B, H, R, len(temperatures)).
 
@@ -31,6 +35,8 @@ def measure_sensitivity(
     over eps, in one random direction per row, the same for every T, eps and normalizer. bound is K/T with K the
     Lipschitz constant of the normalizer at the row's n: the norm never exceeds it, and a gain never min{K/T,
     sqrt(2)/eps}. NaN where K is not known.
+
+    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls).
     """
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
@@ -38,22 +44,25 @@ def measure_sensitivity(
         raise ValueError(f"epsilons must be positive, got {tuple(epsilons)}")
     chosen = resolve_normalizers(call, normalizers)
     like = at_least_float32(call.query_BHQD)
-    shape = (*like.shape[:2], len(rows), len(temperatures))
+    generators = [generator] if generator is None or isinstance(generator, torch.Generator) else list(generator)
     names = ["jacobian_norm", "bound", *(f"gain_{eps:g}" for eps in epsilons)]
-    results = {one.name: {name: like.new_full(shape, torch.nan) for name in names} for one in chosen}
-    for block in logit_blocks(call, rows, all_heads=True):
+    shape = (len(names), *like.shape[:2], len(rows), len(temperatures))
+    results = {one.name: like.new_full(shape, torch.nan) for one in chosen}
+    copies = (1 + len(epsilons)) * (1 if runs_asynchronously(like) else 2)  # a CPU is faster with a few rows
+    for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         view = rows_block(call, block)
-        index = (block.item, block.heads, block.rows)
         sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)
-        directions = _directions(view, call.key_BGKD.shape[-2], generator)
+        directions = _directions(view, call.key_BGKD.shape[-2], generators)
+        n = block.n_on_cpu()
         for one in chosen:
             normalizer = as_normalizer(one, call)
-            constants = _lipschitz(normalizer, block.n).to(like)
-            numbers = _numbers(normalizer, view, directions, temperatures, epsilons)
-            numbers["bound"] = constants.unsqueeze(-1) / torch.tensor(temperatures).to(constants)
-            for name, value in numbers.items():
-                results[one.name][name][index] = torch.where(sound, value, torch.nan)
-    return results
+            constants = _lipschitz(normalizer, n).to(like.dtype).unsqueeze(-1)
+            bound = sent_to(like.device, constants / torch.tensor(temperatures, dtype=like.dtype))
+            few = range(max(0, len(rows) - POWER_ROWS - block.rows.start), block.rows.stop - block.rows.start)
+            numbers = _numbers(normalizer, view, directions, temperatures, epsilons, few)
+            numbers = torch.stack([numbers[0], bound.expand(numbers[0].shape).to(numbers), *numbers[1:]])
+            results[one.name][:, block.item, block.heads, block.rows] = torch.where(sound, numbers, torch.nan)
+    return {name: dict(zip(names, numbers, strict=True)) for name, numbers in results.items()}
 
 
 def _numbers(
@@ -62,45 +71,66 @@ def _numbers(
     directions: Tensor,
     temperatures: Sequence[float],
     epsilons: Sequence[float],
-) -> dict[str, Tensor]:
-    """The norm and the gains of every row at every temperature, (h, r, T)."""
-    moved = {f"gain_{eps:g}": (eps, view.logits + eps * directions) for eps in epsilons}
-    shape = (*view.logits.shape[1:-1], len(temperatures))
-    found = {name: view.logits.new_empty(shape) for name in ("jacobian_norm", *moved)}
+    few: range,
+) -> Tensor:
+    """The norm and the gains of every row at every temperature, (1 + E, h, r, T).
+
+    few: the rows of the block whose norm is found by power iteration where the map has no closed form.
+    """
+    logits = view.logits[0]
+    steps, T = (_column(values, logits) for values in ((0.0, *epsilons), temperatures))
+    moved = torch.addcmul(logits, steps, directions[0])  # (1 + E, h, r, w)
+    found = logits.new_empty(len(steps), *logits.shape[:-1], len(temperatures))
+    at_once = max(1, GPU_ELEMENTS // moved.numel()) if runs_asynchronously(logits) else 1
 
     def measure(columns: range) -> None:
-        for column in columns:
-            temperature = temperatures[column]
-            cooled = view.with_logits(view.logits / temperature)
-            weights = normalizer.weights(cooled)
-            found["jacobian_norm"][..., column] = _norm(normalizer, cooled, weights) / temperature
-            for name, (eps, logits) in moved.items():
-                change = normalizer.weights(view.with_logits(logits / temperature)) - weights
-                found[name][..., column] = torch.linalg.vector_norm(change[0], dim=-1) / eps
+        for start in range(columns.start, columns.stop, at_once):
+            some = slice(start, min(start + at_once, columns.stop))
+            cooled = moved / T[some].unsqueeze(1)  # (T, 1 + E, h, r, w)
+            weights = normalizer.weights(view.with_logits(cooled.flatten(0, 1))).unflatten(0, cooled.shape[:2])
+            norms = _norms(normalizer, view, cooled[:, 0], weights[:, 0], few) / T[some].squeeze(-1)
+            change: Tensor = torch.linalg.vector_norm(weights[:, 1:] - weights[:, :1], dim=-1)
+            gains = change / steps[1:].squeeze(-1)
+            found[..., some] = torch.cat([norms.unsqueeze(1), gains], 1).movedim(0, -1)
 
-    in_threads(measure, len(temperatures), view.logits.device)
+    in_threads(measure, len(temperatures), logits.device)
     return found
 
 
-def _norm(normalizer: Normalizer, view: Block, weights: Tensor) -> Tensor:
-    assert isinstance(view, RowsBlock)
-    norm = jacobian_norm(normalizer, view, weights)
-    if norm is None:
-        norm = torch.full_like(weights[..., 0], torch.nan)
-        few = torch.arange(max(0, norm.shape[-1] - POWER_ROWS), norm.shape[-1], device=norm.device)
-        norm[..., few] = sampled_norm(normalizer, view.taking(few)).to(norm.dtype)
-    return norm.expand(weights.shape[:-1])[0]
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """(values, 1, 1, 1)"""
+    return sent_to(like.device, torch.tensor(values, dtype=like.dtype))[:, None, None, None]
 
 
-def _directions(view: RowsBlock, keys: int, generator: torch.Generator | None) -> Tensor:
+def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Tensor, few: range) -> Tensor:
+    """The norm of each row for logits and weights of several temperatures (T, h, r, w)."""
+    cooled = view.with_logits(logits)
+    assert isinstance(cooled, RowsBlock)
+    norms = jacobian_norm(normalizer, cooled, weights)
+    if norms is not None:
+        return norms.expand(weights.shape[:-1])
+    norms = torch.full_like(weights[..., 0], torch.nan)
+    which = torch.arange(few.start, few.stop, device=norms.device)
+    for norm, one in zip(norms, logits, strict=True):
+        cooled = view.with_logits(one[None])
+        assert isinstance(cooled, RowsBlock)
+        norm[..., which] = sampled_norm(normalizer, cooled.taking(which))[0].to(norm.dtype)
+    return norms
+
+
+def _directions(view: RowsBlock, keys: int, generators: Sequence[torch.Generator | None]) -> Tensor:
     """A random direction for each row among its visible keys, of length 1; rows without any get zeros.
 
     Drawn row after row for all keys, so that the size of a block does not matter.
     """
     heads, rows, width = view.logits.shape[1:]
-    device = view.logits.device if generator is None else generator.device
-    draws = [torch.randn(heads, keys, generator=generator, dtype=torch.float32, device=device) for _ in range(rows)]
-    here = torch.stack(draws, 1)[..., view.first_key : view.first_key + width].to(view.logits)
+    draws = []
+    for generator in generators:
+        device = view.logits.device if generator is None else generator.device
+        size = (heads // len(generators), keys)
+        of_rows = [torch.randn(size, generator=generator, dtype=torch.float32, device=device) for _ in range(rows)]
+        draws.append(torch.stack(of_rows, 1)[..., view.first_key : view.first_key + width])
+    here = sent_to(view.logits.device, torch.cat(draws)).to(view.logits)
     noise = view.hide(pad(here, (0, width - here.shape[-1]))[None])
     length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
     return noise / torch.where(length > 0, length, 1.0)

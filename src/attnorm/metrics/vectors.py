@@ -1,42 +1,36 @@
 """What the weights do with the vectors they mix: distances and separability of the N heaviest keys, and their bounds.
 
-The formulas are theory's (distance.py, random_set.py, geometry.py). Here: which vectors, one selection of the heaviest
-keys for all N, heads divided among threads, and the null, in which the same weights are permuted among the visible
-keys at random.
+The formulas are theory's (distance.py, random_set.py, geometry.py); nested_sets.py has them for several N. Here: which
+vectors, one selection of the heaviest keys for all N, heads divided among threads, and the null, in which the same
+weights are permuted among the visible keys at random.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
+from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.null import draw_permutations, separabilities
 from attnorm.metrics.sampling import spread
-from attnorm.theory.distance import (
-    d_tilde,
-    largest_gaps,
-    relative_distance,
-    theorem1_fixed_printed,
-    theorem1_fixed_tight,
-)
-from attnorm.theory.geometry import nearest_outsider, theorem2_bounds
-from attnorm.theory.random_set import theorem1_random_bounds, theorem1_random_printed
-from attnorm.theory.selection import SelectedRows, at_least_float32, sum_where, top_n_indices
+from attnorm.theory.selection import SelectedRows, at_least_float32
 
 Vectors = Literal["values", "inputs"]
+Generators = torch.Generator | Sequence[torch.Generator] | None
 
 # Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
 # rest.
 NULL_ROWS = 16
-# Weights of one set of vectors that are permuted at a time.
+# Weights that are permuted at a time: of one set of vectors on a CPU, of several on a GPU.
 NULL_ELEMENTS = 2**19
+GPU_NULL_ELEMENTS = 2**23
 
 NUMBERS = (
     "d_tilde",
@@ -51,6 +45,7 @@ NUMBERS = (
     "separability_lower",
     "separability_upper",
 )
+COMPARED = NUMBERS[7:]  # with the null, on the same rows
 NULLS = ("separability_null", "separability_null_low", "separability_null_high", "separability_sphere_null")
 
 
@@ -61,7 +56,7 @@ def measure_vectors(
     rows: Tensor,
     top_n: Sequence[int],
     vectors: Vectors = "values",
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
     *,
     permutations: int = 20,
 ) -> dict[str, dict[str, Tensor]]:
@@ -70,6 +65,8 @@ def measure_vectors(
     Separability, its bounds and its null use the same rows, at most NULL_ROWS of them, NaN on the others. The null
     is a mean over permutations; its low and high are the 5 % and 95 % quantiles of the permutations' means over these
     rows, the same number in each of them.
+
+    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls).
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
@@ -77,23 +74,36 @@ def measure_vectors(
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
     mixed = _mixed_vectors(call, vectors)
-    shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
-    results = {one.name: {name: mixed.new_full(shape, torch.nan) for name in NUMBERS} for one in chosen}
-    for numbers in results.values():
-        numbers["draws"] = mixed.new_full((*shape, 2, permutations), torch.nan)
+    generators = [generator] if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    sizes = sorted(top_n)
+    shape = (*call.query_BHQD.shape[:2], len(rows), len(sizes))
+    results = {one.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for one in chosen}
+    draws = {one.name: mixed.new_full((*shape, 2, permutations), torch.nan) for one in chosen}
     few = spread(torch.arange(len(rows)), NULL_ROWS)
-    for block in logit_blocks(call, rows, all_heads=True):
+    copies = 2 * len(sizes) if runs_asynchronously(mixed) else 1  # for every N, in float64
+    for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
-        targets = draw_permutations(block.visible[:, local], permutations, generator)
-        columns = [column for column, N in enumerate(top_n) if int(block.n.max()) > N]
-        if not columns:
+        visible = block.visible_on_cpu(local)
+        drawn = torch.stack([draw_permutations(visible, permutations, one) for one in generators], 1).flatten(1, 2)
+        used = slice(sum(block.logits.shape[-1] > N for N in sizes))
+        if not sizes[used]:
             continue
-        view, x, sizes = rows_block(call, block), _vectors_of(block, mixed), [top_n[column] for column in columns]
+        view, x, targets = rows_block(call, block), _vectors_of(block, mixed), sent_to(mixed.device, drawn)
         for one in chosen:
             weights, logs = weights_and_logs(one, call, block, view)
-            for name, value in _in_block(weights, logs, block.visible, x, local, targets, sizes).items():
-                results[one.name][name][block.item, :, block.rows][:, :, columns] = value.to(mixed.dtype)
-    return {name: numbers | _null(numbers.pop("draws")) for name, numbers in results.items()}
+            numbers, null = _in_block(weights, logs, block.visible, x, local, targets, sizes[used])
+            results[one.name][:, block.item, :, block.rows, used] = numbers
+            if len(local):
+                at = block.rows if len(local) == numbers.shape[2] else sent_to(mixed.device, local + block.rows.start)
+                draws[one.name][block.item, :, at, used] = null.to(mixed.dtype)
+    given = [sizes.index(N) for N in top_n]
+    return {
+        name: {
+            column: value if given == sorted(given) else value[..., given]
+            for column, value in (dict(zip(NUMBERS, numbers, strict=True)) | _null(draws[name])).items()
+        }
+        for name, numbers in results.items()
+    }
 
 
 def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
@@ -120,28 +130,31 @@ def _in_block(
     x: Tensor,
     local: Tensor,
     targets: Tensor,
-    top_n: Sequence[int],
-) -> dict[str, Tensor]:
-    """By name, NUMBERS (h, r, N), and "draws" (h, r, N, 2, d): separability, raw and on the sphere, in each draw.
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """NUMBERS (numbers, h, r, N), and (h, l, N, 2, d): separability, raw and on the sphere, in each draw.
 
     weights and their logarithms (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared
-    with the null. targets (d, 1 or h, l, w): the new key of every key.
+    with the null. targets (d, s, l, w): the new key of every key; h / s heads have the same ones.
     """
     per_group = len(weights) // len(x)
-    visible, targets = visible.expand(weights.shape), targets.expand(-1, len(weights), -1, -1)
-    parts: dict[int, dict[str, Tensor]] = {}
+    visible = visible.expand(weights.shape)
+    owner = torch.arange(len(weights), device=x.device) // (len(weights) // targets.shape[1])
+    parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def measure(groups: range) -> None:
         heads = slice(groups.start * per_group, groups.stop * per_group)
         vectors = x[groups.start : groups.stop]
         known = None if logs is None else logs[heads]
         parts[groups.start] = _of_groups(
-            weights[heads], known, visible[heads], vectors, local, targets[:, heads], top_n
+            weights[heads], known, visible[heads], vectors, local, targets, owner[heads], sizes
         )
 
     in_threads(measure, len(x), x.device)
-    in_order = [parts[start] for start in sorted(parts)]
-    return {name: torch.cat([part[name] for part in in_order]) for name in in_order[0]}
+    if len(parts) == 1:
+        return parts[0]
+    numbers, null = zip(*(parts[start] for start in sorted(parts)), strict=True)
+    return torch.cat(numbers, 1), torch.cat(null)
 
 
 def _of_groups(
@@ -151,8 +164,9 @@ def _of_groups(
     x: Tensor,
     local: Tensor,
     targets: Tensor,
-    top_n: Sequence[int],
-) -> dict[str, Tensor]:
+    owner: Tensor,
+    sizes: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
     # Rows that mix the same vectors are grouped, as in theory.
@@ -161,84 +175,68 @@ def _of_groups(
     x = torch.where(visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
     if logs is not None:
         logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
-    heaviest = top_n_indices(weights if logs is None else logs, max(top_n), visible)
-    selected = SelectedRows(weights, x, visible, heaviest, False, logs)
-    found = _distances(selected, top_n)
+    sets = NestedSets.of(weights, x, visible, sizes, logs)
+    found = distances(sets)
+    nearest = found.pop("nearest")
+    null = weights.new_empty(heads, 0, len(sizes), 2, len(targets))
     if len(local):
-        which = (torch.arange(0, weights.shape[1], rows).unsqueeze(-1) + local).flatten().to(x.device)
-        targets = targets.reshape(len(targets), len(x), -1, keys)
-        few = replace(
-            selected,
-            weights=weights[:, which],
-            visible=visible[:, which],
-            indices=heaviest[:, which],
-            log_weights=None if logs is None else logs[:, which],
+        every = len(local) == rows
+        which = (torch.arange(0, weights.shape[1], rows).unsqueeze(-1) + local).flatten()
+        which = torch.arange(0) if every else sent_to(x.device, which)
+        few = sets if every else sets.taking(which)
+        shares = _separabilities(few, targets, owner)  # (g, d, r, 2, N)
+        compared = (
+            *shares[:, 0].unbind(-2),
+            *theorem2(few, nearest if every else nearest[:, which]),
         )
-        for name, value in _compared(few, targets, top_n).items():
-            found[name] = value.new_full((*weights.shape[:2], *value.shape[2:]), torch.nan)
-            found[name][:, which] = value
+        for name, value in zip(COMPARED, compared, strict=True):
+            found[name] = (
+                value if every else torch.full_like(nearest, torch.nan).index_copy(1, which, value.to(nearest))
+            )
+        null = shares[:, 1:].permute(0, 2, 4, 3, 1).reshape(heads, -1, len(sizes), 2, shares.shape[1] - 1)
     broken = ~weights.sum(-1).isfinite()
-    for value in found.values():
-        value[broken] = torch.nan
-    return {name: value.reshape(heads, rows, *value.shape[2:]) for name, value in found.items()}
+    missing = torch.full_like(nearest, torch.nan)
+    numbers = torch.stack([found.get(name, missing).to(dtype) for name in NUMBERS])
+    numbers = numbers.masked_fill(broken.unsqueeze(-1), torch.nan)
+    broken = broken.reshape(heads, rows)
+    broken = broken if len(local) == rows else broken[:, sent_to(x.device, local)]
+    null = null.masked_fill(broken[..., None, None, None], torch.nan)
+    return numbers.reshape(len(NUMBERS), heads, rows, len(sizes)), null
 
 
-def _distances(rows: SelectedRows, top_n: Sequence[int]) -> dict[str, Tensor]:
-    """The distances of every row and their bounds, (..., N)."""
-    proper = bool((((rows.weights.sum(-1) - 1).abs() < 1e-4) & (rows.weights.amin(-1) >= 0)).any())
-    gaps = largest_gaps(rows, top_n) if proper else None
-    _ = rows.squares, rows.along_output  # kept for all N
-    found: dict[str, list[Tensor]] = {}
-    for index, N in enumerate(top_n):
-        heaviest = rows.with_indices(rows.indices[..., :N])
-        lower, upper = theorem1_random_bounds(heaviest)
-        numbers = {
-            "d_tilde": d_tilde(heaviest),
-            "relative_distance": relative_distance(heaviest),
-            "fixed_tight": theorem1_fixed_tight(heaviest),
-            "random_printed": theorem1_random_printed(heaviest),
-            "random_lower": lower,
-            "random_upper": upper,
-        }
-        if gaps is not None:
-            numbers["fixed_printed"] = theorem1_fixed_printed(heaviest, gaps[..., index])
-        for name, value in numbers.items():
-            found.setdefault(name, []).append(value)
-    return {name: torch.stack(values, -1) for name, values in found.items()}
+def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
+    """Separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
 
-
-def _compared(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> dict[str, Tensor]:
-    """Separability of rows (g, r, w) and its bounds, (g, r, N), and its null in d draws: (g, r, N, 2, d).
-
-    targets (d, g, r, w): the new key of every key.
+    targets (d, s, l, w): the new key of every key; owner (g p,): which of the s each head has.
     """
-    itself = torch.arange(targets.shape[-1], device=targets.device).expand(targets[:1].shape)
-    targets = torch.cat([itself, targets])
-    at_once = max(1, NULL_ELEMENTS // rows.weights[0].numel())
+    selected = rows.selected()
+    groups, count, keys = rows.weights.shape
+    itself = torch.arange(keys, device=targets.device).expand(targets[:1].shape)
+    targets = torch.cat([itself, targets]).transpose(0, 1)  # (s, 1 + d, l, w)
+    of_set = count * keys
+    if runs_asynchronously(targets):
+        draws_at_once = min(max(1, GPU_NULL_ELEMENTS // of_set), targets.shape[1])
+        sets_at_once = max(1, GPU_NULL_ELEMENTS // (of_set * draws_at_once))
+    else:
+        draws_at_once, sets_at_once = max(1, NULL_ELEMENTS // of_set), 1
     found = []
-    for group, dealt in enumerate(targets.unbind(1)):
+    per_group = len(owner) // groups
+    for start in range(0, groups, sets_at_once):
+        some = slice(start, start + sets_at_once)
         alone = SelectedRows(
-            rows.weights[group],
-            rows.vectors[group],
-            rows.visible[group],
-            rows.indices[group],
+            selected.weights[some],
+            selected.vectors[some],
+            selected.visible[some],
+            selected.indices[some],
             one_row_per_set=False,
-            log_weights=None if rows.log_weights is None else rows.log_weights[group],
+            log_weights=None if selected.log_weights is None else selected.log_weights[some],
         )
-        found.append(torch.cat([separabilities(alone, some, top_n) for some in dealt.split(at_once)]))
-    shares = torch.stack(found, 1)  # (d, g, r, 2, N)
-    applies = rows.n.unsqueeze(-1) > torch.tensor(top_n, device=rows.n.device)
-    shares = torch.where(applies.unsqueeze(-2), shares, torch.nan)
-    mean_square = sum_where(rows.squares.unsqueeze(-2).expand(rows.weights.shape), rows.visible) / rows.n.clamp(min=1)
-    sets = [rows.with_indices(rows.indices[..., :N]) for N in top_n]
-    bounds = [theorem2_bounds(one, nearest_outsider(one), mean_square.sqrt()) for one in sets]
-    return {
-        "separability": shares[0, ..., 0, :],
-        "separability_sphere": shares[0, ..., 1, :],
-        "separability_lower": torch.stack([lower for lower, _ in bounds], -1),
-        "separability_upper": torch.stack([upper for _, upper in bounds], -1),
-        "draws": shares[1:].permute(1, 2, 4, 3, 0),
-    }
+        heads = owner[start * per_group : (start + sets_at_once) * per_group]
+        of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, 1 + d, l, w)
+        dealt = of_heads.transpose(1, 2).flatten(2, 3)
+        parts = [separabilities(alone, part, rows.sizes) for part in dealt.split(draws_at_once, 1)]
+        found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+    return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(found), torch.nan)
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:

@@ -13,8 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.theory.dispersion import Bounds, least_squares_line
 from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
+
+PAIRS_AT_ONCE = 2**25  # of a selected key and another one, on a GPU
 
 
 def d_tilde(rows: SelectedRows) -> Tensor:
@@ -73,7 +76,8 @@ def largest_gaps(rows: SelectedRows, sizes: Sequence[int]) -> Tensor:
     if any(rows.top_n > N for N in sizes):
         points = rows.chosen_vectors
         squares = points.square().sum(-1)
-        among = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * points @ points.mT
+        along = points @ points.mT.contiguous()  # without the copy, torch on ARM takes ten times as long
+        among = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * along
         among = among * rows.visible.gather(-1, rows.indices).unsqueeze(-2)
     gaps = []
     for N in sizes:
@@ -91,6 +95,8 @@ def _farthest_outside(rows: SelectedRows) -> Tensor:
     squares = vectors.square().sum(-1)
     others = torch.where(rows.outside.reshape(len(vectors), -1, keys), squares.unsqueeze(-2), -torch.inf)
     indices = rows.indices.reshape(len(vectors), -1, rows.top_n)
+    if runs_asynchronously(vectors):
+        return _farthest_on_device(vectors, squares, others, indices).reshape(rows.indices.shape)
     found = []
     for x, own, of_rows, outside in zip(vectors, squares, indices, others, strict=True):
         for chosen, other in zip(of_rows, outside, strict=True):  # one row at a time stays in the cache
@@ -98,6 +104,20 @@ def _farthest_outside(rows: SelectedRows) -> Tensor:
             pairs = torch.addmm(other.unsqueeze(0), x[chosen], x.T, alpha=-2)
             found.append((pairs.amax(-1) + own[chosen]).clamp(min=0))
     return torch.stack(found).reshape(rows.indices.shape)
+
+
+def _farthest_on_device(x: Tensor, squares: Tensor, others: Tensor, indices: Tensor) -> Tensor:
+    """The same for as many rows at once as memory allows; indices (sets, rows, N), others (sets, rows, keys)."""
+    rows_at_once = max(1, PAIRS_AT_ONCE // (len(x) * x.shape[1] * indices.shape[-1]))
+    found = []
+    for chosen, other in zip(indices.split(rows_at_once, 1), others.split(rows_at_once, 1), strict=True):
+        flat = chosen.flatten(1)
+        points = x.gather(1, flat.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        along = (points @ x.mT).unflatten(1, chosen.shape[1:])  # (sets, rows, N, keys)
+        pairs = torch.sub(other.unsqueeze(-2), along, alpha=2)
+        own = squares.gather(1, flat).unflatten(1, chosen.shape[1:])
+        found.append((pairs.amax(-1) + own).clamp(min=0))
+    return torch.cat(found, 1)
 
 
 def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:

@@ -26,6 +26,7 @@ MOMENT_PASSES = 3  # the error of the moments themselves is larger from then on
 _TINY = 1e-300
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
 BLOCK = 1 << 18
+GPU_BLOCK = 1 << 25
 
 
 def rank_one_eigenvalue(
@@ -200,7 +201,7 @@ def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     if flat[0].numel() == 0:
         return tensors[0].new_zeros(leading)
-    size = max(1, BLOCK // keys)
+    size = max(1, (GPU_BLOCK if runs_asynchronously(flat[0]) else BLOCK) // keys)
     parts = [solve(*blocks) for blocks in zip(*(tensor.split(size) for tensor in flat), strict=True)]
     return torch.cat(parts).reshape(leading)
 

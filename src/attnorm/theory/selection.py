@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attnorm.engines.device_sync import runs_asynchronously
+
 
 @dataclass(frozen=True)
 class SelectedRows:
@@ -190,6 +192,8 @@ def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
 def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
     """Indices of the N heaviest visible keys, heaviest first, ties to the earlier key; hidden ones where n < N."""
     weights = torch.where(visible, weights, -torch.inf)
+    if runs_asynchronously(weights):  # sorting all keys takes less time than asking whether there are ties
+        return weights.sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
     values, indices = weights.topk(min(top_n, weights.shape[-1]), dim=-1)
     # topk orders ties as it likes, and takes any of those with the least weight.
     last = values[..., -1:]
@@ -215,13 +219,16 @@ def scaled_distances(
     """||a_i x_i - p|| for weights (..., Q, L), vectors (..., L, d) and points (..., Q, d): (..., Q, L).
 
     From inner products, so that no (Q, L, d) tensor arises; pairs so close that the subtraction would lose more than
-    half of the digits are computed again from their difference. squares and along: ||x_i||^2 and x_i . p where they are
-    known.
+    half of the digits are computed again from their difference, but not in float64 on a GPU, which would have to be
+    asked for them: there half of the digits are those of float32. squares and along: ||x_i||^2 and x_i . p where they
+    are known.
     """
     squares = vectors.square().sum(-1) if squares is None else squares
     along = points @ vectors.mT if along is None else along
     apart = weights.square() * squares.unsqueeze(-2) + points.square().sum(-1, keepdim=True)  # if at a right angle
     squared = torch.addcmul(apart, weights, along, value=-2)
+    if squared.dtype == torch.float64 and runs_asynchronously(squared):
+        return safe_sqrt(squared)
     with torch.no_grad():
         close = (squared < torch.finfo(squared.dtype).eps ** 0.5 * apart).nonzero(as_tuple=True)
     if close[0].numel():
