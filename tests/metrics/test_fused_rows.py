@@ -101,8 +101,8 @@ def test_how_many_keys_a_query_sees(queries: int, keys: int) -> None:
 def test_masses_are_those_of_the_later_rows_unless_each_has_a_mask_of_its_own(kind: str) -> None:
     mask = {
         "causal": None,
-        "one row of a mask": torch.ones(2, 1, 1, 7),
-        "a row per query": torch.ones(2, 1, 7, 7).tril(),
+        "one row of a mask": torch.ones(1, 1, 1, 7),
+        "a row per query": torch.ones(1, 1, 7, 7).tril(),
     }
     shown = mask[kind]
     call = on_device(make_call(7, batch=1, mask=None if shown is None else shown.bool()))
@@ -140,6 +140,17 @@ def test_rows_that_are_not_finite_are_broken() -> None:
     assert not found.broken[0, :, :9].any()
     assert not found.broken[0, 2:].any()
     assert found.values["entropy_nats"][0, :2, 9:].isnan().all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rows_with_an_infinite_logit_are_broken(sign: float) -> None:
+    call = make_call(20, batch=1)
+    call.query_BHQD[..., 0] = sign
+    call.key_BGKD[0, 0, 9] = torch.tensor([torch.inf, *[0.0] * 7])
+    found = by_kernel(call, None)
+    assert found.broken[0, :2, 9:].all()
+    assert found.broken.sum() == 2 * 11
+    assert found.values["max_weight"][0, :2, 9:].isnan().all()
 
 
 @settings(max_examples=40)

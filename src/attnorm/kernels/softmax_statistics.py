@@ -39,9 +39,8 @@ WIDE_NUMBERS = ("horizon", "horizon_without_sink")  # in float64: e^spread leave
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x >= 0."""
-    series = x * (1.0 - x * (0.5 - x / 3.0 + x * x * 0.25))
-    return tl.where(x < 1e-4, series, tl.log(1.0 + x))
+    """log(1 + x) for x >= 0, to a relative error of 4e-9."""
+    return tl.where(x < 1e-4, x * (1.0 - 0.5 * x), tl.log(1.0 + x))
 
 
 @triton.jit
@@ -51,9 +50,11 @@ def _add_exp(a, b):
 
 
 @triton.jit
-def _sigmoid(x):
-    t = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, t) / (1.0 + t)
+def _shares(odds):
+    """The sigmoid of the log-odds, that of their negative, and log(1 + e^-|odds|)."""
+    t = tl.exp(-tl.abs(odds))
+    more, less = 1.0 / (1.0 + t), t / (1.0 + t)
+    return tl.where(odds >= 0, more, less), tl.where(odds >= 0, less, more), _log1p(t)
 
 
 @triton.jit
@@ -67,11 +68,10 @@ def _two_levels(d, n, k):
 @triton.jit
 def _entropy_floor(d, n):
     """theory.dispersion.entropy_floor."""
-    small = d < 1e-2
+    small = d < 1e-6  # any k is as good as the best one there
     safe = tl.where(small, 1.0, d)
-    fall = tl.where(small, d * (1.0 - d * (0.5 - d / 6.0 + d * d / 24.0)), 1.0 - tl.exp(-d))  # 1 - e^-d
-    excess = tl.where(small, d * (0.5 + d / 12.0 - d * d * d / 720.0), safe / (1.0 - tl.exp(-safe)) - 1.0)
-    k = tl.where(d > 0, n * excess * tl.exp(-d) / tl.where(d > 0, fall, 1.0), n * 0.5)
+    fall = 1.0 - tl.exp(-safe)
+    k = tl.where(small, n * 0.5, n * (safe / fall - 1.0) * tl.exp(-safe) / fall)
     lowest = tl.minimum(_two_levels(d, n, tl.floor(k)), _two_levels(d, n, tl.ceil(k)))
     return tl.where(n == 1, 0.0, lowest)
 
@@ -140,25 +140,21 @@ def softmax_statistics(
     squares_rest = (1.0 + shrink * shrink * s2) / (rest * rest)
     # With it. A sink that is alone has all of the weight.
     odds = tl.where(alone, 1e30, sink - log_rest)
-    t = tl.exp(-tl.abs(odds))
-    log_more = _log1p(t)
-    more_share, less_share = 1.0 / (1.0 + t), t / (1.0 + t)
-    m, left = tl.where(odds >= 0, more_share, less_share), tl.where(odds >= 0, less_share, more_share)
+    m, left, log_more = _shares(odds)
     entropy = m * (log_more + tl.maximum(-odds, 0.0)) + left * (log_more + tl.maximum(odds, 0.0) + entropy_rest)
     log_keys = tl.where(alone, sink, tl.maximum(sink, log_rest) + log_more)
     # With a learned sink, which is no key.
     key_share, log_all = tl.full(at.shape, 1.0, tl.float64), log_keys
     learned_share = key_share - 1.0
     if SINK:
-        key_share, learned_share = _sigmoid(log_keys - learned), _sigmoid(learned - log_keys)
-        log_all = _add_exp(log_keys, learned)
+        key_share, learned_share, log_added = _shares(log_keys - learned)
+        log_all = tl.maximum(log_keys, learned) + log_added
 
     first = tl.load(sums + total + at, mask=inside, other=0.0)
     largest = tl.load(sums + 2 * total + at, mask=inside, other=0.0)
     smallest = tl.load(sums + 3 * total + at, mask=inside, other=0.0)
-    max_logit = tl.maximum(first, largest, propagate_nan=tl.PropagateNan.ALL)
-    min_logit = tl.minimum(first, smallest, propagate_nan=tl.PropagateNan.ALL)
-    sound = (tl.abs(max_logit - min_logit) < float("inf")) & (log_all == log_all)  # no NaN, no infinite logit
+    max_logit, min_logit = tl.maximum(first, largest), tl.minimum(first, smallest)
+    sound = (tl.abs(max_logit - min_logit) < float("inf")) & (log_all == log_all)  # no infinite logit, no NaN
     missing = (visible < 1) | (sound == 0)
     tl.store(count + at, visible.to(tl.int64), mask=inside)
     tl.store(broken + at, ((sound == 0) & (visible > 0)).to(tl.uint8), mask=inside)
