@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnorm.bench.results import Ratio
 from attnorm.bench.timing import Call, time_alone
-from attnorm.training.lm.attention import compile_blocks, in_training
-from attnorm.training.lm.evaluate import predicted_loss
-from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.train import LARGEST_GRADIENT, WindowLoss, make_optimizer
+
+if TYPE_CHECKING:
+    from attnorm.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
 
 LEAST = 0.8  # promised: times the speed of softmax
-GPT2 = LMSettings(layers=12, heads=12, width=768, context=1024, vocab=50304, batch=16, dtype="bfloat16")
-QUICK = LMSettings(layers=2, heads=2, width=32, context=64, vocab=512, batch=2)
+GPT2: dict[str, Any] = {
+    "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "batch": 16, "dtype": "bfloat16",
+}  # fmt: skip
+QUICK: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": 64, "vocab": 512, "batch": 2}
 TRAINED: dict[str, dict[str, Any]] = {
     "ssmax": {}, "log_scaled": {}, "sink": {}, "softmax1": {}, "sigmoid": {}, "relu": {}, "softpick": {},
     "scale_invariant": {}, "adaptive_temperature": {}, "sa_softmax": {}, "stick_breaking": {}, "entmax15": {},
@@ -25,11 +26,13 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 def compare_training(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
     """Yield the ratios on a CUDA device, with compiled blocks; quick: two normalizers on any machine, not compiled."""
+    from attnorm.training.lm.model import LMSettings
+
     if not torch.cuda.is_available() and not quick:
         notes.append("training was not measured: this machine has no CUDA device")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plain = QUICK if quick else GPT2
+    plain = LMSettings(**(QUICK if quick else GPT2))
     theirs_ms = _time_step(plain, device, quick)
     topic = (
         f"Training, GPT-2 with {plain.layers} layers x {plain.heads} heads, width {plain.width // plain.heads}, "
@@ -44,9 +47,12 @@ def compare_training(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio
         )  # fmt: skip
 
 
-def _time_step(settings: LMSettings, device: torch.device, quick: bool) -> float:
+def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> float:
     """Return the median step in milliseconds. Models are timed one after the other: torch searches the compiled blocks
     of all of them in every call."""
+    from attnorm.training.lm.attention import in_training
+    from attnorm.training.lm.model import build_model
+
     torch._dynamo.reset()
     model = build_model(settings, settings.vocab, 0).to(device).train()
     with in_training(model, compiled=not quick):
@@ -56,8 +62,12 @@ def _time_step(settings: LMSettings, device: torch.device, quick: bool) -> float
         return time_alone(step, rounds=1 if quick else 9)
 
 
-def training_step(model: Any, settings: LMSettings, *, compiled: bool) -> Call:
+def training_step(model: Any, settings: "LMSettings", *, compiled: bool) -> Call:
     """Return a step on random tokens: forward, backward, clipping and AdamW, synchronized."""
+    from attnorm.training.lm.attention import compile_blocks
+    from attnorm.training.lm.evaluate import predicted_loss
+    from attnorm.training.lm.train import LARGEST_GRADIENT, WindowLoss, make_optimizer
+
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(settings.vocab, (settings.batch, settings.context + 1), generator=generator).to(device)

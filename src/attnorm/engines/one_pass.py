@@ -146,7 +146,7 @@ def _entropy(inputs: Inputs, factor: Tensor | None) -> Tensor:
     mean_key, log_denominator = _call(
         inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax")), precise=True
     )
-    mean = inputs.scale * (inputs.q_BHQD.float() * mean_key).sum(-1)
+    mean = inputs.scale * one_pass_operators.row_dots(inputs.q_BHQD, mean_key)
     entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
     return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
 

@@ -92,6 +92,31 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // groups, keys, rows.shape[-1])
 
 
+@kernel_operator("attnorm::row_dots")
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """The product of every two rows, (B, H, Q) in float32."""
+    from attnorm.kernels import row_dots
+
+    return row_dots.row_dots(a, b)
+
+
+@row_dots.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[:3], dtype=torch.float32)
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
+    return (grad[..., None] * b).to(a.dtype), (grad[..., None] * a).to(b.dtype)
+
+
+row_dots.register_autograd(_gradients_of_rows, setup_context=_keep_rows)
+
+
 @kernel_operator("attnorm::least_of_top")
 def least_of_top(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,

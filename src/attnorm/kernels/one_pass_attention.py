@@ -12,6 +12,7 @@ from torch import Tensor
 from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward
 from attnorm.kernels.launch import Launch, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
+from attnorm.kernels.row_dots import row_dots
 
 _LOG2E = 1.4426950408889634
 
@@ -67,22 +68,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
-    out, grad = in_rows(out), in_rows(grad)
+    grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_factor, grad_shift = call.rows(factor is not None), call.rows(shift is not None)
-    delta = call.rows(map_.normalised)
+    delta = row_dots(grad, out) if map_.normalised else call.rows(False)
+    if map_.normalised and grad_reference is not None:  # log D grows with a logit by b', which enters as delta does
+        delta -= grad_reference * _LOG2E
     queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
     rows_of = (*(t.contiguous() for t in saved), delta)
     with call.device:
-        if map_.normalised:
-            one_pass_backward.row_dots[(triton.cdiv(queries, 64) * q.shape[0] * heads,)](
-                grad, out, delta, *grad.stride()[:3], *out.stride()[:3], heads, queries, v.shape[-1],
-                ROWS=64, WIDTH=padded(v), num_warps=4,
-            )  # fmt: skip
-            if grad_reference is not None:  # log D grows with a logit by b', which enters as delta does
-                delta -= grad_reference * _LOG2E
         rows, columns, warps, stages = _backward_tile(q, v)
         one_pass_backward.backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
             *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,

@@ -22,21 +22,6 @@ from attnorm.kernels.one_pass_tiles import (
 
 
 @triton.jit
-def row_dots(
-    grad, out, found, g_batch, g_head, g_row, o_batch, o_head, o_row, heads, queries, width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """<dO, O> of every row."""
-    blocks = tl.cdiv(queries, ROWS)
-    block, batch_head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    rows = block * ROWS + tl.arange(0, ROWS)
-    a = load_tile(grad + batch * g_batch + head * g_head, rows, queries, g_row, width, WIDTH, True, False)
-    b = load_tile(out + batch * o_batch + head * o_head, rows, queries, o_row, width, WIDTH, True, False)
-    tl.store(found + batch_head * queries + rows, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1), mask=rows < queries)
-
-
-@triton.jit
 def _logit_gradient(
     dot, dp, i, j, factor, shift, least, reference, inverse, delta, offset, scale, cap, parameter,
     SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnorm.kernels import threshold, threshold_backward
 from attnorm.kernels.launch import Launch, in_rows, padded
-from attnorm.kernels.one_pass_backward import row_dots
+from attnorm.kernels.row_dots import row_dots
 from attnorm.kernels.threshold_maps import MAPS
 
 Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
@@ -95,7 +95,8 @@ def backward(
     call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, causal, scale, map)
     grad, saved = in_rows(grad), Saved(*(t.contiguous() for t in saved))
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    grad_factor, grad_parameter, delta = call.rows(factor is not None), call.rows(learned), call.rows(True)
+    grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
+    delta = row_dots(grad, saved.mean_u)
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     given = (*call.tensors, saved.threshold, delta, grad, saved.live)
     strides = (*call.strides, *grad.stride()[:3])
@@ -103,10 +104,6 @@ def backward(
     slope = scale * MAPS[map].slope
     shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
     with call.device:
-        row_dots[(triton.cdiv(queries, 64) * batch * heads,)](
-            grad, saved.mean_u, delta, *grad.stride()[:3], *saved.mean_u.stride()[:3], heads, queries, v.shape[-1],
-            ROWS=64, WIDTH=padded(v), num_warps=4,
-        )  # fmt: skip
         rows, columns, warps, stages = tiles(q, v).queries
         blocks, across = triton.cdiv(queries, rows), triton.cdiv(keys, columns)
         listed = _list(batch * heads * blocks * across, q)

@@ -1,0 +1,40 @@
+"""The product <a, b> of every two rows, in one launch: of an output and its gradient, of a query and its mean key."""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.one_pass_tiles import load_tile
+
+ROWS = 64
+
+
+@triton.jit
+def _row_dots(
+    a, b, found, a_batch, a_head, a_row, b_batch, b_head, b_row, heads, queries, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(queries, ROWS)
+    block, batch_head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    rows = block * ROWS + tl.arange(0, ROWS)
+    x = load_tile(a + batch * a_batch + head * a_head, rows, queries, a_row, width, WIDTH, True, False)
+    y = load_tile(b + batch * b_batch + head * b_head, rows, queries, b_row, width, WIDTH, True, False)
+    tl.store(found + batch_head * queries + rows, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), mask=rows < queries)
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """(B, H, Q) in float32, of two tensors (B, H, Q, D)."""
+    a, b = in_rows(a), in_rows(b)
+    batch, heads, queries, width = a.shape
+    found = torch.empty((batch, heads, queries), dtype=torch.float32, device=a.device)
+    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+        _row_dots[(triton.cdiv(queries, ROWS) * batch * heads,)](
+            a, b, found, *a.stride()[:3], *b.stride()[:3], heads, queries, width,
+            ROWS=ROWS, WIDTH=padded(a), num_warps=4,
+        )  # fmt: skip
+    return found
