@@ -83,7 +83,7 @@ def measure_cuda_analysis(*, quick: bool = False, notes: list[str]) -> Iterator[
             [
                 (2048, (CORE, EVERYTHING)),
                 (8192, (CORE, THREE, EVERYTHING)),
-                (32_768, (CORE,)),
+                (32_768, (CORE, EVERYTHING)),
                 (131_072, (CORE,)),
             ],
         ),
