@@ -65,7 +65,7 @@ def attention_statistics(
     mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
     output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: for which
     N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
-    a CUDA device softmax and its rescalings run as one Triton kernel, in bfloat16 with a Jacobian norm exact to 4e-3.
+    a CUDA device softmax and its rescalings run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3.
     Under torch.compile they are one operator.
 
     >>> statistics = attention_statistics(q, k, causal=True)

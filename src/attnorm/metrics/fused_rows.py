@@ -25,6 +25,7 @@ EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampled rows, so many are long
 _LOG2E = 1.4426950408889634
 _BLOCK = 128  # rows of a program of the kernels behind the sums, one per thread
+_MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 
 def applies(call: AttentionCall) -> bool:
@@ -51,7 +52,7 @@ def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     mask = mask.expand(*mask.shape[:2], queries, keys)
     n = torch.empty((*mask.shape[:2], len(rows)), dtype=torch.int64, device=mask.device)
     if n.numel():
-        row_tile, key_tile = 16, 256
+        row_tile, key_tile = _MASK_TILE
         programs = -(-len(rows) // row_tile) * mask.shape[0] * mask.shape[1]
         with _current(mask):
             visible_keys[(programs,)](
