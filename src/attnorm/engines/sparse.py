@@ -12,15 +12,11 @@ from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.engines.kernel_operator import kernel_operator
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
-from attnorm.normalizers.entmax import Entmax
-from attnorm.normalizers.kneemax import Kneemax
-
-LEAST_ALPHA = 1.01  # below it the weights are nearly softmax's, and float32 has too few digits for their threshold
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
-    if lowered(normalizer) is None or normalizer.selections or normalizer.sink is not None:
+    if normalizer.map.threshold_form() is None or normalizer.selections or normalizer.sink is not None:
         return False
     if (
         not inputs.plain_logits
@@ -31,49 +27,23 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     return inputs.queries >= FEWEST_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
 
 
-def lowered(normalizer: Normalizer) -> str | None:
-    """The name of the map in kernels/threshold_maps.py, None where it has none."""
-    map_ = normalizer.map
-    if isinstance(map_, Kneemax):
-        return "kneemax"
-    if not isinstance(map_, Entmax):
-        return None
-    if map_.theta is not None:
-        return "entmax"
-    fixed = {1.5: "entmax15", 2.0: "sparsemax"}.get(map_.alpha)
-    return fixed or ("entmax" if map_.alpha >= LEAST_ALPHA else None)
-
-
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
-    name = lowered(normalizer)
-    assert name is not None
+    form = normalizer.map.threshold_form()
+    assert form is not None
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
     if factor is not None:
         factor = factor[..., 0].contiguous()
-    parameter = _parameter(inputs, normalizer)
+    parameter = None
+    if form.parameter is not None:
+        rows = (*q.shape[:3], 1)
+        parameter = form.parameter(inputs.n().float().expand(rows)).expand(rows)[..., 0]
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trained = (q, k, v, factor, parameter)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    output: Tensor = _forward(q, k, v, mask, factor, parameter, inputs.causal, inputs.scale, name, trains)[0]
+    output: Tensor = _forward(q, k, v, mask, factor, parameter, inputs.causal, inputs.scale, form.map, trains)[0]
     return output
-
-
-def _parameter(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
-    """The number that the map reads for each row, (B, H, Q) in float32."""
-    map_, shape = normalizer.map, inputs.q_BHQD.shape[:3]
-    if isinstance(map_, Kneemax):
-        return map_.knees(inputs.n().float())[..., 0].expand(shape)
-    assert isinstance(map_, Entmax)
-    if map_.theta is not None:
-        share = map_.share(torch.float32)
-        if share.dim() == 1 and share.shape[0] != shape[1]:
-            raise ValueError(f"entmax has alphas for {share.shape[0]} heads, but q has {shape[1]} heads")
-        return (share[:, None] if share.dim() == 1 else share).expand(shape)
-    if map_.alpha in (1.5, 2.0):
-        return None
-    return torch.full(shape, map_.alpha - 1, dtype=torch.float32, device=inputs.q_BHQD.device)
 
 
 @kernel_operator("attnorm::sparse_attention")

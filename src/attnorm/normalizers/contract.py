@@ -52,6 +52,14 @@ class KernelForm:
     ranged: bool = False  # logits count from the smallest of the row or 0, and weights are divided by the row's range
 
 
+@dataclass(frozen=True)
+class ThresholdForm:
+    """How the threshold kernels compute a map on a GPU: its name in kernels/threshold_maps.py, and a number per row."""
+
+    map: str
+    parameter: Callable[[Tensor], Tensor] | None = None  # of n (B, H, Q, 1), to the same shape or one that broadcasts
+
+
 class Map(nn.Module):
     """Logits of a block to weights of the same shape; hidden keys must get exactly 0."""
 
@@ -66,6 +74,10 @@ class Map(nn.Module):
 
     def kernel_form(self) -> KernelForm | None:
         """None where the one-pass kernels do not have this map."""
+        return None
+
+    def threshold_form(self) -> ThresholdForm | None:
+        """None where the threshold kernels do not have this map."""
         return None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties
+from attnorm.normalizers.contract import Map, Normalizer, Properties, ThresholdForm
 from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, declare
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
@@ -124,6 +124,9 @@ class Kneemax(Map):
 
     def forward(self, block: Block) -> Tensor:
         return block.hide(_Kneemax.apply(block.filled_low(), self.knees(block.n)))  # type: ignore[no-untyped-call]
+
+    def threshold_form(self) -> ThresholdForm:
+        return ThresholdForm("kneemax", self.knees)
 
     def lipschitz(self, n: int) -> float | None:
         return 0.5 if n > 1 else 0.0
