@@ -1,12 +1,17 @@
 """Threads of torch: one for work on many small tensors, or one part of the heads for each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from attnorm.engines.inputs import without_autocast
+
+MOST_THREADS = 16
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -45,3 +50,11 @@ def in_threads(measure: Callable[[range], None], parts: int, device: torch.devic
                 done.result()
     finally:
         torch.set_num_threads(threads)
+
+
+def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """work(item) of each, at the same time, for work that is a single torch operation or a few of them."""
+    if len(items) == 1:
+        return [work(items[0])]
+    with ThreadPoolExecutor(min(len(items), MOST_THREADS)) as pool:
+        return list(pool.map(work, items))

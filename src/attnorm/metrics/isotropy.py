@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import sent_to
 from attnorm.theory.selection import at_least_float32
 
 # Pairs are compared among this many vectors of each head, so that no K x K array arises.
@@ -48,7 +49,7 @@ def _smallest_distance(x: Tensor, seen: Tensor, seed: int) -> Tensor:
     keys = x.shape[-2]
     if keys > PAIRED_VECTORS:
         generator = torch.Generator().manual_seed(seed)
-        some = torch.randperm(keys, generator=generator)[:PAIRED_VECTORS].sort().values.to(x.device)
+        some = sent_to(x.device, torch.randperm(keys, generator=generator)[:PAIRED_VECTORS].sort().values)
         x, seen = x[..., some, :], seen[..., some]
     squares = x.square().sum(-1)
     squared = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * x @ x.mT

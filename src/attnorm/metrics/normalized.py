@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock
 from attnorm.normalizers.block import Block, Positions
@@ -178,5 +179,6 @@ def weights_and_logs(
         factor = one.factor(call, block)
         return normalizer.weights(view)[0], block.logits if factor is None else block.logits * factor
     weights = normalizer.weights(view.with_logits(view.logits.double()))[0]
-    logs = weights.log() if bool((weights >= 0).all()) else None
+    signed = normalizer.properties.signed if runs_asynchronously(weights) else not bool((weights >= 0).all())
+    logs = None if signed else weights.log()
     return weights.to(view.logits.dtype), logs

@@ -15,19 +15,26 @@ from attnorm.theory.closeness import near_one, relative_weights
 from attnorm.theory.selection import SelectedRows
 
 
-def draw_permutations(visible: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+def draw_permutations(
+    visible: Tensor, draws: int, generator: torch.Generator | None, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """The new key of every key of visible (h, r, w) in each draw: (draws, h, r, w).
 
     Visible keys are permuted among themselves, the others stay. Row by row, so that the block size does not matter.
     """
     heads, rows, keys = visible.shape
-    device = None if generator is None else generator.device
-    targets = torch.arange(keys, device=visible.device).repeat(draws, heads, rows, 1)
+    device = visible.device if generator is None else generator.device
+    targets = torch.arange(keys, dtype=dtype, device=visible.device).repeat(draws, heads, rows, 1)
     for row in range(rows):
         for head in range(heads):
             own = visible[head, row].nonzero().squeeze(-1)
-            orders = [torch.randperm(len(own), generator=generator, device=device) for _ in range(draws)]
-            targets[:, head, row, own] = own[torch.stack(orders).to(own.device)]
+            count = len(own)
+            if count and device == own.device and int(own[-1]) < count:  # the first ones
+                for target in targets[:, head, row, :count]:
+                    torch.randperm(count, generator=generator, dtype=dtype, out=target)
+                continue
+            orders = [torch.randperm(count, generator=generator, device=device) for _ in range(draws)]
+            targets[:, head, row, own] = own[torch.stack(orders).to(own.device)].to(dtype)
     return targets
 
 

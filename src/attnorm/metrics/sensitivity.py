@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.engines.device_sync import runs_asynchronously, sent_to
-from attnorm.engines.threads import in_threads
+from attnorm.engines.threads import each_in_a_thread, in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import logit_blocks
@@ -124,13 +124,14 @@ def _directions(view: RowsBlock, keys: int, generators: Sequence[torch.Generator
     Drawn row after row for all keys, so that the size of a block does not matter.
     """
     heads, rows, width = view.logits.shape[1:]
-    draws = []
-    for generator in generators:
+    size = (heads // len(generators), keys)
+
+    def draw(generator: torch.Generator | None) -> Tensor:
         device = view.logits.device if generator is None else generator.device
-        size = (heads // len(generators), keys)
         of_rows = [torch.randn(size, generator=generator, dtype=torch.float32, device=device) for _ in range(rows)]
-        draws.append(torch.stack(of_rows, 1)[..., view.first_key : view.first_key + width])
-    here = sent_to(view.logits.device, torch.cat(draws)).to(view.logits)
+        return torch.stack(of_rows, 1)[..., view.first_key : view.first_key + width]
+
+    here = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, generators))).to(view.logits)
     noise = view.hide(pad(here, (0, width - here.shape[-1]))[None])
     length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
     return noise / torch.where(length > 0, length, 1.0)

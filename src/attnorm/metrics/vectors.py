@@ -6,6 +6,7 @@ weights are permuted among the visible keys at random.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.engines.device_sync import runs_asynchronously, sent_to
-from attnorm.engines.threads import in_threads
+from attnorm.engines.threads import each_in_a_thread, in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
@@ -80,11 +81,13 @@ def measure_vectors(
     results = {one.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for one in chosen}
     draws = {one.name: mixed.new_full((*shape, 2, permutations), torch.nan) for one in chosen}
     few = spread(torch.arange(len(rows)), NULL_ROWS)
-    copies = 2 * len(sizes) if runs_asynchronously(mixed) else 1  # for every N, in float64
+    on_device = runs_asynchronously(mixed)
+    copies = 2 * len(sizes) if on_device else 1  # for every N, in float64
     for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
         visible = block.visible_on_cpu(local)
-        drawn = torch.stack([draw_permutations(visible, permutations, one) for one in generators], 1).flatten(1, 2)
+        draw = partial(draw_permutations, visible, permutations, dtype=torch.int32 if on_device else torch.int64)
+        drawn = torch.stack(each_in_a_thread(draw, generators), 1).flatten(1, 2)
         used = slice(sum(block.logits.shape[-1] > N for N in sizes))
         if not sizes[used]:
             continue
@@ -211,7 +214,7 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """
     selected = rows.selected()
     groups, count, keys = rows.weights.shape
-    itself = torch.arange(keys, device=targets.device).expand(targets[:1].shape)
+    itself = torch.arange(keys, dtype=targets.dtype, device=targets.device).expand(targets[:1].shape)
     targets = torch.cat([itself, targets]).transpose(0, 1)  # (s, 1 + d, l, w)
     of_set = count * keys
     if runs_asynchronously(targets):
@@ -233,7 +236,7 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
         )
         heads = owner[start * per_group : (start + sets_at_once) * per_group]
         of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, 1 + d, l, w)
-        dealt = of_heads.transpose(1, 2).flatten(2, 3)
+        dealt = of_heads.transpose(1, 2).flatten(2, 3).long()
         parts = [separabilities(alone, part, rows.sizes) for part in dealt.split(draws_at_once, 1)]
         found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
     return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(found), torch.nan)
