@@ -7,12 +7,14 @@ import torch
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.coverage import measure_coverage
+from attnorm.metrics.coverage import coverage_sums, measure_coverage
+from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.vectors import NUMBERS, measure_vectors
-from tests.metrics.calls import CALLS, ROW_NORMALIZERS
-from tests.metrics.test_rows import TOP_N, same
+from attnorm.metrics.stacked_calls import stacked
+from attnorm.metrics.vectors import NULLS, NUMBERS, measure_vectors
+from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
+from tests.metrics.test_rows import TOP_N, in_float64, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -58,3 +60,38 @@ def test_what_needs_few_rows() -> None:
     torch.testing.assert_close(covered[0].union, covered[1].union)
     norms = [measure_sensitivity(one, [None], rows, (0.5, 1.0), (0.1,))["model"] for one in (call, on_cuda(call))]
     same(norms[1]["jacobian_norm"].cpu(), norms[0]["jacobian_norm"], 1e-4, "jacobian_norm")
+
+
+def generators() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(3)]
+
+
+def test_sampled_rows_of_several_layers_have_the_numbers_of_each_alone() -> None:
+    calls, rows = [in_float64(make_call(150, seed=seed)) for seed in range(3)], torch.arange(120, 150)
+    together = on_cuda(stacked(calls))
+    found = measure_vectors(together, [None], rows, (1, 5, 100), generator=generators())["model"]
+    moves = measure_sensitivity(together, [None], rows, (0.5, 1.0), (0.1,), generators())["model"]
+    for layer, (call, one, other) in enumerate(zip(calls, generators(), generators(), strict=True)):
+        heads = slice(4 * layer, 4 * layer + 4)
+        alone = measure_vectors(call, [None], rows, (1, 5, 100), generator=one)["model"]
+        for name in (*NUMBERS, *NULLS):
+            same(found[name][:, heads].cpu(), alone[name], 1e-3, name)
+        for name, value in measure_sensitivity(call, [None], rows, (0.5, 1.0), (0.1,), other)["model"].items():
+            same(moves[name][:, heads].cpu(), value, 1e-3, name)
+
+
+def test_sampled_rows_do_not_wait_for_the_gpu() -> None:
+    call, rows = on_cuda(stacked([make_call(150, seed=seed) for seed in range(3)])), torch.arange(120, 150)
+
+    def measure() -> None:
+        measure_vectors(call, [None], rows, (1, 5, 100), generator=generators())
+        measure_sensitivity(call, [None], rows, (0.5, 1.0), (0.1,), generators())
+        coverage_sums(call, [None], rows, (1, 5, 100), 3)
+        isotropy(call.value_BGKE)
+
+    measure()  # libraries that are loaded at first use may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        measure()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
