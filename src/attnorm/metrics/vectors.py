@@ -170,6 +170,7 @@ def _of_groups(
     owner: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
+    """The same as _in_block for heads that are divided evenly among the sets of vectors x."""
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
     # Rows that mix the same vectors are grouped, as in theory.
@@ -180,30 +181,24 @@ def _of_groups(
         logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
     sets = NestedSets.of(weights, x, visible, sizes, logs)
     found = distances(sets)
-    nearest = found.pop("nearest")
-    null = weights.new_empty(heads, 0, len(sizes), 2, len(targets))
-    if len(local):
-        every = len(local) == rows
-        which = (torch.arange(0, weights.shape[1], rows).unsqueeze(-1) + local).flatten()
-        which = torch.arange(0) if every else sent_to(x.device, which)
-        few = sets if every else sets.taking(which)
-        shares = _separabilities(few, targets, owner)  # (g, d, r, 2, N)
-        compared = (
-            *shares[:, 0].unbind(-2),
-            *theorem2(few, nearest if every else nearest[:, which]),
-        )
-        for name, value in zip(COMPARED, compared, strict=True):
-            found[name] = (
-                value if every else torch.full_like(nearest, torch.nan).index_copy(1, which, value.to(nearest))
-            )
-        null = shares[:, 1:].permute(0, 2, 4, 3, 1).reshape(heads, -1, len(sizes), 2, shares.shape[1] - 1)
+    nearest = found["nearest"]
+    compared = nearest.new_full((len(COMPARED), *nearest.shape), torch.nan)
+    null = nearest.new_empty(heads, len(local), len(sizes), 2, len(targets))
     broken = ~weights.sum(-1).isfinite()
-    missing = torch.full_like(nearest, torch.nan)
-    numbers = torch.stack([found.get(name, missing).to(dtype) for name in NUMBERS])
+    if len(local):
+        of_head: Tensor | slice = slice(None)
+        at: Tensor | slice = slice(None)
+        if len(local) < rows:
+            of_head = which = sent_to(x.device, local)
+            at = (torch.arange(0, weights.shape[1], rows, device=x.device).unsqueeze(-1) + which).flatten()
+        few = sets.taking(at)
+        shares = _separabilities(few, targets, owner)
+        bounds = theorem2(few, nearest[:, at])
+        compared[:, :, at] = torch.stack([*shares[:, 0].unbind(-2), *bounds]).to(nearest.dtype)
+        null = shares[:, 1:].permute(0, 2, 4, 3, 1).reshape(null.shape)
+        null = null.masked_fill(broken.reshape(heads, rows)[:, of_head, None, None, None], torch.nan)
+    numbers = torch.cat([torch.stack([found[name] for name in NUMBERS if name not in COMPARED]), compared])
     numbers = numbers.masked_fill(broken.unsqueeze(-1), torch.nan)
-    broken = broken.reshape(heads, rows)
-    broken = broken if len(local) == rows else broken[:, sent_to(x.device, local)]
-    null = null.masked_fill(broken[..., None, None, None], torch.nan)
     return numbers.reshape(len(NUMBERS), heads, rows, len(sizes)), null
 
 
