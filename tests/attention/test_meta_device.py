@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from attnorm.engines import fused
+from attnorm.engines.inputs import validate_inputs
 
 CALLS = [
     (torch.float32, None, True),
@@ -54,3 +56,26 @@ def test_attention_with_its_logsumexp(
         if bias is not None:
             assert bias.shape == (2, 3, 5, 7)
             assert bias.stride(-2) % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "values", "padded"), [(16, 16, 16), (5, 9, 16), (8, 17, 24), (9, 5, 16), (24, 8, 24)]
+)
+def test_widths_on_cuda_are_padded_to_a_multiple_of_8(
+    width: int, values: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return torch.empty(*q.shape[:-1], v.shape[-1], device="cpu")
+
+    monkeypatch.setattr(fused, "scaled_dot_product_attention", attend)
+    for device, expected in (("cuda", padded), ("cpu", max(width, values))):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shapes = ((2, 4, 3, width), (2, 2, 7, width), (2, 2, 7, values))
+            q, k, v = (torch.empty(shape, device=device) for shape in shapes)
+            inputs = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
+            output = fused._attend(inputs, inputs.k_BGKD, inputs.v_BGKE, None)
+        assert seen.pop() == (expected, expected, expected)
+        assert output.shape == (2, 4, 3, values)

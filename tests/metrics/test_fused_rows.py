@@ -113,6 +113,15 @@ def test_masses_are_those_of_the_later_rows_unless_each_has_a_mask_of_its_own(ki
     assert torch.equal(known, spread(rows if kind == "a row per query" else rows[3:], 2))
 
 
+@pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 1), (torch.float32, 2)])
+def test_how_often_the_norm_is_refined(dtype: torch.dtype, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, made, pole_sums = make_call(3, batch=1), list[None](), fused_rows._Launch.pole_sums
+    half = on_device(replace(call, query_BHQD=call.query_BHQD.to(dtype), key_BGKD=call.key_BGKD.to(dtype)))
+    monkeypatch.setattr(fused_rows._Launch, "pole_sums", lambda *a: (made.append(None), pole_sums(*a))[1])
+    by_kernel(half, None)
+    assert len(made) == passes
+
+
 def test_equal_keys_at_the_top() -> None:
     call = make_call(40, size=4.0)
     call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]

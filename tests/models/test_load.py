@@ -5,15 +5,17 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import PreTrainedModel, modeling_utils
+from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, _reason, load
+from attnorm.models.load import CannotLoad, _class_of, _reason, load
+from attnorm.models.saving import _saved_class
 from tests.models.families import ids, tiny, tiny_tokenizer
 
 
@@ -270,3 +272,33 @@ def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:
 )
 def test_the_reason_says_what_the_error_is_about(says: str, reason: str) -> None:
     assert reason in _reason(OSError(says), "a/name", local_only=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "trusted", "expected"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, False, "LlamaForCausalLM"),
+        ({"architectures": ["Unknown", "LlamaModel"]}, False, "LlamaModel"),
+        ({"architectures": ["LlamaConfig"]}, False, "AutoModel"),
+        ({"architectures": None}, False, "AutoModel"),
+        ({"auto_map": {"AutoModelForMaskedLM": "a.B"}, "architectures": ["LlamaModel"]}, True, "AutoModelForMaskedLM"),
+        ({"auto_map": {"AutoModelForMaskedLM": "a.B"}, "architectures": ["LlamaModel"]}, False, "LlamaModel"),
+        ({"auto_map": {"AutoConfig": "a.B"}, "architectures": ["LlamaModel"]}, True, "LlamaModel"),
+        ({"auto_map": {"AutoModel": "a.B", "AutoModelForCausalLM": "a.C"}}, True, "AutoModelForCausalLM"),
+    ],
+)
+def test_the_class_that_a_config_names(config: dict[str, object], trusted: bool, expected: str) -> None:
+    assert _class_of(SimpleNamespace(**config), trusted, as_gguf=False).__name__ == expected
+
+
+def test_the_class_of_a_file_that_names_none() -> None:
+    assert _class_of(LlamaConfig(), False, as_gguf=True).__name__ == "AutoModelForCausalLM"
+    assert _class_of(LlamaConfig(), False, as_gguf=False).__name__ == "AutoModel"
+    assert _class_of(ViTConfig(), False, as_gguf=True).__name__ == "AutoModel"
+
+
+def test_a_saved_model_of_an_unknown_class_is_named(tmp_path: Path) -> None:
+    assert _saved_class(SimpleNamespace(architectures=["LlamaModel"]), tmp_path).__name__ == "LlamaModel"
+    for names, named in ((["Unknown", "LlamaModel"], "'Unknown'"), (None, "'none'"), ([], "'none'")):
+        with pytest.raises(ValueError, match=f"{named}.*{re.escape(str(tmp_path))}"):
+            _saved_class(SimpleNamespace(architectures=names), tmp_path)

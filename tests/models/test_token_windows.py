@@ -98,3 +98,23 @@ def test_a_bos_before_or_in_front_of_the_tokens_is_no_problem() -> None:
     assert bos_problem(Tokens(torch.tensor([[5, 6]]), before=(1,)), loaded) is None
     assert bos_problem(Tokens(torch.tensor([[1, 6]]), before=(4,)), loaded) is not None
     assert bos_problem(Tokens(torch.zeros(1, 0, dtype=torch.long)), loaded) is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "bos", "expected"),
+    [((), None, ()), ((7, 5), None, (7, 5)), ((5,), True, (7, 5)), ((7, 5), True, (7, 5)), ((7, 5), False, (5,))],
+)
+def test_a_bos_token_is_put_first_or_left_out(
+    before: tuple[int, ...], bos: bool | None, expected: tuple[int, ...]
+) -> None:
+    loaded: Any = SimpleNamespace(
+        name="a model", tokenizer=SimpleNamespace(bos_token_id=7), model=SimpleNamespace(config=None)
+    )
+    assert token_windows._with_bos(before, loaded, bos) == expected
+    loaded.tokenizer.bos_token_id = None
+    loaded.model.config = SimpleNamespace(bos_token_id=7)
+    assert token_windows._with_bos(before, loaded, bos) == expected
+    loaded.model.config.bos_token_id = None
+    if bos is not None:
+        with pytest.raises(ValueError, match=f"bos={bos}.*a model"):
+            token_windows._with_bos(before, loaded, bos)

@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from attnorm.normalizers import get
-from attnorm.normalizers.adaptive_temperature import PRINTED, EntropyRule, fit, softmax_entropy
+from attnorm.normalizers.adaptive_temperature import PRINTED, EntropyRule, _turning_points, fit, softmax_entropy
 from attnorm.normalizers.block import Block
 
 
@@ -128,3 +128,21 @@ def test_a_fit_has_degree_four_by_default_and_needs_one_row_more() -> None:
 def test_coefficients_must_be_finite_numbers(coefficients: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="coefficients"):
         get("adaptive_temperature", coefficients=coefficients)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "points"),
+    [
+        ((1.0, -3.0, 2.0), [1.5]),
+        ((0.0, 1.0, -3.0, 2.0), [1.5]),
+        ((0.0, 0.0, 1.0, -3.0, 2.0), [1.5]),
+        ((1.0, 0.0, -3.0, 5.0), [-1.0, 1.0]),
+        ((1.0, 0.0, 3.0, 5.0), []),
+        ((2.0, 1.0), []),
+        ((3.0,), []),
+        ((0.0, 0.0), []),
+        ((0.25, -2.0, 5.5, -6.0, 1.0), [1.0, 2.0, 3.0]),
+    ],
+)
+def test_where_a_polynomial_turns(coefficients: tuple[float, ...], points: list[float]) -> None:
+    assert _turning_points(coefficients) == pytest.approx(points)

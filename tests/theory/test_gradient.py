@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from attnorm.theory import gradient
 from attnorm.theory import rank_one_eigenvalues as secular
-from attnorm.theory.linearization import linearize, power_iteration_norm
+from attnorm.theory.linearization import jacobian_norm, linearize, power_iteration_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax, kneemax_slopes
 
 ALPHAS = (1.0, 1.3, 1.5, 1.8, 2.0)
@@ -395,3 +395,13 @@ def test_softmax_at_temperature_1_is_the_default() -> None:
         torch.testing.assert_close(function(p), function(p, 1.0, 1.0), rtol=0, atol=0)
     assert gradient.finite_difference_corrected(0.1) == 0.5
     assert gradient.finite_difference_corrected(0.1, 2.0) == 0.25
+
+
+@pytest.mark.parametrize("keys", [1, 3, 16, 17, 40])
+def test_the_norm_of_any_map_is_exact_for_few_keys_and_a_lower_bound_for_more(keys: int) -> None:
+    z = torch.randn(5, keys, dtype=torch.float64)
+    exact = gradient.entmax_jacobian_norm(torch.softmax(z, -1))
+    found = jacobian_norm(lambda z: torch.softmax(z, -1), z)
+    assert torch.allclose(found, exact, atol=1e-12) if keys <= 16 else (found <= exact * (1 + 1e-12)).all()
+    assert (found > 0.3 * exact - 1e-12).all()
+    assert jacobian_norm(lambda z: torch.ones_like(z), z).tolist() == [0.0] * 5
