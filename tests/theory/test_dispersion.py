@@ -354,3 +354,18 @@ def test_a_line_through_two_points_has_no_standard_error() -> None:
     assert float(two.slope) == pytest.approx(3)
     assert two.slope_standard_error.isnan()
     assert float(dispersion.least_squares_line(x, 3 * x).slope_standard_error) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("points", [9, 4097])
+def test_the_range_of_a_function_that_is_not_monotone_is_found_to_the_last_digits(points: int) -> None:
+    """Cusps: the value found is as far from the extremum as the place."""
+    for low, high, at in ((-1.0, 3.0, 0.123456789), (2.0, 2.5, 2.3), (-4.0, -1.0, -4.0), (0.0, 1.0, 1.0)):
+        top = dispersion.range_on_interval(lambda x, c=at: 2 - (x - c).abs(), low, high, points=points)  # type: ignore[misc]
+        assert top == pytest.approx((2 - max(at - low, high - at), 2.0), abs=1e-11)
+        bottom = dispersion.range_on_interval(lambda x, c=at: 3 * (x - c).abs() - 1, low, high, points=points)  # type: ignore[misc]
+        assert bottom == pytest.approx((-1.0, 3 * max(at - low, high - at) - 1), abs=1e-11)
+    assert dispersion.range_on_interval(torch.exp, 0.5, 0.5) == pytest.approx((math.exp(0.5),) * 2)
+    with pytest.raises(ValueError, match=r"\[1\.0, 0\.5\]"):
+        dispersion.range_on_interval(torch.exp, 1.0, 0.5)
+    with pytest.raises(ValueError, match="inf"):
+        dispersion.range_on_interval(lambda x: 1 / x, 0.0, 1.0)

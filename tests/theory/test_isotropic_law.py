@@ -163,7 +163,7 @@ def test_the_recursion_averages_over_one_vector_after_the_other(
 
 def test_the_recursion_refines_its_grid_until_two_agree() -> None:
     r, d = np.array([0.6, 1.4]), 9
-    sizes = law.RECURSION_SIZES
+    sizes = ((100, 8), (200, 12), (400, 18), (800, 27), (1600, 40))  # points, angles
     grids = [law._recursion_on_grid(r, FOUR, d, *size) for size in sizes]
     errors = [
         np.maximum(2 * np.abs(grids[i] - grids[i - 1]), np.abs(grids[i - 1] - grids[i - 2]) / 8)
