@@ -12,6 +12,7 @@ from attnorm.metrics.attention_statistics import statistics_of
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
+from attnorm.metrics.fused_rows import _tile
 from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm
 from attnorm.metrics.logits import logit_blocks
@@ -130,3 +131,47 @@ def test_every_row_has_a_norm_where_there_are_few_of_a_map_without_a_closed_form
         (found,) = measure_sensitivity(make_call(20), ["softpick"], rows, (0.5, 1.0), (0.1,)).values()
         known = found["jacobian_norm"].isfinite().all(-1)[0, 0]
         assert known.tolist() == [row >= count - POWER_ROWS for row in range(count)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [None, "one", "each"])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 5), (1, 4), (5, 3)])
+def test_which_keys_a_query_sees(causal: bool, rows: str | None, queries: int, keys: int) -> None:
+    """A mask of one row hides keys from all queries; one per query is complete where queries and keys differ."""
+    generator = torch.Generator().manual_seed(queries)
+    shape = {None: (1, 1, 1, keys), "one": (2, 1, 1, keys), "each": (2, 1, queries, keys)}[rows]
+    mask = torch.rand(shape, generator=generator) < 0.7 if rows else None
+    given = make_call(queries, keys, causal=causal, kind="decoder" if causal else "encoder", mask=mask)
+    (found,) = measure_rows(given, [None], torch.arange(queries), (1,)).values()
+    whole = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+    expected = [
+        [
+            sum(
+                bool(whole.expand(2, 1, queries, keys)[item, 0, i, j])
+                and (not causal or j <= i + keys - queries or (rows == "each" and 1 < queries != keys))
+                for j in range(keys)
+            )
+            for i in range(queries)
+        ]
+        for item in range(2)
+    ]
+    assert found.n[:, 0].tolist() == expected
+
+
+def test_logits_near_the_largest_number_are_no_broken_rows() -> None:
+    query, key = torch.full((1, 1, 1, 1), 2e19), torch.tensor([1e19, 0.0, -5e18]).reshape(1, 1, 3, 1)
+    given = AttentionCall(0, "encoder", query, key, key, scale=1.0, causal=False)
+    (found,) = measure_rows(given, [None], torch.arange(1), (1,)).values()
+    assert not found.broken.any()
+    assert float(found.values["logit_spread"]) == pytest.approx(3e38)
+    assert float(found.values["max_weight"]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+def test_sizes_of_tiles_are_powers_of_two_that_tensor_cores_take(dtype: torch.dtype, width: int) -> None:
+    rows, keys, warps, stages = _tile(dtype, width)
+    assert {rows, keys} <= {16, 32, 64, 128}
+    assert warps in (4, 8)
+    # Keys of every stage in flight, beside the queries, have to fit into 227 KB of shared memory.
+    assert (rows + stages * keys) * width * dtype.itemsize <= 227 * 1024

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from attnorm.models.describe import _positions, describe, fingerprint, longest_context, position_kind
+from attnorm.models.describe import _positions, _sample, describe, fingerprint, longest_context, position_kind
 from attnorm.models.load import LoadedModel, load
 from tests.models.families import tiny
 
@@ -159,3 +159,10 @@ def test_rows_that_no_token_uses_do_not_count(offset: int | None, padding: int |
     if offset is not None:
         model.wpe.offset = offset
     assert _positions(model) == ("learned", rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "step"), [(3, 1), (4096, 1), (8191, 1), (8192, 2), (40_960, 10)])
+def test_the_fingerprint_takes_about_4096_values_of_a_weight(size: int, step: int) -> None:
+    """Saved fingerprints are compared with those of later versions."""
+    values = torch.arange(size, dtype=torch.int32)
+    assert _sample(values.reshape(1, -1)) == values[::step].numpy().tobytes()
