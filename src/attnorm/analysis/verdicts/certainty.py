@@ -151,7 +151,7 @@ def _shifted(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithm
             value, units = (np.minimum(np.log(np.maximum(one, 1e-300)), LARGEST_LOG) for one in (value, units))
         known = np.isfinite(units)
         if known.all() and np.isfinite(value).all():  # nearly always: three arrays of all resamples instead of ten
-            moved = units @ counts.T / units.shape[1] + (value - units.mean(1))[:, None]
+            moved: np.ndarray = units @ counts.T / units.shape[1] + (value - units.mean(1))[:, None]
             return np.exp(moved) if logarithmic else moved
         filled = np.where(known, units, 0.0)
         mean = filled.sum(1) / known.sum(1)
