@@ -4,6 +4,7 @@ Numbers are summarised per head at once, so that the numbers per row of a few la
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -11,13 +12,14 @@ import pyarrow as pa
 from torch import Tensor
 
 from attnorm.analysis.collect_rows import pool_rows, row_columns, summarise_rows
-from attnorm.analysis.collect_sampled import ByNormalizer, sampled_columns, sampled_weights
+from attnorm.analysis.collect_sampled import ByNormalizer, DrawnAhead, draw_ahead, sampled_columns, sampled_weights
 from attnorm.analysis.layers import FinishedLayers, MeasuredLayer
 from attnorm.analysis.reads import Tokens, listed_reads, token_columns
 from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
+from attnorm.engines.threads import MOST_THREADS
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
@@ -67,6 +69,8 @@ class Collector:
         self._layers: list[MeasuredLayer] = []
         self._waiting: list[AttentionCall] = []  # to be measured together, with these tokens
         self._waiting_tokens: Tensor | None = None
+        self._ahead: list[DrawnAhead] = []  # random numbers of the calls that wait
+        self._pool: ThreadPoolExecutor | None = None
         self._unfinished: list[Callable[[], None]] = []  # their numbers are on the way from the GPU
         self._calls = 0
         self._together = together and not any(one is not None and reads_heads(one) for one in normalizers.values())
@@ -83,6 +87,7 @@ class Collector:
         if waits:
             self._waiting.append(call)
             self._waiting_tokens = self.tokens.get(call.kind)
+            self._draw_ahead(call)
             if sum(map(size, self._waiting)) >= STACKED_BYTES:
                 self._measure_waiting()
             return
@@ -97,6 +102,9 @@ class Collector:
         """Measure what waits, and wait for the GPU."""
         self._measure_waiting()
         self._make_tables()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     @property
     def longest(self) -> int:
@@ -116,11 +124,18 @@ class Collector:
     def _measure_waiting(self) -> None:
         """The GPU measures these calls while the numbers of those before them become tables."""
         calls, self._waiting = self._waiting, []
+        ahead, self._ahead = self._ahead, []
         if not calls:
             return
-        make_tables = self._measure(calls, (0, 0), self._waiting_tokens)
+        make_tables = self._measure(calls, (0, 0), self._waiting_tokens, ahead)
         self._make_tables()
         self._unfinished.append(make_tables)
+
+    def _draw_ahead(self, call: AttentionCall) -> None:
+        if {"vectors", "sensitivity"} <= {*self.settings.metrics} and self._waiting_tokens is None:
+            self._pool = self._pool or ThreadPoolExecutor(MOST_THREADS)
+            drawn = draw_ahead(call, self.settings, self._pool)
+            self._ahead += [] if drawn is None else [drawn]
 
     def _make_tables(self) -> None:
         while self._unfinished:
@@ -130,7 +145,13 @@ class Collector:
         self._layers.append(layer)
         self.after_layer(len(self._layers))
 
-    def _measure(self, calls: Sequence[AttentionCall], before: Before, tokens: Tensor | None) -> Callable[[], None]:
+    def _measure(
+        self,
+        calls: Sequence[AttentionCall],
+        before: Before,
+        tokens: Tensor | None,
+        ahead: Sequence[DrawnAhead] = (),
+    ) -> Callable[[], None]:
         """Measure calls of the same shape, all at once. The result makes the tables when the numbers have arrived."""
         call = stacked(calls)
         items = list(sequences(call, tokens, self.settings.rows))
@@ -141,7 +162,7 @@ class Collector:
         if not longest:
             return lambda: self._keep(outlines, [MeasuredLayer(0, {}) for _ in outlines])
         bins = length_bins(longest)
-        sampled = self._sampled(calls, tokens, statistics, bins[0])
+        sampled = self._sampled(calls, tokens, statistics, bins[0], ahead)
         reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
         summaries = {
             name: summarise_rows(
@@ -182,6 +203,7 @@ class Collector:
         tokens: Tensor | None,
         statistics: Sequence[Mapping[str, RowStatistics]],
         longest_bin: tuple[int, int],
+        ahead: Sequence[DrawnAhead],
     ) -> Callable[[], ByNormalizer]:
         """Measure sampled rows. The result returns by normalizer what they add to the tables, for all layers."""
         found: ByNormalizer = {name: {} for name in self.normalizers}
@@ -195,7 +217,8 @@ class Collector:
             items = list(sequences(stacked(some), tokens, self.settings.rows))
             inside = inside or self._inside(items, statistics, longest_bin)
             long = [Sequences(item.call, item.rows[which]) for item, which in zip(items, inside, strict=True)]
-            parts.append(sampled_columns(long, some, self.normalizers, self.settings))
+            drawn = ahead[start : start + at_once]
+            parts.append(sampled_columns(long, some, self.normalizers, self.settings, drawn))
 
         def columns() -> ByNormalizer:
             arrived = [part() for part in parts]

@@ -6,28 +6,61 @@ On a GPU nothing waits here: numbers are on the way when a function returns, and
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.analysis.sequences import Sequences, visible_keys
+from attnorm.analysis.sequences import Sequences, sequences, visible_keys
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.isotropy import isotropy
-from attnorm.metrics.sampling import spread
-from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.vectors import measure_vectors
+from attnorm.metrics.logits import known_n
+from attnorm.metrics.sampling import Source, length_bins, spread
+from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
+from attnorm.metrics.stacked_calls import outline
+from attnorm.metrics.vectors import measure_vectors, permutations_ahead
 from attnorm.normalizers.contract import Normalizer
 
 Choices = Sequence[Normalizer | None]
-Generators = list[torch.Generator]
+Sources = Sequence[Source]
 Numbers = dict[str, dict[str, Tensor]]  # normalizer -> column -> (B, H, R, M)
 ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
+VECTORS, SENSITIVITY = "{} vectors", "{} sensitivity"  # what the generator of a layer is seeded by, with the seed
 COVERAGE = ("per_head", "union", "independent")
+
+
+@dataclass(frozen=True)
+class DrawnAhead:
+    """The random numbers of one layer for these rows, drawn in other threads while the model runs."""
+
+    rows: Tensor
+    permutations: Future[list[Tensor]]
+    directions: Future[list[Tensor]]
+
+
+def draw_ahead(call: AttentionCall, settings: AnalysisSettings, pool: Executor) -> DrawnAhead | None:
+    """Start to draw what `sampled_columns` needs for a call; None if its rows are not known without the GPU.
+
+    They are drawn on the CPU, so that every device has the same numbers, and take longer than all else.
+    """
+    (whole,) = sequences(call, None, settings.rows)
+    n = known_n(call, whole.rows)
+    if n is None or not len(n):
+        return None
+    shape = outline(call)
+    rows = _sampled(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
+    permutations, directions = (_generator(seed.format(settings.seed), call) for seed in (VECTORS, SENSITIVITY))
+    return DrawnAhead(
+        rows,
+        pool.submit(permutations_ahead, shape, rows, permutations),
+        pool.submit(directions_ahead, shape, rows, directions),
+    )
 
 
 def sampled_columns(
@@ -35,27 +68,28 @@ def sampled_columns(
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
+    ahead: Sequence[DrawnAhead] = (),
 ) -> Callable[[], ByNormalizer]:
     """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.stacked_calls).
+
+    ahead: the random numbers of each layer, where they have been drawn before.
 
     The result returns by normalizer and table the columns, ordered by layer, head and N. It may be called once the
     numbers have arrived from a GPU: see device_sync.arrival.
     """
-    chosen = [
-        Sequences(one.call, spread(one.rows, sampled_rows_at(settings, one.call.key_BGKD.shape[-2])))
-        for one in longest
-        if len(one.rows)
-    ]
+    chosen = [Sequences(one.call, _sampled(one.call, one.rows, settings)) for one in longest if len(one.rows)]
     found: ByNormalizer = {name: {} for name in normalizers}
     if not chosen:
         return lambda: found
+    fits = len(chosen) == 1 and len(ahead) == len(layers)
+    ahead = ahead if fits and all(torch.equal(one.rows, chosen[0].rows) for one in ahead) else ()
     tables: dict[str, Callable[[], dict[str, Columns]]] = {}
     if "vectors" in settings.metrics:
         _check_vectors(chosen[0].call, settings)
         tables["heads"] = _isotropy(chosen, normalizers, settings)
-        tables["top_n"] = _vectors(chosen, layers, normalizers, settings)
+        tables["top_n"] = _vectors(chosen, layers, normalizers, settings, [one.permutations for one in ahead])
     if "sensitivity" in settings.metrics:
-        tables["sensitivity"] = _sensitivity(chosen, layers, normalizers, settings)
+        tables["sensitivity"] = _sensitivity(chosen, layers, normalizers, settings, [one.directions for one in ahead])
     if "coverage" in settings.metrics:
         tables["coverage"] = _coverage(chosen, layers, normalizers, settings)
 
@@ -75,16 +109,21 @@ def sampled_weights(call: AttentionCall, settings: AnalysisSettings) -> int:
     return batch * heads * min(sampled_rows_at(settings, keys), queries) * keys
 
 
+def _sampled(call: AttentionCall, rows: Tensor, settings: AnalysisSettings) -> Tensor:
+    return spread(rows, sampled_rows_at(settings, call.key_BGKD.shape[-2]))
+
+
 def _vectors(
     chosen: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
+    ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, Columns]]:
-    def measure(one: Sequences, choices: Choices, generators: Generators) -> Numbers:
-        return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, generators)
+    def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
+        return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, sources)
 
-    arrived = _pooled(chosen, layers, normalizers, measure, f"{settings.seed} vectors")
+    arrived = _pooled(chosen, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
     return lambda: {
         name: {column: _over_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
@@ -106,11 +145,12 @@ def _sensitivity(
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
+    ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, Columns]]:
-    def measure(one: Sequences, choices: Choices, generators: Generators) -> Numbers:
-        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, generators)
+    def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
+        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, sources)
 
-    arrived = _pooled(chosen, layers, normalizers, measure, f"{settings.seed} sensitivity")
+    arrived = _pooled(chosen, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead)
     heads, temperatures = chosen[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
         "head": np.repeat(np.arange(heads) % (heads // len(layers)), len(temperatures)),
@@ -186,12 +226,17 @@ def _pooled(
     chosen: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
-    measure: Callable[[Sequences, Choices, Generators], Numbers],
+    measure: Callable[[Sequences, Choices, Sources], Numbers],
     seed: str,
+    ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, dict[str, np.ndarray]]]:
     """Measure every sequence. The result joins the numbers (B, H, R, M) to (H, rows of all sequences, M)."""
     choices = list(normalizers.values())
-    parts = [measure(one, choices, [_generator(seed, layer) for layer in layers]) for one in chosen]
+
+    def sources() -> Sources:
+        return [one.result() for one in ahead] if ahead else [_generator(seed, layer) for layer in layers]
+
+    parts = [measure(one, choices, sources()) for one in chosen]
     columns = list(next(iter(parts[0].values())))
     on_the_way = {
         name: [sent_to_cpu(torch.stack([part[name][column] for column in columns])) for part in parts]

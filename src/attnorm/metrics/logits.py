@@ -122,7 +122,7 @@ class Visibility:
         if self.mask is None:
             common = shortest
             common = min(common, stop)
-            end = _upwards(stop)
+            end = padded_keys(stop)
             last = queries.new_full((1,), stop) if reach is None else reach
             columns = torch.arange(common, end, device=queries.device)
             return 0, end, common, (columns < last[:, None]).expand(len(queries), -1)[None]
@@ -132,10 +132,10 @@ class Visibility:
         seen = seen.expand(-1, len(queries), self.keys)[..., :stop]
         if reach is not None:
             seen = seen & (torch.arange(stop, device=queries.device) < reach[:, None])
-        start, end = 0, _upwards(stop)
+        start, end = 0, padded_keys(stop)
         if not too_few_to_wait(queries):
             used = seen.flatten(0, 1).any(0).nonzero()
-            start, end = (int(used[0]) // GROUP * GROUP, _upwards(int(used[-1]) + 1)) if len(used) else (0, GROUP)
+            start, end = (int(used[0]) // GROUP * GROUP, padded_keys(int(used[-1]) + 1)) if len(used) else (0, GROUP)
         seen = seen[..., start:end]
         return start, end, 0, pad(seen, (0, end - start - seen.shape[-1]))
 
@@ -159,7 +159,7 @@ def logit_blocks(
     per_group = heads // groups
     query, key = call.query_BHQD, at_least_float32(call.key_BGKD)
     visibility = Visibility.of(call)
-    key = pad(key, (0, 0, 0, _upwards(visibility.keys) - visibility.keys))
+    key = pad(key, (0, 0, 0, padded_keys(visibility.keys) - visibility.keys))
     on_cpu = not runs_asynchronously(query)
     elements = block_elements or (
         BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
@@ -257,5 +257,6 @@ def _size(reach: list[int], start: int, per_group: int, groups: int, elements: i
     return taken, min(together, groups)
 
 
-def _upwards(keys: int) -> int:
+def padded_keys(keys: int) -> int:
+    """The columns of a block that has so many keys."""
     return math.ceil(keys / GROUP) * GROUP

@@ -6,6 +6,7 @@ draws, and the row itself is one more of them.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,9 @@ def draw_permutations(
     """
     heads, rows, keys = visible.shape
     device = visible.device if generator is None else generator.device
-    targets = torch.arange(keys, dtype=dtype, device=visible.device).repeat(draws, heads, rows, 1)
+    # By numpy, which stays in this thread: several layers are drawn at the same time.
+    every = np.tile(np.arange(keys, dtype=np.int32 if dtype == torch.int32 else np.int64), (draws, heads, rows, 1))
+    targets = torch.from_numpy(every).to(visible.device)
     for row in range(rows):
         for head in range(heads):
             own = visible[head, row].nonzero().squeeze(-1)

@@ -5,6 +5,7 @@ wide and anchored at the longest row, so that lengths that are powers of two apa
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 Rows = Literal["auto", "all", "last"] | int
 AUTO_ROWS = 512  # of a window: beyond it, more rows cost more than the model's own pass and change little
+# Where the random numbers of a layer come from: a generator, or what it has drawn for each item of the batch.
+Source = torch.Generator | list[Tensor] | None
 SHORTEST = 8  # keys; fewer make statistics of a row meaningless
 
 
@@ -76,3 +79,8 @@ def spread(rows: Tensor, count: int) -> Tensor:
         return rows
     indices = torch.arange(1, count + 1, dtype=torch.float64, device=rows.device) * (len(rows) / count) - 1
     return rows[indices.round().long()]
+
+
+def sources_of(given: torch.Generator | Sequence[Source] | None) -> list[Source]:
+    """One source of random numbers for each layer."""
+    return [given] if given is None or isinstance(given, torch.Generator) else list(given)

@@ -10,12 +10,11 @@ from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.engines.threads import each_in_a_thread, in_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
+from attnorm.metrics.sampling import Source, sources_of
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.selection import at_least_float32
-
-Generators = torch.Generator | Sequence[torch.Generator] | None
 
 GPU_ELEMENTS = 2**24  # weights that are computed at once on a GPU, for several temperatures and steps
 
@@ -27,7 +26,7 @@ def measure_sensitivity(
     rows: Tensor,
     temperatures: Sequence[float],
     epsilons: Sequence[float],
-    generator: Generators = None,
+    generator: torch.Generator | Sequence[Source] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """By normalizer: "jacobian_norm", "bound" and "gain_EPS", each (B, H, R, len(temperatures)).
 
@@ -36,7 +35,8 @@ def measure_sensitivity(
     Lipschitz constant of the normalizer at the row's n: the norm never exceeds it, and a gain never min{K/T,
     sqrt(2)/eps}. NaN where K is not known.
 
-    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls).
+    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls). What
+    `directions_ahead` has drawn may stand for a generator.
     """
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
@@ -44,7 +44,7 @@ def measure_sensitivity(
         raise ValueError(f"epsilons must be positive, got {tuple(epsilons)}")
     chosen = resolve_normalizers(call, normalizers)
     like = at_least_float32(call.query_BHQD)
-    generators = [generator] if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    sources = sources_of(generator)
     names = ["jacobian_norm", "bound", *(f"gain_{eps:g}" for eps in epsilons)]
     shape = (len(names), *like.shape[:2], len(rows), len(temperatures))
     results = {one.name: like.new_full(shape, torch.nan) for one in chosen}
@@ -52,7 +52,7 @@ def measure_sensitivity(
     for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         view = rows_block(call, block)
         sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)
-        directions = _directions(view, call.key_BGKD.shape[-2], generators)
+        directions = _directions(block, view, call.key_BGKD.shape[-2], sources)
         n = block.n_on_cpu()
         for one in chosen:
             normalizer = as_normalizer(one, call)
@@ -118,20 +118,33 @@ def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Ten
     return norms
 
 
-def _directions(view: RowsBlock, keys: int, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """A random direction for each row among its visible keys, of length 1; rows without any get zeros.
+def directions_ahead(call: AttentionCall, rows: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """What measure_sensitivity draws for a layer; one array for each item of the batch."""
+    batch, heads = call.query_BHQD.shape[:2]
+    return [_drawn(heads, len(rows), call.key_BGKD.shape[-2], generator, generator.device) for _ in range(batch)]
 
-    Drawn row after row for all keys, so that the size of a block does not matter.
-    """
+
+def _drawn(heads: int, rows: int, keys: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Normal numbers (heads, rows, keys), row after row for all keys, so that the size of a block does not matter."""
+    numbers = torch.empty(rows, heads, keys, device=device)
+    for row in numbers:
+        torch.randn(row.shape, generator=generator, out=row)
+    return numbers.transpose(0, 1)
+
+
+def _directions(block: LogitBlock, view: RowsBlock, keys: int, sources: Sequence[Source]) -> Tensor:
+    """A random direction for each row among its visible keys, of length 1; rows without any get zeros."""
     heads, rows, width = view.logits.shape[1:]
-    size = (heads // len(generators), keys)
 
-    def draw(generator: torch.Generator | None) -> Tensor:
-        device = view.logits.device if generator is None else generator.device
-        of_rows = [torch.randn(size, generator=generator, dtype=torch.float32, device=device) for _ in range(rows)]
-        return torch.stack(of_rows, 1)[..., view.first_key : view.first_key + width]
+    def draw(source: Source) -> Tensor:
+        if isinstance(source, list):
+            numbers = source[block.item][:, block.rows]
+        else:
+            device = view.logits.device if source is None else source.device
+            numbers = _drawn(heads // len(sources), rows, keys, source, device)
+        return numbers[..., view.first_key : view.first_key + width]
 
-    here = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, generators))).to(view.logits)
+    here = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, sources))).to(view.logits)
     noise = view.hide(pad(here, (0, width - here.shape[-1]))[None])
     length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
     return noise / torch.where(length > 0, length, 1.0)

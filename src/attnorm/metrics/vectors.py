@@ -16,15 +16,14 @@ from torch.nn.functional import pad
 from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.engines.threads import each_in_a_thread, in_threads
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock, logit_blocks
+from attnorm.metrics.logits import LogitBlock, known_n, logit_blocks, padded_keys
 from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.null import draw_permutations, separabilities
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import Source, sources_of, spread
 from attnorm.theory.selection import SelectedRows, at_least_float32
 
 Vectors = Literal["values", "inputs"]
-Generators = torch.Generator | Sequence[torch.Generator] | None
 
 # Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
 # rest.
@@ -57,7 +56,7 @@ def measure_vectors(
     rows: Tensor,
     top_n: Sequence[int],
     vectors: Vectors = "values",
-    generator: Generators = None,
+    generator: torch.Generator | Sequence[Source] | None = None,
     *,
     permutations: int = 20,
 ) -> dict[str, dict[str, Tensor]]:
@@ -67,7 +66,8 @@ def measure_vectors(
     is a mean over permutations; its low and high are the 5 % and 95 % quantiles of the permutations' means over these
     rows, the same number in each of them.
 
-    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls).
+    generator: several for a call that has the heads of so many layers, equally many each (stacked_calls). What
+    `permutations_ahead` has drawn may stand for a generator.
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
@@ -75,7 +75,7 @@ def measure_vectors(
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
     mixed = _mixed_vectors(call, vectors)
-    generators = [generator] if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    sources = sources_of(generator)
     sizes = sorted(top_n)
     shape = (*call.query_BHQD.shape[:2], len(rows), len(sizes))
     results = {one.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for one in chosen}
@@ -85,9 +85,9 @@ def measure_vectors(
     copies = 2 * len(sizes) if on_device else 1  # for every N, in float64
     for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
-        visible = block.visible_on_cpu(local)
-        draw = partial(draw_permutations, visible, permutations, dtype=torch.int32 if on_device else torch.int64)
-        drawn = torch.stack(each_in_a_thread(draw, generators), 1).flatten(1, 2)
+        before = int((few < block.rows.start).sum())
+        draw = partial(_targets, block, local, before, permutations, torch.int32 if on_device else torch.int64)
+        drawn = torch.stack(each_in_a_thread(draw, sources), 1).flatten(1, 2)
         used = slice(sum(block.logits.shape[-1] > N for N in sizes))
         if not sizes[used]:
             continue
@@ -107,6 +107,27 @@ def measure_vectors(
         }
         for name, numbers in results.items()
     }
+
+
+def permutations_ahead(
+    call: AttentionCall, rows: Tensor, generator: torch.Generator, *, permutations: int = 20
+) -> list[Tensor]:
+    """What measure_vectors draws for a layer without a mask, on a GPU; one array for each item of the batch."""
+    n = known_n(call, rows[spread(torch.arange(len(rows)), NULL_ROWS)])
+    if n is None:
+        raise ValueError(f"expected a call without a mask, got layer {call.layer} with one. Pass a generator.")
+    visible = torch.arange(padded_keys(call.key_BGKD.shape[-2])) < n[:, None]
+    items = range(call.query_BHQD.shape[0])
+    return [draw_permutations(visible[None], permutations, generator, torch.int32) for _ in items]
+
+
+def _targets(
+    block: LogitBlock, local: Tensor, before: int, permutations: int, dtype: torch.dtype, source: Source
+) -> Tensor:
+    """The new key of every key of the local rows, (d, 1 or h, l, w); `before` of the drawn rows are in other blocks."""
+    if isinstance(source, list):
+        return source[block.item][:, :, before : before + len(local), : block.logits.shape[-1]]
+    return draw_permutations(block.visible_on_cpu(local), permutations, source, dtype)
 
 
 def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
