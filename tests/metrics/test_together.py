@@ -9,9 +9,9 @@ import torch
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import coverage_sums, measure_coverage
 from attnorm.metrics.isotropy import isotropy
-from attnorm.metrics.sensitivity import measure_sensitivity
+from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.stacked_calls import stacked
-from attnorm.metrics.vectors import NULLS, NUMBERS, measure_vectors
+from attnorm.metrics.vectors import NULLS, NUMBERS, measure_vectors, permutations_ahead
 from tests.metrics.as_on_gpu import as_on_gpu
 from tests.metrics.calls import HEADS, KEY_HEADS, left_padding, make_call, window
 from tests.metrics.test_rows import in_float64
@@ -118,6 +118,31 @@ def test_equal_vectors_lie_at_distance_0_within_the_digits_of_float32(monkeypatc
     for name in ("d_tilde", "relative_distance", "fixed_tight", "random_lower", "random_upper"):
         scale = expected["random_upper"].abs().max()
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-6 * float(scale), msg=name)
+
+
+@pytest.mark.usefixtures("_parts")
+@pytest.mark.parametrize("options", [{}, {"causal": False, "kind": "encoder"}])
+def test_random_numbers_drawn_ahead_are_those_of_the_generator(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = layers(**options)
+    as_on_gpu(monkeypatch)
+    permuted = [permutations_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
+    moved = [directions_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
+    whole = stacked(calls)
+    ahead, drawn = (measure_vectors(whole, [None], ROWS, TOP_N, generator=one) for one in (permuted, generators()))
+    for name in NULLS:
+        assert torch.equal(ahead["model"][name].nan_to_num(-1), drawn["model"][name].nan_to_num(-1))
+    ahead, drawn = (
+        measure_sensitivity(whole, [None], ROWS, TEMPERATURES, EPSILONS, one) for one in (moved, generators())
+    )
+    for name, value in drawn["model"].items():
+        assert torch.equal(ahead["model"][name], value)
+
+
+def test_permutations_of_keys_that_a_mask_hides_cannot_be_drawn_ahead() -> None:
+    with pytest.raises(ValueError, match="layer 0"):
+        permutations_ahead(make_call(33, mask=window(33, 9)), ROWS, torch.Generator())
 
 
 def test_top_n_in_any_order() -> None:

@@ -134,7 +134,7 @@ class Collector:
     def _draw_ahead(self, call: AttentionCall) -> None:
         if {"vectors", "sensitivity"} <= {*self.settings.metrics} and self._waiting_tokens is None:
             self._pool = self._pool or ThreadPoolExecutor(MOST_THREADS)
-            drawn = draw_ahead(call, self.settings, self._pool)
+            drawn = draw_ahead(call, self.settings, self._pool, self._ahead[-1].rows if self._ahead else None)
             self._ahead += [] if drawn is None else [drawn]
 
     def _make_tables(self) -> None:

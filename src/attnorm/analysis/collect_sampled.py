@@ -44,17 +44,21 @@ class DrawnAhead:
     directions: Future[list[Tensor]]
 
 
-def draw_ahead(call: AttentionCall, settings: AnalysisSettings, pool: Executor) -> DrawnAhead | None:
+def draw_ahead(
+    call: AttentionCall, settings: AnalysisSettings, pool: Executor, rows: Tensor | None = None
+) -> DrawnAhead | None:
     """Start to draw what `sampled_columns` needs for a call; None if its rows are not known without the GPU.
 
-    They are drawn on the CPU, so that every device has the same numbers, and take longer than all else.
+    They are drawn on the CPU, so that every device has the same numbers, and take longer than all else. rows: those of
+    a call of the same shape.
     """
-    (whole,) = sequences(call, None, settings.rows)
-    n = known_n(call, whole.rows)
-    if n is None or not len(n):
-        return None
+    if rows is None:
+        (whole,) = sequences(call, None, settings.rows)
+        n = known_n(call, whole.rows)
+        if n is None or not len(n):
+            return None
+        rows = _sampled(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
     shape = outline(call)
-    rows = _sampled(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
     permutations, directions = (_generator(seed.format(settings.seed), call) for seed in (VECTORS, SENSITIVITY))
     return DrawnAhead(
         rows,

@@ -16,7 +16,7 @@ from attnorm.metrics.sampling import Source, sources_of
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.selection import at_least_float32
 
-GPU_ELEMENTS = 2**24  # weights that are computed at once on a GPU, for several temperatures and steps
+GPU_ELEMENTS = 2**25  # weights that are computed at once on a GPU, for several temperatures and steps
 
 
 @torch.no_grad()
