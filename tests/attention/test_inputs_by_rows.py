@@ -81,7 +81,21 @@ def test_masks_counts_and_reach_are_those_of_the_table_of_all_pairs(
                     visible = one.visible(start, stop, width)
                     expected = table[..., start:stop, :width]
                     assert expected.all() if visible is None else torch.equal(visible.expand(expected.shape), expected)
+                    if one.mask is None:
+                        assert (visible is None) == bool(expected.all())
     assert list(call(0, 3).steps(2)) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(2, 1), (2, 2), (3, 1), (4, 2), (1, 1)])
+def test_a_key_is_kept_if_any_head_of_its_group_sees_it(heads: int, groups: int) -> None:
+    mask = torch.tensor([[j % heads == h or j == 4 for j in range(6)] for h in range(heads)])[None, :, None]
+    mask[..., 5] = False
+    q, k = torch.ones(1, heads, 1, 2), torch.ones(1, groups, 6, 2)
+    found = validate_inputs(q, k, 3 * k, mask=mask, causal=False, scale=None, positions=None)
+    size = heads // groups
+    expected = [[float(any(mask[0, g * size : (g + 1) * size, 0, j])) for j in range(6)] for g in range(groups)]
+    assert found.k_BGKD[0, ..., 0].tolist() == expected
+    assert (found.v_BGKE / 3)[0, ..., 0].tolist() == expected
 
 
 def test_what_no_query_sees_is_zero_and_the_rest_is_as_it_was() -> None:
