@@ -1,10 +1,11 @@
 """Normalizers by name: lazy, open to others by decorator or entry point, and helpful when a name is wrong."""
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -267,3 +268,46 @@ after = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in 
 print(sorted(before), sorted(after))
 """
     assert run_fresh(code).stdout.strip() == "[] ['hard']"
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_an_option_has_the_same_default_in_the_factory_the_reference_and_the_classes(name: str) -> None:
+    factory, reference = registry.BUILT_IN[name].factory(), registry.BUILT_IN[name].declaration.reference
+    own = defaults(factory)
+    classes = [
+        one.__init__
+        for one in vars(sys.modules[factory.__module__]).values()
+        if inspect.isclass(one) and one.__module__ == factory.__module__ and "__init__" in vars(one)
+    ]
+    for other in [*classes, *([] if reference is None else [reference])]:
+        shared = {option: value for option, value in defaults(other).items() if option in own}
+        assert shared == {option: own[option] for option in shared}, other
+
+
+# Numbers that a user gets without asking: a change is a change of what a name means.
+NUMBERS = {
+    "softmax": {"temperature": 1.0}, "entmax": {"alpha": 1.5}, "ssmax": {"train_length": 1024, "size": 1.0},
+    "asentmax": {"alpha": 1.5, "delta": 1.0, "beta": 0.55, "gamma": 0.0}, "sink": {"logit": 0.0},
+    "relu": {"power": 1.0}, "softpick": {"eps": 1e-8}, "topk": {"k": 64},
+    "log_scaled": {"train_length": 1024, "attention_scale": 0.1, "floor_scale": 8192, "extension": 4.0},
+    "scale_invariant": {"tau": 10.0}, "kernel": {"power": 2, "offset": 0.0},
+    "kneemax": {"share": 1.0, "temperature": 1.0}, "local": {"window": 256}, "softcap": {"cap": 50.0},
+    "ssa": {"beta": 2.0}, "norm_softmax": {"temperature": 1.0}, "threshold_relu": {"beta": 1.0, "power": 2.0},
+    "odd_polynomial": {"power": 3}, "tempered": {"temperature": 1.0},
+}  # fmt: skip
+
+
+def test_numbers_that_are_the_default() -> None:
+    for name, expected in NUMBERS.items():
+        found = {
+            option: value for option, value in defaults(registry.BUILT_IN[name].factory()).items() if option in expected
+        }
+        assert found == expected, name

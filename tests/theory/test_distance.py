@@ -416,3 +416,25 @@ def test_no_resolution_without_heads_or_a_level_between_0_and_1(heads: int, leve
     with pytest.raises(ValueError, match=re.escape(f"heads = {heads}, level = {level}")):
         distance.ks_resolution(heads, level)
     assert distance.ks_resolution(1, 0.5) == pytest.approx(math.sqrt(math.log(4)))
+
+
+@pytest.mark.parametrize("pairs", [1, 60, 10**9])
+def test_the_largest_gaps_of_a_gpu_are_those_of_a_cpu(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2, 9, 3, generator=generator, dtype=torch.float64)
+    weights = torch.rand(2, 5, 9, generator=generator, dtype=torch.float64).softmax(-1)
+    rows = select(weights, vectors, 4)
+    expected = distance.largest_gaps(rows, (1, 3, 4))
+    monkeypatch.setattr(distance, "runs_asynchronously", lambda tensor: True)
+    monkeypatch.setattr(distance, "PAIRS_AT_ONCE", pairs)
+    made: list[int] = []
+    split = Tensor.split
+    monkeypatch.setattr(Tensor, "split", lambda t, size, dim: (made.append(size), split(t, size, dim))[1])
+    torch.testing.assert_close(distance.largest_gaps(rows, (1, 3, 4)), expected, rtol=1e-9, atol=1e-12)
+    assert set(made) == {max(1, pairs // (2 * 9 * 4))}
+    for item, row, (N, column) in itertools.product(range(2), range(5), ((1, 0), (3, 1), (4, 2))):
+        inside = rows.indices[item, row, :N].tolist()
+        gaps = [
+            float((vectors[item, i] - vectors[item, j]).norm()) for i in inside for j in range(9) if j not in inside
+        ]
+        assert float(expected[item, row, column]) == pytest.approx(max(gaps))

@@ -1,7 +1,10 @@
 """Closed formulas of the theory in plain arithmetic, at values where no factor is 1 and no power is neutral."""
 
+import importlib
+import inspect
 import itertools
 import math
+import pkgutil
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnorm import theory
 from attnorm.theory import dispersion, distance, frontier, geometry, gradient, random_set, spread
 from attnorm.theory.selection import SelectedRows, select
 
@@ -416,3 +420,25 @@ def test_resolution_and_power_laws() -> None:
         rows = distance.no_collapse_example(length)
         N = length // 2
         close(distance.d_tilde(rows), (length - N) * (N - 1) / length)
+
+
+# Without options: softmax at temperature 1, vectors of length 1, half of the weight, and so on.
+DEFAULTS = {
+    "temperature": {1.0}, "alpha": {1.0}, "share": {1.0}, "near": {1.0}, "sphere_radius": {1.0}, "scaling": {1.0},
+    "weight": {0.5}, "confidence": {0.95}, "level": {0.01}, "tolerance": {1e-6, 1e-9}, "draws": {200, 1000},
+    "points": {4097, 25}, "rounds": {8, 3}, "widest": {32.0}, "samples": {1}, "keys": {16}, "iterations": {200},
+    "heaviest": {0}, "most_sets": {200_000}, "budget_seconds": {60.0}, "seed": {0}, "first_rounds": {9},
+}  # fmt: skip
+
+
+def test_defaults_of_the_theory() -> None:
+    found: dict[str, set[float]] = {}
+    for module in pkgutil.iter_modules(theory.__path__):
+        if module.ispkg:
+            continue
+        for name, function in vars(importlib.import_module(f"attnorm.theory.{module.name}")).items():
+            if inspect.isfunction(function) and not name.startswith("_"):
+                for parameter in inspect.signature(function).parameters.values():
+                    if type(parameter.default) in (int, float) and function.__module__.endswith(module.name):
+                        found.setdefault(parameter.name, set()).add(parameter.default)
+    assert found == DEFAULTS
