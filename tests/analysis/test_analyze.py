@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import attnorm
@@ -70,6 +71,34 @@ def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
                     assert here == pytest.approx(there, rel=1e-5, abs=1e-6, nan_ok=True), (name, column)
                 else:
                     assert here == there, (name, column)
+
+
+class Operators(TorchDispatchMode):
+    """Counts every operator of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_more_layer_of_the_same_shape_takes_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(
+        normalizers={"model": None}, top_n=(1, 5), rows=16, vectors="values", vector_rows=None, metrics="all",
+        temperatures=(0.5, 1.0), seed=0,
+    )  # fmt: skip
+    as_on_gpu(monkeypatch)
+
+    def operators(layers: int) -> int:
+        collector = Collector(settings, {"model": None}, {}, lambda done: None)
+        with Operators() as counted:
+            for layer in range(layers):
+                collector(replace(make_call(64, batch=1, seed=layer), layer=layer))
+            collector.finish()
+        return counted.count
+
+    assert operators(6) - operators(2) <= 4 * 40  # 7,000 for every layer when each was measured alone
 
 
 def test_layers_that_wait_keep_the_tokens_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
