@@ -151,8 +151,11 @@ def _shifted(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithm
             value, units = (np.minimum(np.log(np.maximum(one, 1e-300)), LARGEST_LOG) for one in (value, units))
         known = np.isfinite(units)
         if known.all() and np.isfinite(value).all():  # nearly always: three arrays of all resamples instead of ten
-            moved: np.ndarray = units @ counts.T / units.shape[1] + (value - units.mean(1))[:, None]
-            return np.exp(moved) if logarithmic else moved
+            moved: np.ndarray = units @ counts.T
+            moved /= units.shape[1]
+            moved += value[:, None]  # in the order of the general case: other heads must not change a bit
+            moved -= (units.sum(1) / units.shape[1])[:, None]
+            return np.exp(moved, out=moved) if logarithmic else moved
         filled = np.where(known, units, 0.0)
         mean = filled.sum(1) / known.sum(1)
         drawn = (filled @ counts.T) / (known.astype(float) @ counts.T)
