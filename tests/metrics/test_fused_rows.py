@@ -127,6 +127,20 @@ def test_how_often_the_norm_is_refined(dtype: torch.dtype, passes: int, monkeypa
     assert [tuple(sums.shape) for sums in made] == [(2, 1, HEADS, 3)] * passes
 
 
+@pytest.mark.parametrize("layout", ["every second number", "width before length"])
+def test_queries_and_keys_in_another_layout(layout: str) -> None:
+    call = make_call(5, batch=1)
+
+    def laid_out(t: Tensor) -> Tensor:
+        if layout == "width before length":
+            return t.mT.contiguous().mT
+        return torch.stack([t, 9 * t], -1).flatten(-2)[..., ::2]
+
+    query, key = laid_out(call.query_BHQD), laid_out(call.key_BGKD)
+    assert query.stride(-1) != 1 != key.stride(-1)
+    assert_exact(replace(call, query_BHQD=query, key_BGKD=key), None)
+
+
 def test_equal_keys_at_the_top() -> None:
     call = make_call(40, size=4.0)
     call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]

@@ -123,3 +123,29 @@ def test_the_sink_of_a_gated_head_is_that_of_its_visible_keys(copies: int) -> No
     sinks = weights.gather(-1, first.expand(HEADS, -1)[..., None])[..., 0]
     assert gates is not None
     torch.testing.assert_close(gates.gated_sink_mass, 0.5 * sinks[:, rows // 2 :].mean(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_what_counts_as_a_gate_does_not_depend_on_the_size_of_the_output(size: float) -> None:
+    """Differences of 1e-4 of the largest output are none; a gate makes nothing larger than by 1 % and turns no sign."""
+    call = make_call(6, batch=1)
+    output = torch.full((1, 6, HEADS, 8), 0.5 * size)
+    output[..., 0] = size
+
+    def gate_of(change: Any) -> Any:
+        after = output.clone()
+        change(after)
+        return _gates(call, output, after.flatten(2))
+
+    def moved(index: int, to: float) -> Any:
+        return lambda after: after[0, 5, 1, index].fill_(to * size)
+
+    assert gate_of(lambda after: None) is None
+    assert gate_of(moved(0, 1 - 0.98e-4)) is None
+    assert gate_of(moved(0, 1 - 1.02e-4)) is not None
+    assert gate_of(moved(1, 0.5 * 1.01 + 0.9e-4)) is not None
+    assert gate_of(moved(1, 0.5 * 1.01 + 1.1e-4)) is None  # grown
+    assert gate_of(moved(1, -0.9e-4)) is not None
+    assert gate_of(moved(1, -1.1e-4)) is None  # turned
+    halved = gate_of(lambda after: after.mul_(0.5))
+    assert halved.gate.tolist() == pytest.approx([0.5] * HEADS)

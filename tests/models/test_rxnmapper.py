@@ -1,6 +1,9 @@
 """RXNMapper without its model: tokens, ids, and a download that fails."""
 
+import hashlib
+import io
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +83,25 @@ def test_weights_must_have_what_is_measured(
     else:
         with pytest.raises(rxnmapper.CannotFetchMapper, match=absent):
             rxnmapper._as_safetensors(tmp_path, tmp_path / "out")
+
+
+def test_the_model_is_taken_out_of_the_wheel(
+    tmp_path: Path, downloads: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as wheel:
+        for name in ("config.json", "pytorch_model.bin", "vocab.txt"):
+            wheel.writestr(rxnmapper.INSIDE + name, f"the {name}")
+        wheel.writestr("rxnmapper/core.py", "raise SystemExit")
+    downloads["files"] = {"rxnmapper-0.whl": content.getvalue()}
+    monkeypatch.setattr(rxnmapper, "SHA256", hashlib.sha256(content.getvalue()).hexdigest())
+
+    def convert(source: Path, target: Path) -> None:
+        assert sorted(file.name for file in source.iterdir()) == ["config.json", "pytorch_model.bin", "vocab.txt"]
+        (target / "model.safetensors").write_bytes((source / "pytorch_model.bin").read_bytes())
+
+    monkeypatch.setattr(rxnmapper, "_as_safetensors", convert)
+    folder = rxnmapper.fetch(tmp_path / "new" / "model")
+    assert folder == tmp_path / "new" / "model"
+    assert (folder / "vocab.txt").read_text() == "the vocab.txt"
+    assert (folder / "model.safetensors").read_text() == "the pytorch_model.bin"
