@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,3 +108,13 @@ def test_only_a_png_as_data_reaches_the_page() -> None:
     (name,) = analysis.manifest["pictures"]
     analysis.manifest["pictures"][name]["png"] = "https://example.org/track.png"
     assert payload(analysis)["pictures"] == {}
+
+
+def test_the_header_of_the_png_is_that_of_the_standard() -> None:
+    """Width, height, 8 bits, RGB, and the only methods that there are of compression, filters and lines."""
+    picture = picture_of({"pixel_values": torch.rand(1, 3, 8, 12)}, SimpleNamespace(patch_size=4))
+    assert picture is not None
+    content = base64.b64decode(picture.png.partition(",")[2])
+    assert content[:16] == b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR"
+    assert struct.unpack(">IIBBBBB", content[16:29]) == (12, 8, 8, 2, 0, 0, 0)
+    assert content[29:33] == struct.pack(">I", zlib.crc32(content[12:29]))
