@@ -31,12 +31,13 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sample], Path]:
     """The saved page of an analysis, written once."""
-    folder, written = tmp_path_factory.mktemp("pages"), dict[int, Path]()
+    folder = tmp_path_factory.mktemp("pages")
+    written = dict[int, tuple[Sample, Path]]()  # with the analysis, or another one could get its id
 
     def path_of(analysis: Sample) -> Path:
         if id(analysis) not in written:
-            written[id(analysis)] = report.save(analysis, folder / f"{len(written)}.html")
-        return written[id(analysis)]
+            written[id(analysis)] = analysis, report.save(analysis, folder / f"{len(written)}.html")
+        return written[id(analysis)][1]
 
     return path_of
 
