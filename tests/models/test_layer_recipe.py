@@ -101,6 +101,7 @@ def test_a_recipe_is_given_alone() -> None:
     ("content", "named"),
     [
         ("", "layers"),
+        ("[layers]", r"got \{\}"),
         ("[layers", "TOML"),
         ('[layer]\n"0" = "ssmax"', "'layers'"),
         ('learning_rate = 0\n[layers]\n"0" = "ssmax"', "learning_rate"),

@@ -13,7 +13,14 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
 from attnorm.models import private_names
-from attnorm.models.private_names import PRIVATE, in_backward_pass, is_compiled, is_identity_score_mod, uncompiled
+from attnorm.models.private_names import (
+    PRIVATE,
+    in_backward_pass,
+    is_compiled,
+    is_identity_score_mod,
+    loaded_from,
+    uncompiled,
+)
 
 ROOM = Path(private_names.__file__).parent
 
@@ -128,3 +135,10 @@ def test_heads_are_divided_by_a_plan_or_by_sharded_weights_without_fsdp(
         kind = {"DTensor": nn.Parameter, "FSDPModule": nn.Linear}[name] if there else type("Other", (), {})
         monkeypatch.setattr(importlib.import_module(f"torch.distributed.{module}"), name, kind)
     assert private_names.is_tensor_parallel(model) == parallel
+
+
+def test_a_config_names_where_it_was_loaded_from() -> None:
+    config = LlamaConfig(num_hidden_layers=1)
+    assert loaded_from(config) == ""
+    config.name_or_path = "models/small"  # as from_pretrained of a model does
+    assert loaded_from(config) == "models/small"

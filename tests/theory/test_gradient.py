@@ -405,3 +405,9 @@ def test_the_norm_of_any_map_is_exact_for_few_keys_and_a_lower_bound_for_more(ke
     assert torch.allclose(found, exact, atol=1e-12) if keys <= 16 else (found <= exact * (1 + 1e-12)).all()
     assert (found > 0.3 * exact - 1e-12).all()
     assert jacobian_norm(lambda z: torch.ones_like(z), z).tolist() == [0.0] * 5
+
+
+def test_the_local_bound_of_a_row_that_sees_nothing_is_zero() -> None:
+    weights = torch.tensor([[0.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    visible = torch.tensor([[False, False], [True, True]])
+    assert gradient.corollary3_local(weights, mask=visible).tolist() == [0.0, 0.5]
