@@ -1,6 +1,8 @@
 """Which engine `auto` takes on CUDA. The tensors are fake: they have a device and no numbers, so no GPU is needed."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from attnorm.engines import triton_support
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms import attend as mechanisms
 from attnorm.normalizers.contract import Normalizer
+from attnorm.training.lm.attention import _runs_on_kernels
 
 FOLDED: dict[str, dict[str, Any]] = {
     "ssmax": {"s": 0.43},
@@ -112,3 +115,15 @@ def test_a_mechanism_does_not_round_q_either(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, name, lambda *_, name=name: name)
     assert mechanisms.attend(on_cuda(queries=1), normalizer("softmax")) == "fused"  # type: ignore[comparison-overlap]
     assert mechanisms.attend(on_cuda(queries=1), normalizer("ssmax")) == "blocked"  # type: ignore[comparison-overlap]
+
+
+def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer() -> None:
+    names = {"sigmoid": True, "entmax15": True, "stick_breaking": True, "gaussian": False}
+    config = SimpleNamespace(num_attention_heads=2, hidden_size=128)
+    with FakeTensorMode():
+        on_cpu, on_gpu = (
+            SimpleNamespace(config=config, parameters=partial(iter, [torch.empty(1, device=device)]))
+            for device in ("cpu", "cuda")
+        )
+        assert {name: _runs_on_kernels(attnorm.get(name), on_gpu) for name in names} == names
+        assert not _runs_on_kernels(attnorm.get("sigmoid"), on_cpu)

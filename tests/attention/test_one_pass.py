@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
 from attnorm.attention import attend
@@ -317,3 +318,12 @@ for capability in (80, 90):
         assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=given), target=target).asm
 """
     assert_compiles(script)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "sa_softmax", "topk"])
+def test_a_dispatch_mode_sees_operators_and_no_launch(name: str) -> None:
+    with FakeTensorMode():  # its tensors have no numbers that a kernel could read
+        q, k, v = (torch.empty(1, 2, 32, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+        output = attnorm.attention(q, k, v, name, causal=True, engine="triton")
+        grads = torch.autograd.grad(output.sum(), (q, k, v))
+    assert [tuple(t.shape) for t in (output, *grads)] == [(1, 2, 32, 16)] * 4

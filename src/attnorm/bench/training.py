@@ -56,13 +56,13 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
     torch._dynamo.reset()
     model = build_model(settings, settings.vocab, 0).to(device).train()
     with in_training(model, compiled=not quick):
-        step = training_step(model, settings, compiled=not quick)
+        step = _step(model, settings, compiled=not quick)
         for _ in range(1 if quick else 3):
             step()
         return time_alone(step, rounds=1 if quick else 9)
 
 
-def training_step(model: Any, settings: "LMSettings", *, compiled: bool) -> Call:
+def _step(model: Any, settings: "LMSettings", *, compiled: bool) -> Call:
     """Return a step on random tokens: forward, backward, clipping and AdamW, synchronized."""
     from attnorm.training.lm.attention import compile_blocks
     from attnorm.training.lm.evaluate import predicted_loss

@@ -6,7 +6,7 @@ float32. engines/one_pass_operators.py calls the kernels.
 Adaptive temperature is two such calls. The entropy of a row is log D - <q, attention(q, K, K)> * scale, both of which
 carry gradients, and its beta is the factor of the second call.
 
-Self-adjusted softmax is a search for the extreme keys of each row, then one call. Logits count from the smallest one,
+Self-adjusted softmax is a search for the extreme logits of each row, then one call. Logits count from the smallest one,
 which is the shift of the row and carries its gradient; the output is divided by the row's range.
 
 Few queries, as in decoding, run with the keys split over programs (kernels/decode.py), forward only.

@@ -102,7 +102,7 @@ def _runs_on_kernels(normalizer: Any, model: Any) -> bool:
         return False
     shape = (1, config.num_attention_heads, FEWEST_QUERIES, config.hidden_size // config.num_attention_heads)
     for dtype in (torch.float32, torch.bfloat16):
-        q = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        q = torch.empty(shape, dtype=dtype, device=device)
         inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
         if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
             return False
