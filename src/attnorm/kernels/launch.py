@@ -20,8 +20,7 @@ class Launch:
 
     @property
     def device(self) -> AbstractContextManager[object]:
-        """Triton launches on the current device, which need not be the tensors'."""
-        return torch.cuda.device(self.q.device) if self.q.is_cuda else nullcontext()
+        return device_of(self.q)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -56,6 +55,11 @@ class Launch:
         """A float32 number per row, (B, H, Q), or an empty tensor."""
         shape = self.q.shape[:3] if used else (0,)
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+
+def device_of(t: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def in_rows(t: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Launch the one-pass kernels: shapes, strides, tiles."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import triton
 from torch import Tensor
 
 from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch, device_of, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 from attnorm.kernels.row_dots import row_dots
 
@@ -113,7 +112,7 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     batch, heads, queries, width = rows.shape
     sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
     exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-    with torch.cuda.device(rows.device) if rows.is_cuda else nullcontext():
+    with device_of(rows):
         extremes.sum_by_key[(triton.cdiv(keys, 64) * batch * (heads // groups),)](
             rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
             PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),

@@ -1,13 +1,11 @@
 """The product <a, b> of every two rows, in one launch: of an output and its gradient, of a query and its mean key."""
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.launch import device_of, in_rows, padded
 from attnorm.kernels.one_pass_tiles import load_tile
 
 ROWS = 64
@@ -32,7 +30,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
     a, b = in_rows(a), in_rows(b)
     batch, heads, queries, width = a.shape
     found = torch.empty((batch, heads, queries), dtype=torch.float32, device=a.device)
-    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+    with device_of(a):
         _row_dots[(triton.cdiv(queries, ROWS) * batch * heads,)](
             a, b, found, *a.stride()[:3], *b.stride()[:3], heads, queries, width,
             ROWS=ROWS, WIDTH=padded(a), num_warps=4,

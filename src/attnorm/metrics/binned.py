@@ -1,7 +1,6 @@
 """Means and quantiles of numbers on a device, bin by bin: without sorting where Triton runs, else by one sort."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.triton_support import runs_triton
+from attnorm.kernels.launch import device_of
 
 BLOCK = 1024  # numbers per step of a program
 
@@ -63,7 +63,7 @@ def _by_kernel(
     members, counts = (torch.empty((lists, bins), dtype=torch.int32, device=device) for _ in range(2))
     means = torch.empty((lists, bins), dtype=torch.float64, device=device)
     below, above = (torch.empty((lists, bins, places), dtype=numbers.dtype, device=device) for _ in range(2))
-    with torch.cuda.device(device) if numbers.is_cuda else nullcontext():  # Triton launches on the current device
+    with device_of(numbers):
         bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=BLOCK)
         order_statistics[(lists * bins,)](
             numbers, ids, begin, end, wanted, members, counts, means, below, above, length, bins, len(ids),

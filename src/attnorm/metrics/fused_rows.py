@@ -6,7 +6,6 @@ GPU. The masses of the heaviest keys are not among them: they are measured on so
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.triton_support import runs_kernels
+from attnorm.kernels.launch import device_of
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
@@ -54,7 +54,7 @@ def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     if n.numel():
         row_tile, key_tile = _MASK_TILE
         programs = -(-len(rows) // row_tile) * mask.shape[0] * mask.shape[1]
-        with _current(mask):
+        with device_of(mask):
             visible_keys[(programs,)](
                 mask.view(torch.uint8), rows, n, *mask.stride(), mask.shape[1], len(rows), keys, keys - queries,
                 CAUSAL=visibility.causal, ROWS=row_tile, KEYS=key_tile,
@@ -153,17 +153,12 @@ def _run_on_rows(
     total = batch * heads * rows
     if total == 0:
         return
-    with _current(sums):
+    with device_of(sums):
         kernel[(-(-total // _BLOCK),)](
             *(sums if t is None else t for t in (sums, factor, sink, roots, poles)), *outputs, rows, heads, total,
             FACTORED=factor is not None, SINK=sink is not None, IMPROVE=poles is not None, BLOCK=_BLOCK,
             num_warps=_BLOCK // 32, **constants,
         )  # fmt: skip
-
-
-def _current(t: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -219,7 +214,7 @@ class _Launch:
         padded = max(16, int(triton.next_power_of_2(width)))
         row_tile, key_tile, warps, stages = _tile(q.dtype, padded)
         exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-        with _current(q):
+        with device_of(q):
             kernel[(triton.cdiv(rows, row_tile) * batch * heads,)](
                 q, key, q if mask is None else mask.view(torch.uint8), q if factor is None else factor, self.rows,
                 *numbers, out, *q.stride()[:3], *key.stride()[:3], *((0, 0, 0, 0) if mask is None else mask.stride()),
