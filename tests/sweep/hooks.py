@@ -1,6 +1,7 @@
 """Work that costs little, for tests of engines: workers import it by name."""
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,16 @@ def counted(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str
     _note(shared / "ended", f"{seed} {os.getpid()}\n")
     _note(shared / "order", "-")
     return [{"score": seed * seed / 7}]
+
+
+def counted_after_a_kill(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:
+    """Like `counted`, but every fourth item kills its own process, as kill -9 would, the first time it runs."""
+    seed = int(values["seed"])
+    if seed % 4 == 1 and not (shared / f"killed-{seed}").exists():
+        _note(shared / f"killed-{seed}", "")
+        _note(shared / "started", f"{seed}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return counted(values, out, shared)
 
 
 def analyze_and_count_loads(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:

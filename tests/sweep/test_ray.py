@@ -1,9 +1,5 @@
 """The same plan on a real Ray cluster of two nodes: killed workers and a killed node lose nothing."""
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +11,9 @@ from attnorm.sweep.plan import Resources
 from attnorm.sweep.run import run_items
 from attnorm.sweep.work import run_item
 from tests.sweep.conftest import plan_of
-from tests.sweep.hooks import counted, most_at_once
-from tests.sweep.ray_cluster import busy_workers
+from tests.sweep.hooks import counted, counted_after_a_kill, most_at_once
 
 ray = pytest.importorskip("ray")
-
-
-def kill_some(cluster: Any, kills: int, pause: float, done: threading.Event) -> None:
-    while kills and not done.is_set():
-        time.sleep(pause)
-        if workers := busy_workers(*cluster.list_all_nodes()):
-            os.kill(workers[kills % len(workers)].pid, signal.SIGKILL)
-            kills -= 1
 
 
 def test_killed_workers_lose_nothing_and_repeat_nothing(
@@ -35,19 +22,13 @@ def test_killed_workers_lose_nothing_and_repeat_nothing(
     count = 12
     plan = plan_of(count, memory_gb=0.1)
     open_sweep(tmp_path / "kills", plan)
-    engine = open_engine("ray", tmp_path / "kills", plan.resources, address=cluster.address, hook=counted)
+    engine = open_engine("ray", tmp_path / "kills", plan.resources, address=cluster.address, hook=counted_after_a_kill)
     assert engine.slots == 2
-    done = threading.Event()
-    killer = threading.Thread(target=kill_some, args=(cluster, 3, 0.7, done))
-    killer.start()
-    try:
-        found = list(run_items(engine, tmp_path / "kills", plan.items, retries=5))
-    finally:
-        done.set()
-        killer.join()
+    found = list(run_items(engine, tmp_path / "kills", plan.items, retries=5))
     assert not [each.error for each in found if each.error]
     assert sorted(each.id for each in found) == sorted(item.id for item in plan.items)
-    assert (tmp_path / "kills" / "ended").read_text().count("\n") == count
+    started, ended = ((tmp_path / "kills" / name).read_text().count("\n") for name in ("started", "ended"))
+    assert (started, ended) == (count + 3, count)
 
     monkeypatch.setenv("ATTNORM_TEST_SECONDS", "0")
     open_sweep(tmp_path / "calm", plan)
