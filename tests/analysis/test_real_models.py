@@ -161,9 +161,18 @@ def smollm2_tokens(folder: Path) -> Tensor:
     return AutoTokenizer.from_pretrained(folder)(passage(), return_tensors="pt").input_ids[:, :LENGTH]
 
 
+@pytest.fixture(scope="module", params=[3, pytest.param(30, marks=pytest.mark.nightly)])
+def layers(request: pytest.FixtureRequest) -> int:
+    """How many of its 30 layers run."""
+    found: int = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def of_smollm2(smollm2: Path) -> Numbers:
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64, attn_implementation="eager")
+def of_smollm2(smollm2: Path, layers: int) -> Numbers:
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2, dtype=torch.float64, attn_implementation="eager", num_hidden_layers=layers
+    )
     split = lambda output: output[0].unflatten(-1, (-1, 64)).transpose(0, 1)  # noqa: E731
     return numbers_of(dense(model, smollm2_tokens(smollm2), "v_proj", split))
 
@@ -172,7 +181,7 @@ def of_smollm2(smollm2: Path) -> Numbers:
 @pytest.mark.real_model
 @EACH_DTYPE
 def test_smollm2(
-    of_smollm2: Numbers, smollm2: Path, dtype: torch.dtype, absolute: float, relative: float, apart: float
+    of_smollm2: Numbers, smollm2: Path, layers: int, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype, num_hidden_layers=layers)
     compare(of_smollm2, analysed(model, smollm2_tokens(smollm2)), absolute, relative, apart)

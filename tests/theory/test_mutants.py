@@ -92,7 +92,7 @@ def only_many_keys(formula: Any) -> Callable[..., Any]:
     return lambda n, *given, **options: formula(n, *given, **options) * (1.01 if n > 2 else 1.0)
 
 
-# The nine that a tolerance of 5 % let pass.
+# Of the nine that a tolerance of 5 % let pass; the ninth, of entmax-worst-case, takes 4 s and runs at night.
 KNOWN = [
     Mutant("horizon", dispersion, "horizon", "more", times(1.01)),
     Mutant("entropy-deficit", dispersion, "entropy_floor_deficit", "more", times(1.01)),
@@ -100,7 +100,6 @@ KNOWN = [
     Mutant("corollary-2-lower-end", random_set, "corollary2_bounds", "lower", lower),
     Mutant("corollary-3-corrected", gradient, "corollary3_corrected", "1.98 for 2", times(2 / 1.98)),
     Mutant("cantelli-markov", geometry, "cantelli_bounds", "Cantelli", looser_cantelli),
-    Mutant("entmax-worst-case", entmax_worst_case, "entmax_worst_norm", "more", times(1.01)),
     Mutant("law-attained", frontier, "frontier_effort", "more", times(1.01)),
     Mutant("proposition-3.1", spread, "proposition31_bound", "more", times(1.01)),
 ]
@@ -151,6 +150,7 @@ OTHERS = [
         "toy-2.3-corrected", gradient, "swap_example", "corrected",
         result(lambda example: dataclasses.replace(example, corrected=1.01 * example.corrected)),
     ),
+    Mutant("entmax-worst-case", entmax_worst_case, "entmax_worst_norm", "more", times(1.01)),
     Mutant("entmax-worst-case", entmax_worst_case, "entmax_worst_norm", "many keys", only_many_keys),
     Mutant("entmax-worst-case", entmax_worst_case, "entmax_worst_norm", "less", times(0.99)),
     Mutant("head-coverage-bounds", coverage, "union_bounds", "lower", lower),

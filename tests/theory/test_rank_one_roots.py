@@ -61,7 +61,7 @@ def test_a_root_of_moments_is_exact_where_the_others_have_two_values(
     low: float, high: float, top: list[float], sink: float | None
 ) -> None:
     """Gauss's quadrature with two nodes is then the sum itself."""
-    for lows, highs in ((1, 1), (30, 5), (2, 400), (0, 3), (1, 0)):
+    for lows, highs in ((1, 1), (30, 5), (2, 90), (0, 3), (1, 0)):
         u = torch.tensor([*top, *[low] * lows, *[high] * highs], dtype=torch.float64)
         moments = [(u[3:] ** power).sum() for power in range(1, 5)]
         at_zero = None if sink is None else torch.tensor(sink, dtype=torch.float64)

@@ -236,10 +236,10 @@ def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
 
 
 def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
-    known = set(ALL_SCHEMAS[name].names)
+    known, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
     for metric in (*PER_ROW, *PER_HEAD):
         columns = [column for column in with_quantiles(metric) if column in known]
-        if not any(column in table.column_names for column in columns):
+        if present.isdisjoint(columns):
             for column in columns:
                 table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))
     return table

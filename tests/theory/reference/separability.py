@@ -1,5 +1,6 @@
 """Separability by its definition in arithmetic of thousands of bits, and what rounding of the inputs leaves open."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import mpmath
 import torch
 from torch import Tensor
 
-BITS = 12_000  # a lead of 3,000 nats takes 4,300 bits, and its square twice as many
+MOST_BITS = 12_000  # a lead of 3,000 nats takes 4,300 bits, and its square twice as many
 
 
 class Count(NamedTuple):
@@ -29,7 +30,7 @@ def in_the_ball(weights: Tensor, vectors: Tensor, top_n: int, *, eps: float, log
 def _in_the_ball(
     weights: tuple[float, ...], vectors: tuple[tuple[float, ...], ...], top_n: int, eps: float, logarithms: bool
 ) -> Count:
-    with mpmath.workprec(BITS):
+    with mpmath.workprec(_bits(weights, logarithms)):
         given = [mpmath.mpf(value) for value in weights]
         a = [mpmath.exp(value) if value > -mpmath.inf else mpmath.mpf(0) for value in given] if logarithms else given
         x = [[mpmath.mpf(value) for value in vector] for vector in vectors]
@@ -50,6 +51,13 @@ def _in_the_ball(
             _count([q[i] - slack[i] for i in inside], [q[i] + slack[i] for i in outside]),
             _count([q[i] + slack[i] for i in inside], [q[i] - slack[i] for i in outside]),
         )
+
+
+def _bits(weights: tuple[float, ...], logarithms: bool) -> int:
+    """Enough for products of two weights to be added without loss."""
+    logs = [value if logarithms else math.log(abs(value)) for value in weights if logarithms or value]
+    finite = [value for value in logs if value > -math.inf]
+    return min(MOST_BITS, 400 + math.ceil(2 * (max(finite) - min(finite)) / math.log(2)))
 
 
 def _dot(first: Sequence[mpmath.mpf], second: Sequence[mpmath.mpf]) -> mpmath.mpf:

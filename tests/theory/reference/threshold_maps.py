@@ -11,7 +11,7 @@ def by_bisection(y: Tensor, phi: Callable[[Tensor], Tensor], reach: float) -> Te
     y = y.double()
     high = y.amax(-1, keepdim=True)
     low = high - reach
-    for _ in range(80):
+    for _ in range(60):  # to 1e-17
         tau = (low + high) / 2
         too_much = phi((y - tau).clamp(min=0)).sum(-1, keepdim=True) > 1
         low, high = torch.where(too_much, tau, low), torch.where(too_much, high, tau)

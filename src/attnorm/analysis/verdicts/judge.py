@@ -82,7 +82,8 @@ def judge_all(
         _columns(case, one, saturation(case.row, sets.get(_key(case.row, _HEAD), ()), thresholds))
         for case, one in zip(cases, sure, strict=True)
     ]
-    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in heads.column_names])
+    known = set(heads.column_names)
+    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in known])
     for name, kind in VERDICT_COLUMNS:
         plain = plain.append_column(name, pa.array([one[name] for one in judged], type=kind))
     index = windows.schema.get_field_index("verdict")
@@ -211,14 +212,16 @@ def _short(value: float) -> str:
 
 
 def _arrays(heads: pa.Table, cases: Sequence[Case]) -> Judged:
+    known = set(heads.column_names)
+
     def column(name: str) -> np.ndarray:
         """The median row's value where it is finite, of a horizon also where it is infinite."""
         found = np.full(len(cases), np.nan)
         for candidate in (name, f"{name}_q50"):
-            if candidate in heads.column_names:
+            if candidate in known:
                 values = heads[candidate].to_numpy(zero_copy_only=False).astype(np.float64)
-                known = ~np.isnan(values) if name.startswith("horizon") else np.isfinite(values)
-                found = np.where(known, values, found)
+                usable = ~np.isnan(values) if name.startswith("horizon") else np.isfinite(values)
+                found = np.where(usable, values, found)
         return found
 
     quantiles = {f"jacobian_norm_q{case.thresholds.sensitive_quantile:02d}" for case in cases}
@@ -247,7 +250,8 @@ def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
     wanted = [*_HEAD, "top_n", "rows", "separability", "separability_null", "separability_excess_error"]
     rows: dict[tuple[Any, ...], list[Row]] = {}
-    for row in top_n.select([name for name in wanted if name in top_n.column_names]).to_pylist():
+    known = set(top_n.column_names)
+    for row in top_n.select([name for name in wanted if name in known]).to_pylist():
         rows.setdefault(_key(row, _HEAD), []).append(row)
     return rows
 

@@ -30,7 +30,8 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
     )
     names += ["worst_norm"]
     names += [column for number in NUMBERS for column in with_quantiles(number)]
-    rows: list[dict[str, Any]] = heads.select([name for name in names if name in heads.column_names]).to_pylist()
+    known = set(heads.column_names)  # a new list at every look
+    rows: list[dict[str, Any]] = heads.select([name for name in names if name in known]).to_pylist()
     return rows
 
 
