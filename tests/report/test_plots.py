@@ -11,7 +11,6 @@ from attnorm.analysis import result
 from attnorm.analysis.result import Analysis
 from attnorm.report.plots import plot
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
-from tests.fresh import run_fresh
 from tests.report.html.sample import CAST, HOSTILE, hostile, sample
 
 
@@ -75,11 +74,6 @@ def test_hostile_names_are_text_in_a_figure() -> None:
     assert HOSTILE[:20] in title
     assert "\u202e" not in title
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-
-
-def test_pyplot_and_a_display_are_not_needed() -> None:
-    code = "import sys; import attnorm.report.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
-    run_fresh(code)
 
 
 def test_the_examples_in_the_docstrings_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The terminal: everything can be read without colour, nothing a model or a file is named can take it over."""
 
 import io
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from attnorm.report.vocabulary import VERDICTS
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 
 
+@cache
 def made(cast: Any = CAST, name: str = "pretended/gpt", normalizers: tuple[str, ...] = ("model",)) -> Analysis:
     options: dict[str, Any] = {"cast": cast, "lengths": (256,), "normalizers": normalizers}
     return Analysis.of(synthetic_tables(**options), synthetic_manifest(**options, name=name), Thresholds())
@@ -79,7 +81,7 @@ def test_a_horizon_is_shown_only_of_normalizers_that_have_one() -> None:
 
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_many_heads_are_folded_into_blocks_that_fit(width: int) -> None:
-    text = shown(analysis_summary(made([["selects", "flat"] * 20])), width=width)
+    text = shown(analysis_summary(made((("selects", "flat") * 20,))), width=width)
     rows = [line for line in text.splitlines() if line.startswith("layer 0 ")]
     assert sum(line.count("Df") + line.count(" .") for line in rows) == 40
     assert all(len(line) <= width for line in text.splitlines())
@@ -91,7 +93,7 @@ def test_names_are_shown_and_not_obeyed() -> None:
 
 
 def test_a_model_without_fault_has_no_table_of_bad_heads() -> None:
-    text = shown(analysis_summary(made([["selects"] * 2])))
+    text = shown(analysis_summary(made((("selects",) * 2,))))
     assert "Heads to look at" not in text
     assert "Nothing needs changing" in text
 

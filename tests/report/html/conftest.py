@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -42,10 +41,48 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sample], Path]:
     return path_of
 
 
+@pytest.fixture(scope="session")
+def tabs(browser: Browser) -> Iterator[dict[bool, "Tab"]]:
+    """The page with scripts and the one without that all tests use: a new page each would double their time."""
+    made = {script: Tab(browser, script=script) for script in (True, False)}
+    yield made
+    for tab in made.values():
+        tab.page.context.close()
+
+
+class Tab:
+    """A browser page and its complaints."""
+
+    def __init__(self, browser: Browser, *, script: bool) -> None:
+        self.complaints = list[str]()
+        self.address = ""
+        self.page = browser.new_context(java_script_enabled=script).new_page()
+        self.page.set_default_timeout(PATIENCE)
+        note = self.complaints.append
+        self.page.on("console", lambda message: note(f"console: {message.text}"))
+        self.page.on("pageerror", lambda error: note(f"error: {error}"))
+        self.page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("request", lambda request: self._note_request(request.url))
+
+    def open(self, path: Path, address: str, *, width: int, dark: bool) -> Page:
+        self.page.goto("about:blank")  # another address of the same file would not load it again
+        self.page.mouse.move(0, 0)
+        self.page.emulate_media(media="screen", color_scheme="dark" if dark else "light")
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.address = path.as_uri()
+        self.page.goto(f"{self.address}{address}")
+        return self.page
+
+    def _note_request(self, address: str) -> None:
+        if not address.startswith((self.address, "data:", "about:blank")):
+            self.complaints.append(f"request: {address}")
+
+
 @pytest.fixture
-def open_report(browser: Browser, pages: Callable[[Sample], Path]) -> Iterator[Open]:
+def open_report(tabs: dict[bool, Tab], pages: Callable[[Sample], Path]) -> Iterator[Open]:
     """open_report(analysis, width=..., dark=..., address=..., script=...) -> Page, all quiet until the test is over."""
-    contexts, complaints = [], list[str]()
+    for tab in tabs.values():
+        tab.complaints.clear()
 
     def open_it(
         analysis: Sample,
@@ -55,29 +92,8 @@ def open_report(browser: Browser, pages: Callable[[Sample], Path]) -> Iterator[O
         address: str = "",
         script: bool = True,
     ) -> Page:
-        context = browser.new_context(
-            viewport={"width": width, "height": 900},
-            color_scheme="dark" if dark else "light",
-            java_script_enabled=script,
-        )
-        contexts.append(context)
-        path = pages(analysis)
-        opened = context.new_page()
-        opened.set_default_timeout(PATIENCE)
-        opened.on("console", lambda message: complaints.append(f"console: {message.text}"))
-        opened.on("pageerror", lambda error: complaints.append(f"error: {error}"))
-        opened.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        opened.on("request", lambda request: _note_request(request.url, path, complaints))
-        opened.goto(f"{path.as_uri()}{address}")
-        return opened
+        return tabs[script].open(pages(analysis), address, width=width, dark=dark)
 
-    open_it.complaints = complaints  # type: ignore[attr-defined]
+    open_it.complaints = tabs[True].complaints  # type: ignore[attr-defined]
     yield open_it
-    for context in contexts:
-        context.close()
-    assert not complaints
-
-
-def _note_request(address: str, page: Path, complaints: list[str]) -> Any:
-    if not address.startswith((page.as_uri(), "data:")):
-        complaints.append(f"request: {address}")
+    assert not [complaint for tab in tabs.values() for complaint in tab.complaints]

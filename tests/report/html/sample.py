@@ -104,8 +104,11 @@ def empty() -> Sample:
 
 
 @cache
-def gpt2_size() -> Sample:
-    """12 x 12 heads, 3 lengths, 4 normalizers, 8 temperatures: heads repeated with noise, for the size.
+def gpt2_size(
+    lengths: tuple[int, ...] = (256, 512, 1024),
+    normalizers: tuple[str, ...] = ("model", "ssmax", "entmax15", "sigmoid"),
+) -> Sample:
+    """12 x 12 heads, 8 temperatures: heads repeated with noise, for the size.
 
     Three times the 12 bins of 512 keys are as many as the 10, 12 and 14 bins of 256, 512 and 1,024.
     """
@@ -116,7 +119,7 @@ def gpt2_size() -> Sample:
     more = once["sensitivity"].set_column(place, "temperature", pa.array(colder))
     reads = [_moved(once["reads"], "row", -row) for row in range(2)]  # four rows of eight keys, as by default
     tables = {**once, "sensitivity": pa.concat_tables([once["sensitivity"], more]), "reads": pa.concat_tables(reads)}
-    repeated = _repeated(tables, 12, 12, (256, 512, 1024), ("model", "ssmax", "entmax15", "sigmoid"))
+    repeated = _repeated(tables, 12, 12, lengths, normalizers)
     return judged(repeated, synthetic_manifest(**options))
 
 

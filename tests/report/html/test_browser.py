@@ -265,7 +265,7 @@ def test_names_without_a_space_need_no_sideways_scrolling(open_report: Open) -> 
 
 
 def test_a_report_of_gpt2_size_opens(open_report: Open) -> None:
-    page = open_report(gpt2_size(), width=360)
+    page = open_report(gpt2_size((512,), ("model",)), width=360)
     assert page.locator(".cell").count() == 144
     page.select_option("#choose-metric", "horizon")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

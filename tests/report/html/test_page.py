@@ -45,6 +45,13 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL))
 
 
+def test_a_report_of_gpt2_size_stays_small() -> None:
+    analysis = gpt2_size((512,), ("model",))
+    assert analysis.heads.num_rows == 12 * 12
+    assert len(report.render(analysis).encode()) < 410_000
+
+
+@pytest.mark.nightly  # 4 s to make the tables
 def test_a_report_of_gpt2_size_stays_below_two_megabytes() -> None:
     analysis = gpt2_size()
     assert analysis.heads.num_rows == 12 * 12 * 3 * 4
