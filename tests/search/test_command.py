@@ -46,6 +46,7 @@ depths = [0.5]
 """
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_search_in_processes_with_a_database_weighs_three_objectives(tmp_path: Path) -> None:
     write_text(tmp_path / "train.txt", 300, seed=1)
     write_text(tmp_path / "valid.txt", 120, seed=2)

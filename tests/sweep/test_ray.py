@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray")
 def test_killed_workers_lose_nothing_and_repeat_nothing(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 12
+    count = 4
     plan = plan_of(count, memory_gb=0.1)
     open_sweep(tmp_path / "kills", plan)
     engine = open_engine("ray", tmp_path / "kills", plan.resources, address=cluster.address, hook=counted_after_a_kill)
@@ -28,7 +28,7 @@ def test_killed_workers_lose_nothing_and_repeat_nothing(
     assert not [each.error for each in found if each.error]
     assert sorted(each.id for each in found) == sorted(item.id for item in plan.items)
     started, ended = ((tmp_path / "kills" / name).read_text().count("\n") for name in ("started", "ended"))
-    assert (started, ended) == (count + 3, count)
+    assert (started, ended) == (count + 1, count)
 
     monkeypatch.setenv("ATTNORM_TEST_SECONDS", "0")
     open_sweep(tmp_path / "calm", plan)
@@ -42,15 +42,25 @@ def _without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
+@pytest.mark.nightly  # 6 s; the limit itself is also tested in test_workers_limit_a_named_cluster
 def test_a_named_cluster_runs_no_more_items_at_once_than_workers(cluster: Any, tmp_path: Path) -> None:
-    plan = plan_of(6)
+    plan = plan_of(3)
     open_sweep(tmp_path, plan)
     engine = open_engine("ray", tmp_path, plan.resources, address=cluster.address, workers=1, hook=counted)
     assert engine.slots == 1
     assert len(ray.nodes()) >= 3  # the named cluster, which could run two
     found = list(run_items(engine, tmp_path, plan.items, retries=0))
-    assert [each.error for each in found] == [""] * 6
+    assert [each.error for each in found] == [""] * 3
     assert most_at_once(tmp_path) == 1
+
+
+def test_workers_limit_a_named_cluster(cluster: Any, tmp_path: Path) -> None:
+    engine = open_engine("ray", tmp_path, Resources(), address=cluster.address, workers=1)
+    try:
+        assert (engine.slots, engine.in_flight) == (1, 1)
+        assert len(ray.nodes()) >= 3  # the named cluster, which could run two
+    finally:
+        engine.close()
 
 
 def test_an_item_that_no_node_can_hold_is_refused(cluster: Any, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, st
 from attnorm.sweep.plan import Item, Resources, read_plan
 from attnorm.sweep.run import merge, run_items, sweep
 from attnorm.sweep.work import Outcome, run_item
+from tests.forked import forked
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import analyze_and_count_loads, counted, counted_after_a_kill, items
 
@@ -83,6 +83,7 @@ def by_id(found: Iterable[Outcome]) -> dict[str, Outcome]:
     return {each.id: each for each in sorted(found, key=lambda each: each.id)}
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_plan_runs_on_this_machine_and_is_merged(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(RETRIEVAL)
     call = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "out"), "--workers", "1"]
@@ -152,6 +153,7 @@ def test_a_finished_item_of_a_lost_chunk_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "ended").read_text().count("\n") == 3
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
     plan = plan_of(6)
     open_sweep(tmp_path, plan)
@@ -164,23 +166,21 @@ def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
 
 
 DRIVER = """
-import os, sys, threading, time
+import os, sys, time
 from pathlib import Path
 from attnorm.sweep.engines import LocalEngine
 from attnorm.sweep.plan import Resources
-engine, both = LocalEngine(Path(sys.argv[1]), Resources(), 2, None), threading.Barrier(2)
-print(*engine._threads.map(lambda _: (both.wait(), engine._pool().submit(os.getpid).result())[1], range(2)), flush=True)
+engine = LocalEngine(Path(sys.argv[1]), Resources(), 1, None)
+print(engine._pool().submit(os.getpid).result(), flush=True)
 time.sleep(600)
 """
 
 
-def test_workers_end_with_their_driver(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        workers = [psutil.Process(int(number)) for number in driver.stdout.readline().split()]
+def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
+    with forked(DRIVER, str(tmp_path)) as driver:
+        worker = psutil.Process(int(driver.stdout.readline()))
         driver.kill()
-        assert len(workers) == 2
-        assert psutil.wait_procs(workers, timeout=120)[1] == []
+        assert psutil.wait_procs([worker], timeout=120)[1] == []
 
 
 def test_two_processes_never_run_one_item_twice(tmp_path: Path) -> None:
@@ -386,6 +386,7 @@ def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> N
         engines.open_engine("slurm", tmp_path, plan.resources)
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(

@@ -23,6 +23,7 @@ REACH_SECONDS = 5.0
 WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
 MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
 POLL_SECONDS = 0.5
+START_METHOD = "spawn"  # torch does not survive a fork
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in words
@@ -112,7 +113,7 @@ class LocalEngine:
         if getattr(self._own, "pool", None) is None:
             if not hasattr(self._own, "number"):
                 self._own.number = next(self._numbers)
-            context = multiprocessing.get_context("spawn")  # torch does not survive a fork
+            context = multiprocessing.get_context(START_METHOD)
             self._own.pool = ProcessPoolExecutor(
                 1, context, initializer=_start_worker, initargs=(self._own.number, self._gpus)
             )

@@ -1,0 +1,3 @@
+"""Workers that start in no time."""
+
+from tests.quick_workers import quick_workers as quick_workers
