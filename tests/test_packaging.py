@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -94,31 +95,51 @@ def test_every_public_name_exists() -> None:
         assert getattr(attnorm, name) is not None, name
 
 
-def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else() -> None:
-    code = "import attnorm; print(*(name for name in dir(attnorm) if not name.startswith('__')))"
-    run = run_fresh(code)
-    assert sorted(run.stdout.split()) == sorted(attnorm.__all__)
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+    """The modules that are loaded after each import of one process, and the names in attnorm after the first."""
+    script = """
+import json, sys
+before, loaded = set(sys.modules), {}
+for name in ("attnorm", "attnorm.cli", "attnorm.analysis.analyze", "attnorm.report.plots"):
+    __import__(name)
+    loaded[name] = sorted(set(sys.modules) - before)
+    if name == "attnorm":
+        loaded["dir"] = dir(sys.modules["attnorm"])
+print(json.dumps(loaded))
+"""
+    return {name: set(found) for name, found in json.loads(run_fresh(script).stdout).items()}
 
 
-def test_importing_attnorm_loads_nothing_heavy() -> None:
+def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else(loaded: dict[str, set[str]]) -> None:
+    assert {name for name in loaded["dir"] if not name.startswith("__")} == set(attnorm.__all__)
+
+
+def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:
     heavy = {"beartype", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
-    code = "import torch, sys; before = set(sys.modules); import attnorm; print(*sorted(set(sys.modules) - before))"
-    run = run_fresh(code)
-    assert "attnorm.normalizers" in run.stdout.split()
-    assert not heavy & set(run.stdout.split())
+    assert "attnorm.normalizers" in loaded["attnorm"]
+    assert not heavy & loaded["attnorm"]
 
 
-def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distributions() -> None:
-    code = "import sys, attnorm.analysis.analyze; print(*sys.modules)"
-    run = run_fresh(code)
-    assert "attnorm.theory.selection" in run.stdout.split()
-    assert not {"attnorm.theory.catalogue", "attnorm.theory.search", "scipy.stats"} & set(run.stdout.split())
+def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(
+    loaded: dict[str, set[str]],
+) -> None:
+    assert "attnorm.cli.bench" in loaded["attnorm.cli"]
+    heavy = {"torch._dynamo", "matplotlib", "pyarrow", "scipy", "transformers", "triton"}
+    assert not heavy & loaded["attnorm.cli"]
 
 
-def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help() -> None:
-    loaded = run_fresh("import sys, attnorm.cli; print(*sys.modules)").stdout.split()
-    assert "attnorm.cli.bench" in loaded
-    assert not {"torch._dynamo", "matplotlib", "pyarrow", "scipy", "transformers", "triton"} & set(loaded)
+def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distributions(
+    loaded: dict[str, set[str]],
+) -> None:
+    assert "attnorm.theory.selection" in loaded["attnorm.analysis.analyze"]
+    unneeded = {"attnorm.theory.catalogue", "attnorm.theory.search", "scipy.stats"}
+    assert not unneeded & loaded["attnorm.analysis.analyze"]
+
+
+def test_figures_need_neither_pyplot_nor_a_display(loaded: dict[str, set[str]]) -> None:
+    assert "matplotlib.figure" in loaded["attnorm.report.plots"]
+    assert "matplotlib.pyplot" not in loaded["attnorm.report.plots"]
 
 
 def test_the_names_of_the_theory_are_there_before_they_are_loaded() -> None:

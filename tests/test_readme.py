@@ -73,18 +73,34 @@ STORIES = {"README": README, "guide": GUIDE}
 MEASURING = ("attnorm analyze", "attnorm compare", "attnorm report")
 
 
+def smaller(command: str) -> str:
+    for option, divisor in (("--lengths", 8), ("--windows", 4), ("--rows", 8)):
+        command = re.sub(
+            rf"(?<={option} )[\d,]+",
+            lambda numbers, by=divisor: re.sub(r"\d+", lambda one: str(-(-int(one[0]) // by)), numbers[0]),
+            command,
+        )
+    return command
+
+
 @pytest.mark.slow
 @pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("story", STORIES)
-def test_the_measuring_commands_of_a_document_run(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, with a book at hand; the bundled model stands in for gpt2, which needs a network."""
+@pytest.mark.parametrize("as_printed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_the_measuring_commands_of_a_document_run(
+    story: str, as_printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty folder, with a book at hand; the bundled model stands in for gpt2, which needs a network.
+
+    On every commit an eighth of the length, a quarter of the windows and an eighth of the rows that are printed.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("attnorm.analysis.plan.MOST_WINDOWS", 2)  # 16 windows take as many seconds
+    monkeypatch.setattr("attnorm.analysis.plan.MOST_WINDOWS", 2 if as_printed else 1)  # 16 take as many seconds
     (tmp_path / "book.txt").write_text(passage())
     measuring = [command for command in commands(STORIES[story]) if command.startswith(MEASURING)]
     assert measuring
-    for command in measuring:
+    for command in measuring if as_printed else map(smaller, measuring):
         result = CliRunner().invoke(app, shlex.split(command.replace("gpt2", "bundled"))[1:])
         assert result.exit_code == 0, f"{command}\n{result.output}"
     assert "bundled" in (tmp_path / "run" / "report.html").read_text()

@@ -52,9 +52,10 @@ def mypy(folder: Path, **sources: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
 
 
+# One run for both, since it starts for seconds.
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
-def test_the_documents_code_passes_mypy_strict(tmp_path: Path) -> None:
+def test_mypy_accepts_the_documents_code_and_refuses_q_k_v_where_a_row_of_logits_is_given(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     sources = {
         f"{Path(document).stem}_{number}": code
@@ -64,14 +65,10 @@ def test_the_documents_code_passes_mypy_strict(tmp_path: Path) -> None:
         )
     }
     assert all(any(name.startswith(Path(document).stem) for name in sources) for document in DOCUMENTS)
-    output = mypy(tmp_path, right=RIGHT, **sources)
-    assert "Success: no issues found" in output, output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
-def test_what_needs_q_k_v_is_refused_where_a_row_of_logits_is_given(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    output = mypy(tmp_path, wrong=WRONG)
-    lines = [number for number, line in enumerate(WRONG.splitlines(), start=1) if line.startswith("attnorm.")]
-    assert sorted({int(line) for line in re.findall(r"wrong\.py:(\d+): error", output)}) == lines, output
+    output = mypy(tmp_path, right=RIGHT, wrong=WRONG, **sources)
+    refused = [("wrong", number) for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith("attnorm.")]
+    errors = {
+        (Path(path).stem, int(line)) for path, line in re.findall(r"^(.+\.py):(\d+): error", output, re.MULTILINE)
+    }
+    assert sorted(errors) == refused, output
+    assert f"checked {len(sources) + 2} source files" in output
