@@ -43,7 +43,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 nightly: $(INSTALLED)
-	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m nightly --timeout 900 $(ARGS)
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m "nightly or further_case" --timeout 900 $(ARGS)
 	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
 

@@ -20,6 +20,7 @@ import pytest
 import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
 import torch
 
+from tests.covering import mark_further_cases
 from tests.real_model import smollm2 as smollm2
 from tests.shape_checks import check_shapes_in
 
@@ -48,14 +49,15 @@ if os.environ.get("ATTNORM_CHECK_ANNOTATIONS") == "everywhere":
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(CHECKED)))
 
 
+@pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out nightly tests unless the -m expression names them."""
-    if "nightly" in config.option.markexpr:
-        return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    if nightly:
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    """Leaves out nightly tests, and further cases of a test, unless the -m expression names them."""
+    mark_further_cases(items)
+    for name in ("nightly", "further_case"):
+        left_out = [item for item in items if item.get_closest_marker(name)]
+        if left_out and name not in config.option.markexpr:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
 
 
 def pytest_collection_finish() -> None:
