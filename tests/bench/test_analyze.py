@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import attnorm
 from attnorm.bench import analyze as bench_analyze
-from attnorm.bench import memory
+from attnorm.bench import memory, model_passes
 from attnorm.bench.analyze import WORDS, measure_analysis
 from attnorm.bench.figures import save_growth_figure
 from attnorm.bench.model_passes import (
@@ -37,6 +37,7 @@ from attnorm.bench.results import (
 from attnorm.bench.suites import run_benchmarks
 from attnorm.cli import app
 from tests.cli.saved_model import save_model, save_text
+from tests.forked import forked
 
 SMALL = Shape(48, layers=2, heads=2)
 
@@ -113,6 +114,21 @@ def test_the_plain_pass_is_the_model_itself() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def forked_json(code: str) -> dict[str, Any]:
+    with forked(code) as child:
+        found: dict[str, Any] = json.loads(child.stdout.read())
+    return found
+
+
+@pytest.fixture(params=["fork", pytest.param("new interpreter", marks=pytest.mark.nightly)])
+def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork has the libraries, which a new interpreter imports for 5 s; test_suites.py starts one on every commit."""
+    if request.param == "fork":
+        for module in (bench_analyze, model_passes):
+            monkeypatch.setattr(module, "run_and_read_json", forked_json)
+
+
+@pytest.mark.usefixtures("_process")
 @linux_only
 def test_a_process_of_its_own_tells_time_and_memory() -> None:
     cost = cost_in_new_process("core", Shape(512, layers=2, heads=2), least_seconds=0)
@@ -182,6 +198,7 @@ def test_a_run_must_keep_all_its_promises(seconds: float, times: float | None, m
     assert run.met is met
 
 
+@pytest.mark.usefixtures("_process")
 def test_a_folder_is_measured_from_the_start_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_analyze, "_against_plain", lambda *_: iter(()))
     monkeypatch.setattr(bench_analyze, "_in_own_processes", lambda *_: iter(()))

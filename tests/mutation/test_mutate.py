@@ -28,7 +28,13 @@ from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, Lin
 FILES = sorted(path for area in mutate.AREAS for path in (ROOT / "src" / "attnorm" / area).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES[:: max(1, len(FILES) // 6)], ids=lambda path: path.name)
+TRIED = [
+    pytest.param(path, marks=[pytest.mark.nightly] if place % 3 else [], id=path.name)
+    for place, path in enumerate(FILES[:: max(1, len(FILES) // 6)])
+]
+
+
+@pytest.mark.parametrize("path", TRIED)
 def test_every_mutant_is_valid_python_and_differs(path) -> None:  # type: ignore[no-untyped-def]
     plain = ast.dump(ast.parse(path.read_bytes()))
     for mutant in mutants_of(path):
@@ -187,8 +193,10 @@ def test_the_folders_of_tests_exist() -> None:
 
 
 def test_every_equivalent_has_a_reason_and_names_a_mutant() -> None:
-    for entry in equivalents.entries("equivalent"):
-        named = [mutant for mutant in mutants_of(ROOT / entry["path"]) if equivalents.names(entry, mutant)]
+    entries = equivalents.entries("equivalent")
+    mutants = {path: list(mutants_of(ROOT / path)) for path in {entry["path"] for entry in entries}}
+    for entry in entries:
+        named = [mutant for mutant in mutants[entry["path"]] if equivalents.names(entry, mutant)]
         assert named, entry
         assert all(equivalents.reason(mutant) for mutant in named), entry
         assert len(named) == 1 or "which" not in entry
