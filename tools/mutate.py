@@ -39,10 +39,11 @@ from tests.mutation import equivalents  # noqa: E402
 from tests.mutation.mutants import Mutant, function_at, import_as, mutants_of  # noqa: E402
 from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRecords, MutantSession, in_a_fork  # noqa: E402
 
-# Folders of src/attnorm, and those of tests/ where their tests are.
+# Folders of src/attnorm, and those of tests/ that run their code.
 AREAS = {
-    "theory": ["theory"], "normalizers": ["normalizers", "attention"], "engines": ["attention"],
-    "metrics": ["metrics"], "models": ["models"],
+    "theory": ["theory", "metrics"], "normalizers": ["normalizers", "attention", "models"],
+    "engines": ["attention", "models"], "metrics": ["metrics", "analysis", "monitor"],
+    "models": ["models", "analysis", "monitor"],
 }  # fmt: skip
 PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
              "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"]  # fmt: skip

@@ -172,8 +172,10 @@ def test_multihead_attention_without_a_batch() -> None:
 
 def test_the_causal_hint_replaces_the_mask() -> None:
     module, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 6, 16)
-    mask = nn.Transformer.generate_square_subsequent_mask(6)
-    _, (call,), _ = seen_in(lambda: module(x, x, x, attn_mask=mask, is_causal=True, need_weights=False))
+    causal = nn.Transformer.generate_square_subsequent_mask(6)
+    narrower = ~torch.eye(6, dtype=torch.bool)
+    (output, _), (call,), _ = seen_in(lambda: module(x, x, x, attn_mask=narrower, is_causal=True, need_weights=False))
+    torch.testing.assert_close(output, module(x, x, x, attn_mask=causal)[0])  # what torch computes
     assert call.causal
     assert call.mask is None
 
