@@ -13,10 +13,13 @@ from tests.attention.calls import CALLS, Call, assert_all_close, calling, learne
 from tests.attention.reference import CASES, HEADS, TYPICAL, Case
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-typical_case = pytest.mark.parametrize(
-    "case", [case if case in TYPICAL else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
-    ids=lambda case: case.id,
-)  # fmt: skip
+
+
+def in_halves(first: int) -> pytest.MarkDecorator:
+    """Every second typical case from the first; the others at night."""
+    often = TYPICAL[first::2]
+    cases = [case if case in often else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
 
 
 def test_every_normalizer_has_a_definition_to_be_compared_with() -> None:
@@ -54,7 +57,7 @@ def test_every_normalizer_and_every_call(case: Case, name: str) -> None:
     assert_equals_definition(case, CALLS[name])
 
 
-@typical_case
+@in_halves(0)
 def test_blocks_of_a_few_rows_equal_the_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     name = ["padding, causal", "queries at the end"][CASES.index(case) % 2]
     call = CALLS[name]
@@ -64,7 +67,7 @@ def test_blocks_of_a_few_rows_equal_the_definition(case: Case, monkeypatch: pyte
     assert_equals_definition(case, call)
 
 
-@typical_case
+@in_halves(1)
 def test_the_blocked_engine_equals_the_definition_where_it_is_not_the_first_choice(case: Case) -> None:
     assert_equals_definition(case, CALLS["padding, causal"], engine="blocked")
 
@@ -84,7 +87,7 @@ def calls(draw: st.DrawFn) -> Call:
     return Call(batch, draw(st.sampled_from([1, 2, 4])), queries, keys, draw(sizes), draw(sizes), options)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(case=st.sampled_from(CASES), call=calls(), rows=st.integers(1, 3))
 def test_any_shape_and_mask_in_any_blocks(case: Case, call: Call, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
 """Sampled rows measured as on a GPU, in a few operations for several layers, have the numbers of each layer alone."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["whole", "in parts"])
+def in_turn(values: Iterable[Any]) -> list[Any]:
+    """Each value with whole or cut blocks, in turn; with the other at night."""
+    return [
+        pytest.param(value, parts, marks=pytest.mark.nightly if (number + other) % 2 else ())
+        for number, value in enumerate(values)
+        for other, parts in enumerate(["whole", "in parts"])
+    ]
+
+
+@pytest.fixture
 def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in parts":
         monkeypatch.setattr("attnorm.metrics.logits.CUDA_BLOCK_ELEMENTS", 50_000)
@@ -57,7 +67,7 @@ def same(found: dict[str, torch.Tensor], expected: list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.usefixtures("_parts")
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(("kind", "_parts"), in_turn(OPTIONS), indirect=["_parts"])
 def test_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = layers(**OPTIONS[kind])
     expected = [
@@ -71,7 +81,7 @@ def test_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_parts")
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(("kind", "_parts"), in_turn(OPTIONS), indirect=["_parts"])
 def test_sensitivity(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = layers(**OPTIONS[kind])
     choices = [None, "entmax15"]
@@ -86,7 +96,7 @@ def test_sensitivity(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_parts")
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(("kind", "_parts"), in_turn(OPTIONS), indirect=["_parts"])
 def test_coverage_and_isotropy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = layers(**OPTIONS[kind])
     alone = [measure_coverage(call, [None], ROWS, TOP_N)["model"] for call in calls]
@@ -121,7 +131,9 @@ def test_equal_vectors_lie_at_distance_0_within_the_digits_of_float32(monkeypatc
 
 
 @pytest.mark.usefixtures("_parts")
-@pytest.mark.parametrize("options", [{}, {"causal": False, "kind": "encoder"}])
+@pytest.mark.parametrize(
+    ("options", "_parts"), in_turn([{}, {"causal": False, "kind": "encoder"}]), indirect=["_parts"]
+)
 def test_random_numbers_drawn_ahead_are_those_of_the_generator(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
