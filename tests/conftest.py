@@ -20,6 +20,7 @@ import pytest
 import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
 import torch
 
+from tests import shape_checks
 from tests.covering import mark_further_cases
 from tests.real_model import smollm2 as smollm2
 from tests.shape_checks import check_shapes_in
@@ -38,13 +39,14 @@ hypothesis.settings.register_profile("fixed", deadline=None, max_examples=40, de
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# Shape annotations are dense in theory: its own tests check them in every call. The nightly run checks the annotations
+# Shape annotations are dense in theory: its own tests check them. The nightly run checks every call and the annotations
 # of every other room as well, in all tests, except the kernels: Triton reads the source of a kernel and would find the
 # wrapper.
 CHECKED = {"theory"}
 CHECKING = (ROOT / "tests" / "theory", ROOT / "tests" / "test_shape_checks.py")
 if os.environ.get("ATTNORM_CHECK_ANNOTATIONS") == "everywhere":
     CHECKING = (ROOT,)
+    shape_checks.most_calls = float("inf")
     CHECKED = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(CHECKED)))
 
@@ -91,6 +93,7 @@ def _registrations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _shape_checks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = jaxtyping.config.jaxtyping_disable
+    shape_checks.start_counting()
     checking = any(request.path.is_relative_to(path) for path in CHECKING)
     plain = not checking or request.node.get_closest_marker("as_installed") is not None
     jaxtyping.config.update("jaxtyping_disable", before or plain)

@@ -377,10 +377,12 @@ def _add_reads(
 
 def _schema_row(table: str, row: dict[str, Any]) -> dict[str, Any]:
     """The row with exactly the schema's columns; numbers that were not made up are NaN."""
-    return {
-        field.name: row.get(field.name, math.nan if pa.types.is_floating(field.type) else None)
-        for field in SCHEMAS[table]
-    }
+    return {name: row.get(name, missing) for name, missing in _missing(table).items()}
+
+
+@cache
+def _missing(table: str) -> dict[str, float | None]:
+    return {field.name: math.nan if pa.types.is_floating(field.type) else None for field in SCHEMAS[table]}
 
 
 def synthetic_manifest(

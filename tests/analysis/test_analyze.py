@@ -50,27 +50,33 @@ def same(here: Analysis, there: Analysis) -> bool:
     return all(numbers(here.tables[name]) == numbers(there.tables[name]) for name in here.tables)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, diffllama])
+@pytest.mark.parametrize(
+    ("make", "padding"),
+    [
+        (gpt2, False), (llama, True), (diffllama, True),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((gpt2, True), (llama, False), (diffllama, False))),
+    ],
+)  # fmt: skip
 def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(
-    make: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; padding makes each sequence of the batch one of its own."""
-    tokens = torch.stack([ids(40), ids(40, seed=1)])
-    padded = {"input_ids": tokens, "attention_mask": (torch.arange(40) < torch.tensor([[40], [29]])).long()}
+    tokens = torch.stack([ids(26), ids(26, seed=1)])
+    padded = {"input_ids": tokens, "attention_mask": (torch.arange(26) < torch.tensor([[26], [19]])).long()}
     options: dict[str, Any] = {"normalizers": ("model", "ssmax"), "metrics": "all", "top_n": (1, 5)}
-    for inputs in (tokens[0], padded):
-        alone = analyze(make(), inputs, **options)
-        with monkeypatch.context() as patched:
-            as_on_gpu(patched)
-            together = analyze(make(), inputs, **options)
-        for name, table in alone.tables.items():
-            assert table.column_names == together.tables[name].column_names
-            for column in table.column_names:
-                here, there = (one.tables[name][column].to_pylist() for one in (alone, together))
-                if table[column].type == pa.float64():
-                    assert here == pytest.approx(there, rel=1e-5, abs=1e-6, nan_ok=True), (name, column)
-                else:
-                    assert here == there, (name, column)
+    inputs = padded if padding else tokens[0]
+    alone = analyze(make(), inputs, **options)
+    with monkeypatch.context() as patched:
+        as_on_gpu(patched)
+        together = analyze(make(), inputs, **options)
+    for name, table in alone.tables.items():
+        assert table.column_names == together.tables[name].column_names
+        for column in table.column_names:
+            here, there = (one.tables[name][column].to_pylist() for one in (alone, together))
+            if table[column].type == pa.float64():
+                assert here == pytest.approx(there, rel=1e-5, abs=1e-6, nan_ok=True), (name, column)
+            else:
+                assert here == there, (name, column)
 
 
 class Operators(TorchDispatchMode):

@@ -50,7 +50,7 @@ TINY = replace(
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("texts")
-    sizes = {"train": 400, "valid": 300, "other": 100}
+    sizes = {"train": 400, "valid": 150, "other": 100}
     train, valid, other = (
         write_text(folder / f"{name}.txt", size, seed) for seed, (name, size) in enumerate(sizes.items())
     )

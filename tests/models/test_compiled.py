@@ -35,24 +35,18 @@ each = pytest.mark.parametrize(
 
 
 @each
-def test_learned_parameters_learn_the_same_beside_padding(name: str) -> None:
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_learned_parameters_learn_the_same_beside_padding(name: str, checkpointing: bool) -> None:
     model = one_layer()
     patch(model, name, **LEARNED[name])
     visible = torch.ones(2, 12, dtype=torch.long)
     visible[0, 8:] = 0
     expected = gradients(model, model, attention_mask=visible)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     found = gradients(model, torch.compile(model, backend="aot_eager"), attention_mask=visible)
     assert_close(found, expected, rtol=1e-3, atol=1e-5)
     assert all((found[path] != 0).all() for path in found if "attnorm" in path), "one number per head, each of its own"
-
-
-@each
-def test_gradient_checkpointing_changes_nothing(name: str) -> None:
-    model = one_layer()
-    patch(model, name, **LEARNED[name])
-    expected = gradients(model, model)
-    model.gradient_checkpointing_enable()
-    assert_close(gradients(model, torch.compile(model, backend="aot_eager")), expected, rtol=1e-3, atol=1e-5)
 
 
 @each
@@ -74,4 +68,4 @@ def test_other_parameters_put_in_by_torch_func_count() -> None:
     def run(parameters: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, parameters, (tokens(),), {"use_cache": False}).logits
 
-    assert_close(torch.compile(run, backend="aot_eager")(others), run(others))
+    assert_close(torch.compile(run, backend="eager")(others), run(others))

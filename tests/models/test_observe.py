@@ -1,6 +1,7 @@
 """observe(): what is recorded is what the model computes, and the model computes what it always did."""
 
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from attnorm.models.observe import observe
 from tests.models import dense
 from tests.models.families import CASES, FAMILIES, tiny, tiny_inputs
 
+unchanged = cache(tiny)  # observe leaves a model as it was
+
 Outputs = list[tuple[AttentionCall, torch.Tensor]]
 
 
 @pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_the_model_computes_the_same_bits(name: str, kernel: str) -> None:
-    model, inputs = tiny(name, kernel), tiny_inputs(name)
+    model, inputs = unchanged(name, kernel), tiny_inputs(name)
     with torch.no_grad():
         before = model(**inputs)
         with observe(model, lambda call: None):
@@ -28,7 +31,7 @@ def test_the_model_computes_the_same_bits(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_weights_times_values_is_the_kernels_output(name: str, kernel: str, outputs: Outputs) -> None:
-    model, inputs = tiny(name, kernel), tiny_inputs(name)
+    model, inputs = unchanged(name, kernel), tiny_inputs(name)
     with torch.no_grad(), observe(model, lambda call: None):
         model(**inputs)
     assert outputs
@@ -38,7 +41,7 @@ def test_weights_times_values_is_the_kernels_output(name: str, kernel: str, outp
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "eager" in family.kernels])
 def test_weights_are_those_of_transformers_eager_attention(name: str) -> None:
-    model, inputs = tiny(name, "eager"), tiny_inputs(name)
+    model, inputs = unchanged(name, "eager"), tiny_inputs(name)
     calls: list[AttentionCall] = []
     with torch.no_grad(), observe(model, calls.append):
         result = model(**inputs, output_attentions=True)
@@ -54,7 +57,7 @@ def test_weights_are_those_of_transformers_eager_attention(name: str) -> None:
 @pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_attention_is_far_from_uniform_here(name: str, kernel: str) -> None:
     """Else a wrong scale, softcap or window would hardly show in the tests above."""
-    model, calls = tiny(name, kernel), []
+    model, calls = unchanged(name, kernel), []
     with torch.no_grad(), observe(model, calls.append):
         model(**tiny_inputs(name))
     assert max(dense.weights(call)[:, :, -1].max().item() for call in calls) > 0.3

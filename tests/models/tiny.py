@@ -99,7 +99,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
 
 def tiny(family: str, **options: Any) -> PreTrainedModel:
     """A model in eval mode whose random logits are far from flat."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # without the stack trace that torch keeps for absent GPUs: 4 ms
     model = FAMILIES[family](**options).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

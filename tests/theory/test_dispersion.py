@@ -29,7 +29,7 @@ def within(bounds: dispersion.Bounds, value: Tensor, slack: float = SLACK) -> bo
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @given(logits=st.lists(floats(4), min_size=1, max_size=9))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_lemma1_holds_with_observed_and_with_interval_constants(name: str, logits: list[float]) -> None:
     values = FUNCTIONS[name](torch.tensor(logits, dtype=torch.float64))
     weights = values / values.sum()

@@ -140,7 +140,7 @@ def test_the_printed_fixed_bound_needs_the_true_top_n_set() -> None:
 
 
 @given(case=cases(most_keys=6))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_theorem1_random_corrected_brackets_the_exact_expectation(case: ClaimCase) -> None:
     rows = case.rows
     exact = brute_force_expectation(case.weights, case.vectors, case.top_n)
@@ -156,7 +156,7 @@ def test_theorem1_random_corrected_brackets_the_exact_expectation(case: ClaimCas
 
 
 @given(case=cases(most_keys=6))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_telling_apart_the_heaviest_keys_narrows_the_bracket_down_to_the_expectation(case: ClaimCase) -> None:
     rows, n = case.rows, len(case.logits)
     exact = random_set.random_set_exact(rows)

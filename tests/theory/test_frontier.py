@@ -33,7 +33,7 @@ ALL = (SOFTMAX, ENTMAX15, SPARSEMAX, SSMAX, ASENTMAX, KNEEMAX)
 
 
 @given(st.integers(2, 10**7), st.floats(0, 1))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_no_map_pays_less_than_the_law(n: int, position: float) -> None:
     weight = 1 / n + position * (1 - 1 / n)
     for contender in ALL:

@@ -30,7 +30,7 @@ def norm(p: Tensor, T: float = 1.0, share: float = 1.0) -> Tensor:
 
 
 @given(any_rows, st.floats(0.1, 5))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_the_jacobian_norm_lies_between_bounds_free_of_n(z: Tensor, T: float) -> None:
     p = kneemax(z, T)
     size = norm(p, T)
@@ -57,7 +57,7 @@ def test_other_maps_lose_their_gradient_on_uniform_rows_of_many_keys() -> None:
 
 
 @given(st.integers(2, 10**6), st.floats(0, 3))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_the_weight_kept_is_half_the_gap_up_to_one_nth(n: int, gap: float) -> None:
     weight = fr.kneemax_weight(gap, n)
     assert abs(weight - min(1.0, gap / 2)) <= 1 / n + 1e-12
@@ -73,7 +73,7 @@ def test_the_closed_form_is_what_the_map_gives(n: int) -> None:
 
 
 @given(any_rows)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_among_unequal_keys_the_leader_keeps_at_least_as_much(z: Tensor) -> None:
     top = z.topk(2, dim=-1).values
     weights = kneemax(z).amax(-1)
@@ -82,7 +82,7 @@ def test_among_unequal_keys_the_leader_keeps_at_least_as_much(z: Tensor) -> None
 
 
 @given(any_rows, st.floats(0.2, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_zeros_appear_exactly_where_the_keys_above_fill_the_row(z: Tensor, T: float) -> None:
     p = kneemax(z, T)
     n = z.shape[-1]
@@ -214,7 +214,7 @@ def huber(t: float, knee: float) -> float:
 
 
 @given(st.integers(2, 3000), st.floats(0, 3), FIXED)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_with_a_fixed_knee_a_leader_keeps_its_part_at_every_length(n: int, gap: float, knee: float) -> None:
     row = torch.zeros(1, n, dtype=torch.float64)
     row[0, 0] = gap
@@ -233,7 +233,7 @@ def test_with_a_fixed_knee_that_part_is_what_is_left_among_many() -> None:
 
 
 @given(any_rows, FIXED)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_with_a_fixed_knee_the_bound_and_both_zero_thresholds_hold(z: Tensor, knee: float) -> None:
     n = z.shape[-1]
     p = get("kneemax", knee=knee)(z)

@@ -82,6 +82,7 @@ def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
     assert one.worst_ratio != other.worst_ratio
 
 
+@pytest.mark.as_installed
 @pytest.mark.parametrize("name", ["corollary-3", "theorem-1-random", "figure-4", "lemma-2"])
 def test_a_counterexample_can_be_made_again_exactly(name: str) -> None:
     smallest = found(name, first_rounds=3, seed=1).counterexample
@@ -334,6 +335,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.as_installed
 def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "time", Clock())
     finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=1.0, first_rounds=3)

@@ -28,7 +28,7 @@ def write_text(path: Path, sentences: int, seed: int) -> Path:
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("texts")
-    return write_text(folder / "train.txt", 2000, seed=1), write_text(folder / "valid.txt", 100, seed=2)
+    return write_text(folder / "train.txt", 2000, seed=1), write_text(folder / "valid.txt", 50, seed=2)
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,8 @@ def test_afterwards_the_engine_is_back() -> None:
 
 
 @pytest.mark.as_installed
-def test_it_is_traced_into_the_block_without_a_break() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_it_is_traced_into_the_block_without_a_break(backend: str) -> None:
     """With keys enough for the sparse maps to take their groups of keys apart."""
     torch._dynamo.reset()
     settings = tiny(architecture="llama", normalizer="kneemax", context=264, layers=1)
@@ -58,7 +59,7 @@ def test_it_is_traced_into_the_block_without_a_break() -> None:
     windows = torch.randint(0, 300, (1, 264), generator=torch.Generator().manual_seed(0))
     loss, gradient = loss_and_gradient(model, windows, "dense")
     for block in model.model.layers:
-        block.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+        block.compile(dynamic=False, backend=backend, fullgraph=True)
     compiled_loss, compiled_gradient = loss_and_gradient(model, windows, "dense")
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(compiled_gradient, gradient, rtol=1e-3, atol=1e-6)

@@ -238,7 +238,7 @@ def test_a_loss_that_breaks_down_is_said_and_never_saved(train: Train, tmp_path:
 
 def test_a_loss_that_rose_again_is_said(trained: tuple[Path, dict[str, Any]], train: Train, tmp_path: Path) -> None:
     assert trained[1]["result"]["rise"] is None
-    record = train(tmp_path / "run", steps=40, learning_rate=3.0, warmup=20, options={"evaluate_every": 1})
+    record = train(tmp_path / "run", steps=26, learning_rate=3.0, warmup=20, options={"evaluate_every": 1})
     rise, entries = record["result"]["rise"], metrics(tmp_path / "run")
     assert rise["last"] == entries[-1]["valid_loss"] > rise["lowest"] == min(entry["valid_loss"] for entry in entries)
     assert entries[rise["at_step"] - 1]["valid_loss"] == rise["lowest"]

@@ -74,7 +74,7 @@ def test_the_saved_folder_runs_with_the_normalizer_and_has_the_loss_it_says(
     assert all(torch.equal(model.state_dict()[name], value) for name, value in learned.items())
 
 
-@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("name", ["ssmax", *(pytest.param(n, marks=pytest.mark.nightly) for n in NORMALIZERS[1:])])
 def test_a_run_in_two_parts_equals_one_in_one(name: str, train: Train, runs: dict[str, Any], tmp_path: Path) -> None:
     again = {"architecture": "llama", "normalizer": name}
     train(tmp_path / "run", **again, options={"max_minutes": 0.0})

@@ -43,7 +43,7 @@ def test_the_other_tasks_can_be_learned(task: str) -> None:
 @pytest.mark.parametrize("normalizer", ["softmax", "ssmax", "asentmax"])
 def test_a_stack_equals_separate_trainings(normalizer: str, in_float64: None) -> None:
     """In float64: the key's bias shifts all logits, so its gradient is rounding, which Adam blows up to full steps."""
-    options = {"steps": 12, "width": 16, "leak_penalty": 0.3, "squeezed": 0.5, "cosine": True}
+    options = {"steps": 6, "batch": 16, "width": 16, "leak_penalty": 0.3, "squeezed": 0.5, "cosine": True}
     together = trained(normalizer, (0, 1, 2), **options)
     records = outcomes(together.models, (0, 1, 2), 50, sets=300)
     for copy, seed in enumerate((0, 1, 2)):
