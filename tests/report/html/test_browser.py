@@ -264,8 +264,9 @@ def test_names_without_a_space_need_no_sideways_scrolling(open_report: Open) -> 
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_report_of_gpt2_size_opens(open_report: Open) -> None:
-    page = open_report(gpt2_size((512,), ("model",)), width=360)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_report_of_gpt2_size_opens(whole: bool, open_report: Open) -> None:
+    page = open_report(gpt2_size() if whole else gpt2_size((512,), ("model",)), width=360)
     assert page.locator(".cell").count() == 144
     page.select_option("#choose-metric", "horizon")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
