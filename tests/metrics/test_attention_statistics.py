@@ -83,6 +83,13 @@ def test_logsumexp_and_sink_mass_of_softmax_with_a_learned_sink() -> None:
     torch.testing.assert_close(found.row_sum, (torch.logsumexp(z, -1) - total).exp())
 
 
+def test_masses_of_all_keys_do_not_exceed_one_by_rounding() -> None:
+    q, k = (torch.randn(1, 4, 200, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    masses = attnorm.attention_statistics(q, k, "softmax", top_n=(2, 150, 200)).top_mass
+    assert masses.max() <= 1
+    torch.testing.assert_close(masses[..., 2], torch.ones(1, 4, 200))
+
+
 def test_the_shape_follows_q_and_rows_that_see_nothing_are_nan() -> None:
     q, k = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
     found = attnorm.attention_statistics(q, k, causal=True, top_n=(2,))

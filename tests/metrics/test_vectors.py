@@ -61,6 +61,15 @@ def test_other_normalizers(choice: str) -> None:
     check(call, choice, call.value_BGKE.repeat_interleave(HEADS // KEY_HEADS, 1))
 
 
+def test_weights_that_float32_rounds_to_zero_keep_their_order() -> None:
+    call = make_call(20, batch=1, bias=torch.full((1, 1, 20, 20), -115.0))  # sigmoid: weights of 1e-50
+    rows = torch.arange(8, 20)
+    found, expected = (
+        measure_vectors(each, ["sigmoid"], rows, (1, 3))["sigmoid"]["separability"] for each in (call, in_float64(call))
+    )
+    torch.testing.assert_close(found.double(), expected.double())
+
+
 def test_layer_inputs_in_the_place_of_values() -> None:
     states = torch.randn(2, 33, 12, generator=torch.Generator().manual_seed(5)).double()
     call = dataclasses.replace(in_float64(CALLS["causal"]), inputs_BKC=states)

@@ -53,9 +53,16 @@ def test_a_dict_of_model_inputs(kind: type) -> None:
     assert texts_from(image())[0].content["pixel_values"].shape == (2, 3, 16, 16)
 
 
+def test_named_model_inputs() -> None:
+    first, second = texts_from({"one": {"input_ids": [[1, 2]]}, "two": Text("mine", {"input_ids": [[3]]})})
+    assert (first.name, second.name) == ("one", "mine")
+    assert [each.content["input_ids"].tolist() for each in (first, second)] == [[[1, 2]], [[3]]]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"book": {"part 1": "a", "part 2": "b"}}, "'book'.*input_ids.*'part 1', 'part 2'"),
         ("", "empty"),
         ("  \n", "empty"),
         ([], "empty"),

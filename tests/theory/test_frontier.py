@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnorm.theory import frontier as fr
+from attnorm.theory.catalogue.claim import ClaimCase
+from attnorm.theory.catalogue.frontier import CLAIMS
 from attnorm.theory.entmax_worst_case import entmax_worst_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax
 
@@ -154,3 +156,13 @@ def test_a_measured_constant_comes_close_from_below() -> None:
 def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("gap", "checked"), [(11.0, True), (17.0, True), (19.0, False)])
+def test_the_gap_of_softmax_is_checked_down_to_a_millionth_beside_the_leader(gap: float, checked: bool) -> None:
+    keys = 64
+    dial, nothing = torch.tensor([gap], dtype=torch.float64), torch.zeros(1, keys, 2, dtype=torch.float64)
+    case = ClaimCase(nothing[..., 0], nothing, 1.0, 1, dial, torch.tensor([0]), torch.zeros(1, 2, 2, 2))
+    (claim,) = [each for each in CLAIMS if each.id == "gap-for-weight"]
+    assert claim.ratio is not None
+    assert bool(claim.ratio(case).isfinite().all()) is checked

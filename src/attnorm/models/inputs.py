@@ -94,10 +94,17 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
     if not inputs:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
     if any(name in inputs for name in MODEL_INPUTS):
-        return [
-            Text("inputs", {str(name): torch.as_tensor(value) for name, value in inputs.items() if value is not None})
-        ]
+        return [Text("inputs", _model_inputs(inputs, "inputs"))]
     return [_text(str(name), one) for name, one in inputs.items()]
+
+
+def _model_inputs(given: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
+    if not any(each in given for each in MODEL_INPUTS):
+        raise ValueError(
+            f"expected model inputs in {name!r} (one of {', '.join(sorted(MODEL_INPUTS))}), got a dict with "
+            f"{', '.join(map(repr, given)) or 'nothing'}. Give texts in one dict name -> text."
+        )
+    return {str(each): torch.as_tensor(value) for each, value in given.items() if value is not None}
 
 
 def _text(name: str, one: Any) -> Text:
@@ -113,7 +120,7 @@ def _text(name: str, one: Any) -> Text:
             _refuse_a_file_name(one)
         return Text(name, content, file=isinstance(one, Path) and text_name(one) == name)
     if isinstance(one, Mapping):
-        return Text(name, _from_mapping(one)[0].content)
+        return Text(name, _model_inputs(one, name))
     if _are_ids(one):
         ids = torch.as_tensor(one, device="cpu")
         if ids.numel() == 0:

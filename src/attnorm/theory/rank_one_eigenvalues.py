@@ -106,7 +106,7 @@ def improved_root(first: Tensor, second: Tensor, x: Tensor, poles: Tensor, squar
     d = x - second
     value = poles + at_zero / x
     d = _rational_step(first, first - second, d, value, d / x * (value + squares))
-    better = (second < first) & (d > 0)  # NaN: the two largest are equal, or there is nothing else
+    better = (second < first) & (d > 0)  # no step: the two largest are equal, or there is nothing else
     return torch.where(better, second + d, x)
 
 
