@@ -99,6 +99,11 @@ def test_scale_invariant_with_tau_to_infinity_is_softmax(z: Tensor) -> None:
     close(get("scale_invariant", tau=1e15)(z), get("softmax")(z))
 
 
+def test_scale_invariant_takes_any_tau_above_zero() -> None:
+    weights = [get("scale_invariant", tau=tau)(torch.zeros(1, 5))[0] for tau in (1e-3, 0.5, 2.0)]
+    assert weights[0][-1] > weights[1][-1] > weights[2][-1]  # the smaller tau, the more counts the nearest key
+
+
 def test_a_cap_far_above_the_logits_is_no_cap_and_no_logit_passes_it(z: Tensor) -> None:
     close(get("softcap", cap=1e9)(z), get("softmax")(z))
     spread = 1e4 * z
