@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
@@ -184,6 +185,14 @@ def test_weights_that_are_cut_short(folder: Path, keep: int) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
     with pytest.raises(CannotLoad, match="my-model"):
+        load(folder)
+
+
+def test_a_weight_that_is_missing_is_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CannotLoad, match=r"1 weights .*'model\.norm\.weight'"):
         load(folder)
 
 

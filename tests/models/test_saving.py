@@ -27,7 +27,7 @@ from attnorm.models.load import CannotLoad, load
 from attnorm.models.normalizer_files import _file_digest
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patch_state import patched_modules
-from attnorm.models.saving import NotSavableError, from_pretrained, model_card, save_pretrained
+from attnorm.models.saving import END, NotSavableError, from_pretrained, model_card, save_pretrained
 from attnorm.normalizers import registry
 from tests.models.format_1 import save_format_1
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
@@ -518,9 +518,11 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(tmp_path: Path) -> N
     assert card == model_card(model)
     assert "`ssmax` ([Nakanishi 2025](https://arxiv.org/abs/2501.19399)), in 2 attention modules" in card
     assert "attnorm.from_pretrained" in card
-    (tmp_path / "README.md").write_text("mine")
-    save_pretrained(model, tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
+    half = card.partition(END)[0]
+    for mine in ("mine", half):
+        (tmp_path / "README.md").write_text(mine)
+        save_pretrained(model, tmp_path)
+        assert (tmp_path / "README.md").read_text() == mine
 
 
 def test_the_card_does_not_speak_of_an_earlier_normalizer(tmp_path: Path) -> None:

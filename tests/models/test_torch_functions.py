@@ -76,6 +76,7 @@ def test_kinds_of_attention() -> None:
         assert kind_of(Visible(False, later), 2, 3, itself=itself) == other
         assert kind_of(Visible(False, PADDING), 2, 3, itself=itself) == other
         assert kind_of(Visible(False), 2, 3, itself=itself) == other
+        assert kind_of(Visible(False, PADDING[:, :, :1]), 1, 3, itself=itself) == other  # no later key to be hidden
 
 
 @pytest.mark.parametrize(

@@ -337,3 +337,11 @@ def test_weights_of_another_shape_for_an_empty_batch_are_named(empty: str) -> No
 
     (complaint, *_) = CHECKS["empty_batch"](CheckedNormalizer(Wider(Softmax(), name="wider"), heads=2, width=3))
     assert re.search(r"\(.*0.*\).*\(.*0.*\)", complaint)
+
+
+def test_logits_behind_rules_that_read_hidden_states_are_those_of_the_map() -> None:
+    subject = CheckedNormalizer.of(get("asentmax", heads=3, width=4), heads=3, width=4)
+    logits = subject.logits(queries=5, keys=7, batch=2)
+    prepared = subject.prepared(logits)
+    expected = get("entmax15")(prepared)
+    torch.testing.assert_close(subject(logits), expected)
