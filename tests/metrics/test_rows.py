@@ -149,6 +149,7 @@ def test_normalizers_in_float32(name: str) -> None:
         get("relu", power=2.0),
         get("sigmoid", bias=-1.0),
         get("log_scaled", rule="yarn"),
+        Normalizer(get("entmax15").map, scale=[*get("ssmax", s=0.4).rules, *get("softmax", temperature=0.6).rules]),
     ],
     ids=lambda normalizer: f"{normalizer.name} {type(normalizer.map).__name__}",
 )

@@ -37,6 +37,12 @@ def test_chosen_heads_have_the_normalizer_and_the_others_softmax(
         torch.testing.assert_close(found[:, head], normalizer(own)(z, mask=mask)[:, head])
 
 
+def test_a_mask_of_two_heads_is_taken_by_head() -> None:
+    z, mask = torch.zeros(1, 2, 1, 3), torch.tensor([[[True, False, False]], [[False, True, True]]])
+    found = Normalizer(ByHead(normalizer("sparsemax"), (1,)), name="x")(z, mask=mask)
+    torch.testing.assert_close(found[0, :, 0], torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]]))
+
+
 def test_the_constant_is_the_larger_one_and_unknown_where_one_is() -> None:
     for n in (2, 5):
         bounds = normalizer("sigmoid").lipschitz(n), normalizer("sparsemax").lipschitz(n)

@@ -35,6 +35,17 @@ def test_normalised_queries_are_not_taken_for_plain_ones() -> None:
     assert projections(model.model.layers[0].self_attn, calls[0]) is None
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_a_projection_with_too_few_rows_for_the_heads_is_not_taken(name: str) -> None:
+    model = tiny("llama")
+    calls: list[AttentionCall] = []
+    with torch.no_grad(), observe(model, calls.append, inputs=True):
+        model(torch.arange(3, 23)[None])
+    layer = model.model.layers[0].self_attn
+    setattr(layer, name, nn.Linear(model.config.hidden_size, 1, bias=False))
+    assert projections(layer, calls[0]) is None
+
+
 def test_matrices_are_found_only_where_their_place_is_known() -> None:
     """Three equal parts of one weight, or two plain projections; a module without a weight of its own is neither."""
     module = nn.Module()

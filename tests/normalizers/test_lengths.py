@@ -97,3 +97,12 @@ def test_a_row_of_one_key_is_one_key_for_every_length_rule() -> None:
     """log 1 = 0 must not make it vanish or divide."""
     for name in ("ssmax", "asentmax", "log_scaled", "softmax", "entmax15", "adaptive_temperature"):
         assert get(name)(torch.tensor([[5.0]])).item() == 1.0
+
+
+def test_positions_of_each_item_without_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z, positions = torch.randn(2, 4, 4, generator=generator), torch.tensor([[0, 1, 2, 3], [0, 5, 6, 20]])
+    normalizer = get("scale_invariant")
+    found = normalizer(z, positions=positions)
+    for item in range(2):
+        torch.testing.assert_close(found[item], normalizer(z[item], positions=positions[item]))

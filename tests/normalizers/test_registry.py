@@ -23,6 +23,7 @@ from attnorm.normalizers import (
     register,
     registry,
 )
+from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.topk import TopK
 from tests.fresh import run_fresh
 from tests.normalizers.variants import ROW_NAMES
@@ -311,3 +312,10 @@ def test_numbers_that_are_the_default() -> None:
             option: value for option, value in defaults(registry.BUILT_IN[name].factory()).items() if option in expected
         }
         assert found == expected, name
+
+
+def test_a_name_is_given_only_to_what_has_none() -> None:
+    own = Normalizer(Softmax(), name="mine")
+    assert registry.as_normalizer(own, "other").name == "mine"
+    assert registry.as_normalizer(Softmax(), "other").name == "other"
+    assert registry.as_normalizer(Softmax()).name == "custom"
