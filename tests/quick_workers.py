@@ -1,6 +1,7 @@
 """Local workers of sweeps and searches that start in no time: forks of one process that has imported the libraries.
 
-A worker of a user is a new interpreter, which imports them for seconds; tests/sweep and the nightly tests start some.
+A worker of a user is a new interpreter, which takes seconds to import them. One test of tests/sweep runs a plan on such
+workers, and so do the nightly tests.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The same plan on a real Ray cluster of two nodes: killed workers and a killed node lose nothing."""
+"""The same plan on a real Ray cluster of two nodes: killed workers lose nothing."""
 
 from pathlib import Path
 from typing import Any

@@ -83,7 +83,6 @@ def by_id(found: Iterable[Outcome]) -> dict[str, Outcome]:
     return {each.id: each for each in sorted(found, key=lambda each: each.id)}
 
 
-@pytest.mark.usefixtures("quick_workers")
 def test_a_plan_runs_on_this_machine_and_is_merged(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(RETRIEVAL)
     call = ["sweep", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "out"), "--workers", "1"]
