@@ -59,7 +59,8 @@ def test_autocast_rounds_as_it_does_uncompiled(name: str) -> None:
     assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
-def test_other_parameters_put_in_by_torch_func_count() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_other_parameters_put_in_by_torch_func_count(backend: str) -> None:
     """Weights of an average of models, say, in the compiled code of one of them."""
     model = one_layer().eval()
     patch(model, "ssmax")
@@ -68,4 +69,4 @@ def test_other_parameters_put_in_by_torch_func_count() -> None:
     def run(parameters: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, parameters, (tokens(),), {"use_cache": False}).logits
 
-    assert_close(torch.compile(run, backend="eager")(others), run(others))
+    assert_close(torch.compile(run, backend=backend)(others), run(others))

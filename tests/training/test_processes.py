@@ -6,6 +6,7 @@ them from the test; at night the launchers start them.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from safetensors.torch import load_file
 
 from attnorm.training.lm.run import train_lm
 from attnorm.training.processes import Processes
-from tests.forked import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -51,28 +51,30 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
     )
 
 
-RANKED = """
-import os, sys
-os.environ |= dict(pair.split("=") for pair in sys.argv[1].split())
-sys.argv[1:] = sys.argv[2:]
-from attnorm.cli import app
-app(standalone_mode=False)
-"""
-
-
 def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
     """Train in two processes with the environment variables of torchrun; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = f"WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} GLOO_SOCKET_IFNAME=lo"
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     call = ["train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
-    with (
-        forked(RANKED, f"{common} RANK=0 LOCAL_RANK=0", *call) as first,
-        forked(RANKED, f"{common} RANK=1 LOCAL_RANK=1", *call) as second,
-    ):
-        assert [first.wait(), second.wait()] == [0, 0]
-        return first.stdout.read() + second.stdout.read()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "attnorm", *call], env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        ranks[0].wait(timeout=600)
+        ranks[1].wait(timeout=600)
+    except subprocess.TimeoutExpired:
+        for one in ranks:
+            one.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
+    printed = [one.communicate() for one in ranks]
+    assert [one.returncode for one in ranks] == [0, 0], "\n\n".join(errors for _, errors in printed)
+    return "".join(words for words, _ in printed)
 
 
 def curve(out: Path) -> list[tuple[int, float, float | None]]:
