@@ -14,11 +14,9 @@ from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
 from attnorm.experiments.language_models.train import (
-    RESCALED_SOFTMAX,
     Worker,
     best_rate,
     choose_engines,
-    is_mechanism,
     trained_model,
 )
 from attnorm.experiments.language_models.workspace import (
@@ -33,7 +31,7 @@ from attnorm.experiments.language_models.workspace import (
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training.lm.attention import Attention, in_training
+from attnorm.training.lm.attention import fastest_attention, in_training
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle.train import NeedleTask
 from tests.training.conftest import write_text
@@ -320,8 +318,8 @@ def test_every_model_of_the_large_plan_can_be_built_and_trained(normalizer: str)
         normalizer, rate=1e-3, tokens=16, seed=0, layers=1, width=24, context=16, vocab=300, dtype="float32"
     )
     model = build_model(settings, 300, 0)
-    way: Attention = "engine" if normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer) else "dense"
-    assert is_mechanism(normalizer) == (normalizer in ("gaussian", "linear"))
+    way = fastest_attention(normalizer, torch.device("cpu"))
+    assert (way == "engine") == (normalizer in ("softmax", "ssmax", "log_scaled", "sink", "gaussian", "linear"))
     with in_training(model, attention=way):
         loss = model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss
         loss.backward()

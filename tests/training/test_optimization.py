@@ -3,7 +3,8 @@
 import pytest
 
 from attnorm.training.lm.model import build_model
-from attnorm.training.lm.train import learning_rate, make_optimizer
+from attnorm.training.lm.step import make_optimizer
+from attnorm.training.lm.train import learning_rate
 from tests.training.conftest import tiny
 
 

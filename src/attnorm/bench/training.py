@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.bench.results import Ratio
-from attnorm.bench.timing import Call, time_alone
+from attnorm.bench.timing import time_alone
 
 if TYPE_CHECKING:
     from attnorm.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
@@ -48,42 +48,33 @@ def compare_training(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio
 
 
 def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> float:
-    """Return the median step in milliseconds. Models are timed one after the other: torch searches the compiled blocks
-    of all of them in every call."""
+    """Return the median step (forward, backward, clipping, AdamW) in milliseconds.
+
+    Models are timed one after the other: torch searches the compiled blocks of all of them in every call.
+    """
+    from attnorm.training.device import accelerated
     from attnorm.training.lm.attention import in_training
+    from attnorm.training.lm.captured_step import STEPS_BEFORE, whole_windows
     from attnorm.training.lm.model import build_model
+    from attnorm.training.lm.step import TrainingStep
 
     torch._dynamo.reset()
     model = build_model(settings, settings.vocab, 0).to(device).train()
-    with in_training(model, compiled=not quick):
-        step = _step(model, settings, compiled=not quick)
-        for _ in range(1 if quick else 3):
-            step()
-        return time_alone(step, rounds=1 if quick else 9)
-
-
-def _step(model: Any, settings: "LMSettings", *, compiled: bool) -> Call:
-    """Return a step on random tokens: forward, backward, clipping and AdamW, synchronized."""
-    from attnorm.training.lm.attention import compile_blocks
-    from attnorm.training.lm.evaluate import predicted_loss
-    from attnorm.training.lm.train import LARGEST_GRADIENT, WindowLoss, make_optimizer
-
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(settings.vocab, (settings.batch, settings.context + 1), generator=generator).to(device)
-    optimizer = make_optimizer(model, settings)
-    loss = WindowLoss(model, torch.compile(predicted_loss, dynamic=False) if compiled else predicted_loss)
-    if compiled:
-        compile_blocks(model, settings)
+    compiled = not quick
+    with (
+        accelerated(device, settings.dtype) as accelerator,
+        in_training(model, compiled=compiled),
+        whole_windows(),
+    ):
+        update = TrainingStep(model, settings, accelerator, compiled=compiled)
 
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-            found = loss(windows)
-        found.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        def step() -> None:
+            update(windows, settings.learning_rate)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
 
-    return step
+        for _ in range(1 if quick else STEPS_BEFORE + 2):
+            step()
+        return time_alone(step, rounds=1 if quick else 9)

@@ -1,7 +1,8 @@
 """Counts, means and order statistics of many lists of numbers, each divided into bins, without sorting.
 
 A program has one list and one bin. An order statistic is found bit by bit: the integers that order floats as their
-values do are counted against a candidate, 32 or 64 times. The numbers of a bin stay in the cache.
+values do are counted against a candidate, once for each bit that the smallest and the largest of them do not share. The
+numbers of a bin stay in the cache.
 """
 
 import triton
@@ -88,8 +89,14 @@ def order_statistics(
     total = tl.zeros([BLOCK], tl.float64)
     present = tl.zeros([BLOCK], tl.int32)
     belonging = tl.zeros([BLOCK], tl.int32)
+    integers = ordered(tl.load(values + here * 0), BITS)
+    lowest = (tl.zeros_like(integers) + 1) << (BITS - 1)
+    smallest, largest = ~lowest, lowest
     for first in range(start, stop, BLOCK):
         numbers, member, known = _load(values, ids, first + here, stop, wanted)
+        integers = ordered(numbers, BITS)
+        smallest = tl.where(known, tl.minimum(smallest, integers), smallest)
+        largest = tl.where(known, tl.maximum(largest, integers), largest)
         total += tl.where(known, numbers, 0.0).to(tl.float64)
         present += known.to(tl.int32)
         belonging += member.to(tl.int32)
@@ -102,12 +109,14 @@ def order_statistics(
         which = tl.arange(0, SHARES)
         last = tl.maximum(count - 1, 0).to(tl.float64)
         rank = tl.floor(tl.load(shares + which) * last).to(tl.int32)
-        integers = ordered(tl.load(values + which * 0), BITS)
-        lowest = tl.zeros_like(integers) + 1
-        one = lowest
-        lowest = lowest << (BITS - 1)
-        found = lowest
-        for bit in range(BITS):
+        one = ordered(tl.load(values + which * 0), BITS) * 0 + 1
+        lowest = one << (BITS - 1)
+        smallest, largest = tl.min(smallest, 0), tl.max(largest, 0)
+        shared = tl.sum(((smallest ^ largest) >> tl.arange(0, BITS) == 0).to(tl.int32), 0)  # 0 if one is negative
+        shared = tl.minimum(shared, BITS - 1)
+        others = ((one << (BITS - 1 - shared)) - 1) * 2 + 1  # the bits that are not shared
+        found = ((smallest ^ lowest) & ~others) ^ lowest
+        for bit in range(shared, BITS):
             candidate = found + (one << (BITS - 1 - bit))
             smaller = tl.zeros([BLOCK, SHARES], tl.int32)
             for first in range(start, stop, BLOCK):
@@ -117,7 +126,7 @@ def order_statistics(
 
         highest = ~lowest
         upto = tl.zeros([BLOCK, SHARES], tl.int32)
-        following = tl.zeros([BLOCK, SHARES], integers.dtype) + highest[None, :]
+        following = tl.zeros([BLOCK, SHARES], one.dtype) + highest[None, :]
         for first in range(start, stop, BLOCK):
             numbers, _member, known = _load(values, ids, first + here, stop, wanted)
             keys = ordered(numbers, BITS)[:, None]

@@ -10,7 +10,7 @@ from attnorm.engines.device_sync import sent_to
 from attnorm.engines.triton_support import runs_triton
 from attnorm.kernels.launch import device_of
 
-BLOCK = 1024  # numbers per step of a program
+BLOCK, WARPS = 2048, 16  # numbers per step of a program: its steps wait for each other, so few and wide ones
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _by_kernel(
         bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=BLOCK)
         order_statistics[(lists * bins,)](
             numbers, ids, begin, end, wanted, members, counts, means, below, above, length, bins, len(ids),
-            ASKED=len(shares), SHARES=places, BITS=8 * numbers.element_size(), BLOCK=BLOCK, num_warps=8,
+            ASKED=len(shares), SHARES=places, BITS=8 * numbers.element_size(), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     asked = slice(len(shares))
     return means, below[..., asked].double(), above[..., asked].double(), counts, members

@@ -23,6 +23,7 @@ from attnorm.metrics.normalized import MeasuredNormalizer
 # into less than 10 r^2. Enough are made to come below the rounding of the inputs: 4e-3 in bfloat16, 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampled rows, so many are long
+MASS_LOGITS = 2**23  # of one head, for which they are computed: fewer rows with more than 32,768 keys
 _LOG2E = 1.4426950408889634
 _BLOCK = 128  # rows of a program of the kernels behind the sums, one per thread
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time

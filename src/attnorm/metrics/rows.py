@@ -87,7 +87,8 @@ def measure_by_kernel(
     """measure_rows for softmax and its rescalings on the Triton kernel.
 
     The masses of the heaviest keys are those of at most mass_rows of the later rows, which are the longest ones of a
-    causal call, or of all rows if each has a mask of its own; NaN for the others. None: of every row.
+    causal call, or of all rows if each has a mask of its own; NaN for the others. Fewer with more than 32,768 keys (see
+    MASS_LOGITS). None: of every row.
     """
     n = fused_rows.visible_keys(call, rows) if any(one.rescales for one in chosen) else None
     found = {}
@@ -104,7 +105,8 @@ def measure_by_kernel(
         some = torch.arange(len(rows))
         if mass_rows is not None:
             ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
-            some = spread(some[len(rows) // 2 :] if ordered else some, mass_rows)
+            most = max(1, min(mass_rows, fused_rows.MASS_LOGITS // call.key_BGKD.shape[-2]))
+            some = spread(some[len(rows) // 2 :] if ordered else some, most)
         masses = _heaviest_masses(call, rows, some, tops, top_n)
         found = {
             name: replace(one, top_mass=mass.masked_fill((one.broken | (one.n < 1)).unsqueeze(-1), torch.nan))

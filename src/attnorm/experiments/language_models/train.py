@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
+from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
-from attnorm.normalizers.contract import Mechanism
-from attnorm.normalizers.registry import get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
 from attnorm.training.device import accelerated, chosen_device
-from attnorm.training.lm.attention import Attention
+from attnorm.training.lm.attention import Attention, fastest_attention
 from attnorm.training.lm.data import Corpus, as_transformers
 from attnorm.training.lm.export import rounded, training_versions
 from attnorm.training.lm.model import LMSettings, build_model
@@ -36,7 +34,6 @@ from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, Run, spee
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
-RESCALED_SOFTMAX = (SOFTMAX, "ssmax", "sink", "log_scaled")  # these run on fused kernels at any length
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
 
@@ -70,14 +67,7 @@ class Worker:
     def attention(self, normalizer: str) -> Attention:
         path = self.workspace.folder / ATTENTION
         found: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        without_matrix = normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer)
-        return found.get(normalizer, "engine" if without_matrix else "dense")
-
-
-def is_mechanism(normalizer: str) -> bool:
-    """Whether it needs q, k and v, so that there is no dense form."""
-    name, options = parse_spec(normalizer)
-    return isinstance(get(name, **options), Mechanism)
+        return found.get(normalizer) or fastest_attention(normalizer, self.device)
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -244,8 +234,8 @@ def choose_engines(
     deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     for normalizer in workspace.plan.chosen(list(normalizers or ())):
         speeds: dict[Attention, float] = {}
-        alone = normalizer in RESCALED_SOFTMAX or is_mechanism(normalizer)
-        ways: tuple[Attention, ...] = ("engine",) if alone else ("dense", "engine")
+        fused_everywhere = fastest_attention(normalizer, torch.device("cpu")) == "engine"
+        ways: tuple[Attention, ...] = ("engine",) if fused_everywhere else ("dense", "engine")
         with workspace.claimed(f"trial-{normalizer}") as mine:
             if not mine or workspace.results(stage="trial", normalizer=normalizer):
                 continue

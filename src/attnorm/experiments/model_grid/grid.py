@@ -14,15 +14,14 @@ import torch
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.experiment import texts_of
-from attnorm.experiments.language_models.train import RESCALED_SOFTMAX, free_memory, learned, machine
+from attnorm.experiments.language_models.train import free_memory, learned, machine
 from attnorm.experiments.language_models.workspace import ModelPlan, Texts, Workspace, on_this_machine, prepare_texts
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import read_jsonl
-from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, chosen_device
-from attnorm.training.lm.attention import Attention, in_training
+from attnorm.training.lm.attention import Attention, fastest_attention, in_training
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 from attnorm.training.lm.train import METRICS, Run, speed_and_memory
 
@@ -114,7 +113,7 @@ def train_and_measure(
 ) -> Record:
     """Train one model from scratch and measure it; a run that diverges is a result too."""
     settings = settings_of(plan, model, seed)
-    attention = _attention(model)
+    attention = fastest_attention(model.normalizer, device)
     folder = parts / "runs" / f"{model.label}-seed-{seed}".replace(" ", "-").replace(":", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run, which has no checkpoint
     folder.mkdir(parents=True)
@@ -150,13 +149,6 @@ def train_and_measure(
     del run, accelerator  # the accelerator holds the optimizer
     free_memory()
     return record
-
-
-def _attention(model: GridModel) -> Attention:
-    """Dense attention is the fastest in training for all but the softmax family."""
-    name, options = parse_spec(model.normalizer)
-    rescaled = name in RESCALED_SOFTMAX or (name == "tempered" and options.get("map") == "softmax")
-    return "engine" if rescaled else "dense"
 
 
 def measured(

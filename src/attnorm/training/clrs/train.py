@@ -20,15 +20,8 @@ from attnorm.training.clrs.evaluate import answer_logits
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.attention import Attention, in_training
-from attnorm.training.lm.train import (
-    CHECKPOINTS,
-    LARGEST_GRADIENT,
-    LOG_EVERY,
-    METRICS,
-    keep_metrics,
-    learning_rate,
-    make_optimizer,
-)
+from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
+from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -5,9 +5,9 @@ the graph, and every normalizer with dense attention. Otherwise attention runs o
 already, or block by block with its own backward pass. The graph of a block would compile these twice or unroll them, so
 it is split around the call.
 
-Dense attention is the fastest form of most normalizers at training lengths: at a thousand tokens the matrix of a layer
-is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences use the engines,
-which never hold the matrix.
+Where a normalizer has no fused form, dense attention is its fastest form at training lengths: at a thousand tokens the
+matrix of a layer is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences
+use the engines, which never hold the matrix.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.spec import parse_spec
 from attnorm.training.lm.model import ARCHITECTURES, LMSettings, with_sizes
 
 Attention = Literal["engine", "dense"]
@@ -55,19 +56,38 @@ def in_training(model: Any, *, compiled: bool = False, attention: Attention = "e
     """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled."""
     from transformers import AttentionInterface
 
-    from attnorm.models.patch_state import normalizer_of, patched_modules
     from attnorm.models.patched_attention import KERNEL, patched_attention, register
 
-    normalizers = [normalizer_of(module) for module in patched_modules(model).values()]
     if attention == "dense":
         AttentionInterface.register(KERNEL, dense_attention)
-    elif compiled and not all(_is_rescaled_softmax(one) or _runs_on_kernels(one, model) for one in normalizers):
+    elif compiled and not is_traceable(model):
         AttentionInterface.register(KERNEL, torch.compiler.disable(patched_attention))
     try:
         with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS) if compiled else nullcontext():
             yield
     finally:
         register()
+
+
+def is_traceable(model: Any) -> bool:
+    """Whether the attention of every layer can be part of a compiled block: a rescaled softmax, or our kernels."""
+    from attnorm.models.patch_state import normalizer_of, patched_modules
+
+    normalizers = (normalizer_of(module) for module in patched_modules(model).values())
+    config, device = model.config, next(model.parameters()).device
+    width = config.hidden_size // config.num_attention_heads
+    return all(_is_rescaled_softmax(one) or _runs_on_kernels(one, width, device) for one in normalizers)
+
+
+def fastest_attention(normalizer: str, device: torch.device, width: int = 64) -> Attention:
+    """Return "dense" unless there is a fused form: of a rescaled softmax, of a mechanism, or one of our GPU kernels.
+
+    normalizer: with options, as in `topk:k=4`. width: of a head.
+    """
+    name, options = parse_spec(normalizer)
+    one = get(name, **options)
+    fused = isinstance(one, Mechanism) or _is_rescaled_softmax(one) or _runs_on_kernels(one, width, device)
+    return "engine" if fused else "dense"
 
 
 @contextmanager
@@ -96,13 +116,11 @@ def _is_rescaled_softmax(normalizer: Any) -> bool:
     )
 
 
-def _runs_on_kernels(normalizer: Any, model: Any) -> bool:
-    device, config = next(model.parameters()).device, model.config
+def _runs_on_kernels(normalizer: Any, width: int, device: torch.device) -> bool:
     if not isinstance(normalizer, Normalizer) or device.type != "cuda":
         return False
-    shape = (1, config.num_attention_heads, FEWEST_QUERIES, config.hidden_size // config.num_attention_heads)
     for dtype in (torch.float32, torch.bfloat16):
-        q = torch.empty(shape, dtype=dtype, device=device)
+        q = torch.empty((1, 1, FEWEST_QUERIES, width), dtype=dtype, device=device)
         inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
         if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
             return False

@@ -1,4 +1,4 @@
-"""A training run: model, optimizer (AdamW, warmup, cosine), steps, checkpoints and the log of metrics.
+"""A training run: model, learning rates (warmup, cosine), steps, checkpoints and the log of metrics.
 
 The windows of a step depend only on the seed and the step, and checkpoints are atomic. So a resumed run continues
 exactly where it stopped.
@@ -8,20 +8,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnorm.files import write_text
 from attnorm.training.checkpoints import StopRequest, finished_checkpoints, load_checkpoint, save_checkpoint
 from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
+from attnorm.training.lm.attention import Attention, in_training, without_compiled_blocks
+from attnorm.training.lm.captured_step import whole_windows
 from attnorm.training.lm.data import Corpus, training_windows, validation_windows
-from attnorm.training.lm.evaluate import predicted_loss, validation_loss, window_loss
+from attnorm.training.lm.evaluate import validation_loss
 from attnorm.training.lm.model import LMSettings, build_model
+from attnorm.training.lm.step import TrainingStep
 from attnorm.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -31,20 +33,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOG_EVERY = 10  # steps; reading the loss makes the GPU wait
 QUICK_VALIDATION = 64  # windows of the validation loss while training; the final loss uses all
-BETAS = (0.9, 0.95)
-LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
 CLEAR_RISE = 0.05  # nats per token
-
-
-class WindowLoss(torch.nn.Module):
-    """The model and its loss as one module, so that torch can average gradients over processes."""
-
-    def __init__(self, model: Any, loss: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, windows: torch.Tensor) -> Any:
-        return window_loss(self.model, windows, self.loss)
 
 
 class Run:
@@ -65,17 +54,15 @@ class Run:
         self.compiled, self.attention, self.processes = compiled, attention, processes or Processes()
         # Not prepared by accelerate: that would wrap `forward` for good, and the loss calls the base model.
         self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
-        self.optimizer = accelerator.prepare(make_optimizer(self.model, settings))
+        self.update = TrainingStep(
+            self.model, settings, accelerator, compiled=compiled, attention=attention, processes=self.processes
+        )
+        self.optimizer = self.update.optimizer
         self.step, self.seconds = 0, 0.0
         if done := self.processes.by_first(lambda: finished_checkpoints(out / CHECKPOINTS)):
             state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
             self.step, self.seconds = state["step"], state["seconds"]
         self.processes.by_first(lambda: keep_metrics(out / METRICS, self.step))
-        loss: Callable[..., Any] = predicted_loss
-        if compiled:
-            loss = torch.compile(predicted_loss, dynamic=False)
-            compile_blocks(self.model, settings)
-        self.loss = self.processes.parallel(WindowLoss(self.model, loss))
         self.quick = validation_windows(corpus.valid, settings.context, QUICK_VALIDATION)
 
     def steps(
@@ -87,10 +74,10 @@ class Run:
         checkpoint_every: None for no checkpoints.
         """
         try:
-            with in_training(self.model, compiled=self.compiled, attention=self.attention):
+            with in_training(self.model, compiled=self.compiled, attention=self.attention), whole_windows():
                 yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
         finally:
-            del self.loss  # before the processes are disconnected
+            del self.update  # before the processes are disconnected
 
     def _steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
@@ -128,22 +115,14 @@ class Run:
                     losses, clock = [], time.monotonic()
 
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        settings, accelerator = self.settings, self.accelerator
+        settings = self.settings
         windows = training_windows(
             self.corpus.train, seed=settings.seed, step=self.step, batch=settings.batch, context=settings.context
         )
         windows = self.processes.share(windows)
-        if accelerator.device.type == "cuda":
+        if self.accelerator.device.type == "cuda":
             windows = windows.pin_memory()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        with accelerator.autocast():
-            loss = self.loss(windows.to(accelerator.device, non_blocking=True))
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach(), norm
+        return self.update(windows.to(self.accelerator.device, non_blocking=True), rate)
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, float]:
         loss, length = float(self.processes.mean(torch.stack(losses).mean())), float(norm)
@@ -167,22 +146,6 @@ class Run:
 
     def _save(self) -> None:
         save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, {"seconds": self.seconds})
-
-
-def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.AdamW:
-    from attnorm.models.dispatch import NORMALIZER
-
-    decaying: list[torch.nn.Parameter] = []
-    free: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        # Normalizers learn scales and thresholds, which should not decay to 0; second queries are a projection.
-        decays = parameter.dim() > 1 and (NORMALIZER not in name.split(".") or name.endswith(".second.weight"))
-        (decaying if decays else free).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decaying, "weight_decay": settings.weight_decay},
-        {"params": free, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=decaying[0].is_cuda)
 
 
 def learning_rate(step: int, settings: LMSettings) -> float:

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from attnorm.training.device import accelerated
 from attnorm.training.lm.attention import Attention, compile_blocks, in_training
+from attnorm.training.lm.captured_step import whole_windows
 from attnorm.training.lm.data import Tokens
 from attnorm.training.lm.model import LMSettings
-from attnorm.training.lm.train import LARGEST_GRADIENT, learning_rate, make_optimizer
+from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
+from attnorm.training.lm.train import learning_rate
 from attnorm.training.needle.data import Puzzles, Wording, shortest_window, training_puzzles
 
 LOG_EVERY = 20
@@ -109,7 +111,11 @@ def fine_tune(
     course: list[dict[str, float]] = []
     losses: list[torch.Tensor] = []
     model.train()
-    with accelerated(device, settings.dtype) as accelerator, in_training(model, compiled=compiled, attention=attention):
+    with (
+        accelerated(device, settings.dtype) as accelerator,
+        in_training(model, compiled=compiled, attention=attention),
+        whole_windows(),
+    ):
         optimizer = accelerator.prepare(make_optimizer(model, recipe))
         for step in range(task.steps):
             puzzles = training_puzzles(

@@ -1,0 +1,96 @@
+"""One update of the weights: loss, gradients, clipping, AdamW. On a GPU from the fourth step on as a CUDA graph."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnorm.training.lm.attention import Attention, compile_blocks, is_traceable
+from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep
+from attnorm.training.lm.evaluate import predicted_loss, window_loss
+from attnorm.training.lm.model import LMSettings
+from attnorm.training.processes import Processes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+BETAS = (0.9, 0.95)
+LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
+
+
+class TrainingStep:
+    """Call it inside of `in_training` and `whole_windows`."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: LMSettings,
+        accelerator: "Accelerator",
+        *,
+        compiled: bool = False,
+        attention: Attention = "engine",
+        processes: Processes | None = None,
+    ) -> None:
+        self.model, self.accelerator, self.compiled, self.attention = model, accelerator, compiled, attention
+        self.processes = processes or Processes()
+        self.optimizer = accelerator.prepare(make_optimizer(model, settings))
+        loss: Callable[..., Any] = predicted_loss
+        if compiled:
+            loss = torch.compile(predicted_loss, dynamic=False)
+            compile_blocks(model, settings)
+        self.loss = self.processes.parallel(WindowLoss(model, loss))
+        self._captured: CapturedStep | None = None
+        self._steps = 0
+
+    def __call__(self, windows: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change the weights; return the loss and the norm of the gradient before clipping, on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self._steps == STEPS_BEFORE and self._can_be_captured():
+            self._captured = CapturedStep(self._gradients, windows)
+        self._steps += 1
+        loss = self._gradients(windows) if self._captured is None else self._captured(windows)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        self.optimizer.step()
+        if self._captured is None:
+            self.optimizer.zero_grad()
+        return loss, norm
+
+    def _gradients(self, windows: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.autocast():
+            loss = self.loss(windows)
+        self.accelerator.backward(loss)
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+    def _can_be_captured(self) -> bool:
+        """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""
+        on_gpu = self.accelerator.device.type == "cuda" and self.processes.count == 1
+        return on_gpu and self.compiled and self.attention == "engine" and is_traceable(self.model)
+
+
+class WindowLoss(torch.nn.Module):
+    """The model and its loss as one module, so that torch can average gradients over processes."""
+
+    def __init__(self, model: Any, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, windows: torch.Tensor) -> Any:
+        return window_loss(self.model, windows, self.loss)
+
+
+def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.AdamW:
+    from attnorm.models.dispatch import NORMALIZER
+
+    decaying: list[torch.nn.Parameter] = []
+    free: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        # Normalizers learn scales and thresholds, which should not decay to 0; second queries are a projection.
+        decays = parameter.dim() > 1 and (NORMALIZER not in name.split(".") or name.endswith(".second.weight"))
+        (decaying if decays else free).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=decaying[0].is_cuda)
