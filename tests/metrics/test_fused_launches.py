@@ -1,0 +1,159 @@
+"""What the kernels of fused_rows.py are launched with: a kernel that only keeps its arguments takes their place."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.metrics import fused_rows
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.fused_rows import _BLOCK, _counted, _Launch, _run_on_rows, _tile
+from attnorm.metrics.logits import Visibility
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+
+
+class Kept:
+    """A kernel that runs nothing."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
+
+
+def call_of(
+    queries: int, keys: int, width: int = 16, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> AttentionCall:
+    query = torch.zeros(2, 6, queries, width, dtype=dtype)
+    key = torch.zeros(2, 3, keys, width, dtype=dtype)
+    return AttentionCall(0, "decoder", query, key, key, 0.25, **{"causal": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "tile"),
+    [
+        (torch.float32, 16, (64, 64, 4, 2)),
+        (torch.float32, 64, (64, 64, 4, 2)),
+        (torch.float32, 128, (32, 64, 4, 2)),
+        (torch.bfloat16, 64, (64, 128, 4, 3)),
+        (torch.float16, 128, (64, 128, 4, 3)),
+        (torch.float16, 256, (64, 64, 4, 2)),
+    ],
+)
+def test_tiles_by_dtype_and_width(dtype: torch.dtype, width: int, tile: tuple[int, ...]) -> None:
+    assert _tile(dtype, width) == tile
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (64, 3), (65, 4)])
+def test_a_thread_per_row_behind_the_sums(rows: int, programs: int) -> None:
+    assert _BLOCK == 128
+    kernel, sums, factor, output = Kept(), torch.zeros(5, 2, 3, rows), torch.ones(1), torch.ones(2)
+    _run_on_rows(kernel, sums, factor, None, None, None, output, MORE=True)
+    ((grid, arguments, constants),) = kernel.launches
+    assert grid == (programs,) == (math.ceil(6 * rows / 128),)
+    assert [one is sums for one in arguments[:5]] == [True, False, True, True, True]
+    assert arguments[1] is factor
+    assert arguments[5] is output
+    assert arguments[6:] == (rows, 3, 6 * rows)
+    assert constants == {
+        "FACTORED": True, "SINK": False, "IMPROVE": False, "BLOCK": 128, "num_warps": 4, "MORE": True,
+    }  # fmt: skip
+
+
+def test_which_arguments_the_kernels_behind_the_sums_read() -> None:
+    kernel, (sums, factor, sink, roots, poles) = Kept(), (torch.zeros(5, 2, 3, 4) for _ in range(5))
+    _run_on_rows(kernel, sums, None, sink, roots, poles)
+    _run_on_rows(kernel, sums, factor, None, roots, None)
+    flags = [[constants[name] for name in ("FACTORED", "SINK", "IMPROVE")] for _, _, constants in kernel.launches]
+    assert flags == [[False, True, True], [True, False, False]]
+    assert kernel.launches[0][1][4] is poles
+
+
+def test_no_rows_launch_nothing() -> None:
+    kernel = Kept()
+    for shape in ((5, 0, 3, 4), (5, 2, 0, 4), (5, 2, 3, 0)):
+        _run_on_rows(kernel, torch.zeros(shape), None, None, None, None)
+    launch = _Launch.of(call_of(4, 4), torch.zeros(0, dtype=torch.long), None)
+    assert launch._run(kernel, 7).shape == (7, 2, 6, 0)
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    assert _counted(mask, Visibility(mask, False, 4, 4), torch.zeros(0, dtype=torch.int32)).shape == (2, 1, 0)
+    assert not kernel.launches
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "padded", "tile"),
+    [(torch.float32, 5, 16, (64, 64)), (torch.float32, 65, 128, (32, 64)), (torch.float16, 128, 128, (64, 128))],
+)
+def test_the_kernel_of_the_sums(dtype: torch.dtype, width: int, padded: int, tile: tuple[int, int]) -> None:
+    kernel, call = Kept(), call_of(130, 137, width, dtype=dtype)
+    out = _Launch.of(call, torch.arange(130), None)._run(kernel, 3, in_levels=True)
+    assert out.shape == (3, 2, 6, 130)
+    assert out.dtype == torch.float32
+    ((grid, arguments, constants),) = kernel.launches
+    rows, keys = tile
+    assert grid == (math.ceil(130 / rows) * 12,)
+    q, key, mask, factor, numbers, target, *sizes = arguments
+    assert q is call.query_BHQD is mask is factor
+    assert key is call.key_BGKD
+    assert numbers.tolist() == list(range(130))
+    assert target is out
+    strides = [6 * 130 * width, 130 * width, width, 3 * 137 * width, 137 * width, width, 0, 0, 0, 0]
+    log2e = math.log2(math.e)
+    assert sizes == [*strides, 6, 2, 130, 130, 137, 7, width, pytest.approx(log2e / 4), pytest.approx(log2e)]
+    shared = {"CAUSAL": True, "MASKED": False, "CAPPED": False, "FACTORED": False, "ROWS": rows, "KEYS": keys}
+    assert shared.items() <= constants.items()
+    assert (constants["WIDTH"], constants["FULL"]) == (padded, width == padded)
+    assert constants["LEVELS"] == round(math.log2(keys)) - 3
+    assert constants["PRECISION"] in ("tf32x3", "tf32")
+
+
+def test_the_kernel_of_the_sums_of_some_rows_with_everything() -> None:
+    mask = torch.ones(2, 1, 5, 7, dtype=torch.bool)
+    call, factor = call_of(5, 7, softcap=30.0, mask=mask, causal=False), torch.full((2, 1, 1, 1), 3.0)
+    kernel, rows = Kept(), torch.tensor([1, 4])
+    launch = _Launch.of(call, rows, factor)
+    launch._run(kernel, 2, torch.zeros(1))
+    ((grid, arguments, constants),) = kernel.launches
+    assert grid == (12,)
+    q, _, seen, scaled, numbers, _, _, *sizes = arguments
+    assert torch.equal(q, call.query_BHQD[:, :, rows])
+    assert seen.shape == (2, 6, 5, 7)
+    assert scaled.tolist() == torch.full((2, 6, 2, 1), 3.0).tolist()
+    assert numbers.tolist() == [1, 4]
+    assert sizes[6:10] == [35, 0, 7, 1]
+    assert sizes[10:17] == [6, 2, 2, 5, 7, 2, 16]
+    assert sizes[18] == pytest.approx(30 * math.log2(math.e))
+    flags = {"CAUSAL": False, "MASKED": True, "CAPPED": True, "FACTORED": True}
+    assert flags.items() <= constants.items()
+    assert "LEVELS" not in constants
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (16, 1), (17, 2)])
+def test_the_kernel_that_counts_a_mask(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnorm.kernels import visible_keys
+
+    kernel = Kept()
+    monkeypatch.setattr(visible_keys, "visible_keys", kernel)
+    mask = torch.ones(2, 3, 1, 23, dtype=torch.bool)
+    n = _counted(mask, Visibility(mask, True, 20, 23), torch.arange(rows, dtype=torch.int32))
+    assert n.shape == (2, 3, rows)
+    ((grid, arguments, constants),) = kernel.launches
+    assert grid == (6 * programs,)
+    assert arguments[3:] == (69, 23, 0, 1, 3, rows, 23, 3)
+    assert constants == {"CAUSAL": True, "ROWS": 16, "KEYS": 256}
+
+
+def visible(queries: int, keys: int, rows: list[int], causal: bool = True) -> Tensor:
+    return fused_rows.visible_keys(call_of(queries, keys, causal=causal), torch.tensor(rows))
+
+
+def test_visible_keys_without_a_mask() -> None:
+    assert visible(5, 7, [0, 2, 4])[1, 5].tolist() == [3, 5, 7]
+    assert visible(7, 5, [0, 1, 2, 6])[0, 0].tolist() == [0, 0, 1, 5]
+    assert visible(5, 7, [0, 4], causal=False)[0, 0].tolist() == [7, 7]
+    assert visible(5, 7, [0, 1, 2, 3, 4]).shape == (2, 6, 5)
