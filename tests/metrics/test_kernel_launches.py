@@ -1,4 +1,4 @@
-"""What the kernels of fused_rows.py are launched with: a kernel that only keeps its arguments takes their place."""
+"""What the kernels of metrics are launched with: a kernel that only keeps its arguments takes their place."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.triton_support import HAS_TRITON
-from attnorm.metrics import fused_rows
+from attnorm.metrics import binned, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.fused_rows import _BLOCK, _counted, _Launch, _run_on_rows, _tile
 from attnorm.metrics.logits import Visibility
@@ -157,3 +157,38 @@ def test_visible_keys_without_a_mask() -> None:
     assert visible(7, 5, [0, 1, 2, 6])[0, 0].tolist() == [0, 0, 1, 5]
     assert visible(5, 7, [0, 4], causal=False)[0, 0].tolist() == [7, 7]
     assert visible(5, 7, [0, 1, 2, 3, 4]).shape == (2, 6, 5)
+
+
+@pytest.mark.parametrize(("shares", "places"), [((), 1), ((0.5,), 1), ((0.1, 0.5, 0.9), 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernels_of_the_quantiles(
+    shares: tuple[float, ...], places: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnorm.kernels import order_statistics
+
+    ranges, statistics = Kept(), Kept()
+    monkeypatch.setattr(order_statistics, "bin_ranges", ranges)
+    monkeypatch.setattr(order_statistics, "order_statistics", statistics)
+    numbers, ids = torch.zeros(6, 40, dtype=dtype), torch.zeros(2, 40, dtype=torch.int32)
+    means, below, above, counts, members = binned._by_kernel(numbers, ids, 3, shares)
+    ((grid, arguments, constants),) = ranges.launches
+    assert grid == (6,)
+    assert arguments[0] is ids
+    assert [t.shape for t in arguments[1:3]] == [(2, 3), (2, 3)]
+    assert arguments[3:] == (40, 3)
+    assert constants == {"BLOCK": 1024}
+    begin, end = arguments[1:3]
+    ((grid, arguments, constants),) = statistics.launches
+    assert grid == (18,)
+    assert [one is other for one, other in zip(arguments, (numbers, ids, begin, end), strict=False)] == [True] * 4
+    assert arguments[4].tolist() == [*shares, *[0.0] * (places - len(shares))]
+    assert [one is other for one, other in zip(arguments[5:8], (members, counts, means), strict=True)] == [True] * 3
+    assert arguments[10:] == (40, 3, 2)
+    assert constants == {
+        "ASKED": len(shares), "SHARES": places, "BITS": 32 if dtype == torch.float32 else 64, "BLOCK": 1024,
+        "num_warps": 8,
+    }  # fmt: skip
+    assert (means.shape, means.dtype) == ((6, 3), torch.float64)
+    assert counts.shape == members.shape == (6, 3)
+    assert below.shape == above.shape == (6, 3, len(shares))
+    assert below.dtype == above.dtype == torch.float64
