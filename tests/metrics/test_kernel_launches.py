@@ -9,9 +9,11 @@ from torch import Tensor
 
 from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import binned, fused_rows
+from attnorm.metrics import rows as rows_module
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.fused_rows import _BLOCK, _counted, _Launch, _run_on_rows, _tile
 from attnorm.metrics.logits import Visibility
+from attnorm.metrics.normalized import resolve_normalizers
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
@@ -176,7 +178,7 @@ def test_the_kernels_of_the_quantiles(
     assert arguments[0] is ids
     assert [t.shape for t in arguments[1:3]] == [(2, 3), (2, 3)]
     assert arguments[3:] == (40, 3)
-    assert constants == {"BLOCK": 1024}
+    assert constants == {"BLOCK": binned.BLOCK}
     begin, end = arguments[1:3]
     ((grid, arguments, constants),) = statistics.launches
     assert grid == (18,)
@@ -185,10 +187,50 @@ def test_the_kernels_of_the_quantiles(
     assert [one is other for one, other in zip(arguments[5:8], (members, counts, means), strict=True)] == [True] * 3
     assert arguments[10:] == (40, 3, 2)
     assert constants == {
-        "ASKED": len(shares), "SHARES": places, "BITS": 32 if dtype == torch.float32 else 64, "BLOCK": 1024,
-        "num_warps": 8,
+        "ASKED": len(shares), "SHARES": places, "BITS": 32 if dtype == torch.float32 else 64,
+        "BLOCK": binned.BLOCK, "num_warps": binned.WARPS,
     }  # fmt: skip
     assert (means.shape, means.dtype) == ((6, 3), torch.float64)
     assert counts.shape == members.shape == (6, 3)
     assert below.shape == above.shape == (6, 3, len(shares))
     assert below.dtype == above.dtype == torch.float64
+
+
+def test_triton_takes_powers_of_two() -> None:
+    for size in (binned.BLOCK, binned.WARPS, fused_rows._BLOCK, *fused_rows._MASK_TILE):
+        assert size.bit_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("logits", "mass_rows", "measured"),
+    [
+        (2**23, None, 20),
+        (2**23, 256, 10),
+        (2**23, 4, 4),
+        (115, 256, 5),
+        (23 * 5 - 1, 256, 4),
+        (23, 3, 1),
+        (22, 3, 1),
+    ],
+)
+def test_of_how_many_rows_the_heaviest_keys_are_summed(
+    logits: int, mass_rows: int | None, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (fused_rows.MASS_ROWS, fused_rows.MASS_LOGITS) == (256, 256 * 32_768)
+    monkeypatch.setattr(fused_rows, "MASS_LOGITS", logits)
+    n = torch.full((2, 6, 20), 23)
+    numbers = fused_rows.FusedRows(n, {}, torch.zeros(2, 6, 20), torch.zeros(2, 6, 20, dtype=torch.bool))
+    monkeypatch.setattr(fused_rows, "fused_rows", lambda *_: numbers)
+    seen: list[Tensor] = []
+
+    def masses(call: AttentionCall, rows: Tensor, some: Tensor, *_: Any) -> list[Tensor]:
+        seen.append(some)
+        return [torch.zeros(2, 6, 20, 1)]
+
+    monkeypatch.setattr(rows_module, "_heaviest_masses", masses)
+    call = call_of(20, 23)
+    rows_module.measure_by_kernel(call, resolve_normalizers(call, [None]), torch.arange(20), (1,), (), mass_rows)
+    (some,) = seen
+    assert len(some) == measured
+    assert some[-1] == 19
+    assert mass_rows is None or some[0] >= 10
