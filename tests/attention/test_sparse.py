@@ -126,6 +126,31 @@ def test_a_small_temperature_costs_no_digits(map_: str, dtype: torch.dtype) -> N
     assert (found.double() - exact).abs().max() <= 2 * rounded_once
 
 
+@pytest.mark.parametrize(
+    ("map_", "shape", "mask", "causal"),
+    [
+        ("kneemax", SQUARE, "none", True), ("entmax15", GROUPS, "padding", True),
+        ("sparsemax", MORE_QUERIES, "none", True), ("entmax15", SQUARE, "heads", False),
+    ],
+)  # fmt: skip
+def test_a_penalty_on_the_distance(map_: str, shape: tuple[int, ...], mask: str, causal: bool) -> None:
+    tensors = draw(shape)
+    normalizer = attnorm.compose(map_, scale=attnorm.get("alibi", heads=tensors[0].shape[1])).to(DEVICE)
+    options = {"mask": mask_of(mask, shape), "causal": causal}
+    found = run(tensors, normalizer, "sparse", **options)
+    expected = run(exactly(tensors), normalizer, "blocked", **options)
+    assert_follows(found, expected, 4e-6 if DEVICE == "cpu" else 4e-5)
+
+
+def test_far_keys_without_weight_are_left_out_of_backward() -> None:
+    shape = (1, 2, 2, 200, 200, 16, 16)
+    tensors = draw(shape)
+    normalizer = attnorm.compose("entmax15", scale=attnorm.get("alibi", heads=2)).to(DEVICE)
+    normalizer.rules[0].slopes.fill_(0.5)
+    found = run(tensors, normalizer, "sparse", causal=True)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), 4e-6 if DEVICE == "cpu" else 4e-5)
+
+
 def test_a_negative_factor_turns_the_order_of_the_keys() -> None:
     tensors, normalizer = draw(FEW), attnorm.get("entmax15")
     found = run(tensors, normalizer, "sparse", causal=True, scale=-0.3)
@@ -289,7 +314,7 @@ def test_what_the_kernels_cannot_differentiate_is_said() -> None:
     once = torch.autograd.grad(attnorm.attention(q, k, v, "entmax15", engine="sparse").sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="engine='blocked'"):
         once.sum().backward()
-    untrained = torch.ops.attnorm.sparse_attention(q, k, v, None, None, None, True, 0.25, "entmax15", False)[0]
+    untrained = torch.ops.attnorm.sparse_attention(q, k, v, None, None, None, None, True, 0.25, "entmax15", False)[0]
     with pytest.raises(RuntimeError, match="without gradients"):
         untrained.sum().backward()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="entmax15"):
@@ -308,9 +333,10 @@ def test_compiled_code_takes_the_kernels_as_one_operator() -> None:
     mask = mask_of("padding", SMALL)
     assert mask is not None
     factor, alpha = torch.full((1, 1, 20), 0.7, device=DEVICE), torch.full((1, 1, 20), 0.4, device=DEVICE)
-    given = [*(t.detach() for t in (q, k, v)), mask.expand(1, 1, 20, 20), factor, alpha]
+    tilts = torch.full((1,), 0.01, device=DEVICE)
+    given = [*(t.detach() for t in (q, k, v)), mask.expand(1, 1, 20, 20), factor, alpha, tilts]
     learned = (t.clone().requires_grad_() for t in (factor, alpha))
-    arguments = (q, k, v, given[3], *learned, True, 0.25, "entmax", True)
+    arguments = (q, k, v, given[3], *learned, tilts, True, 0.25, "entmax", True)
     torch.library.opcheck(torch.ops.attnorm.sparse_attention.default, arguments)
     output, *kept = torch.ops.attnorm.sparse_attention(*given, True, 0.25, "entmax", True)
     arguments = (output, *given, *kept, True, 0.25, "entmax", True)
@@ -352,7 +378,7 @@ from attnorm.kernels import threshold, threshold_backward
 from attnorm.kernels.threshold_maps import MAPS
 types = dict(mask="*u8", live="*u8", listed="*i32")
 types |= dict.fromkeys(("unit", "slope", "enough", "tolerance", "doubt"), "fp32")
-rows = ("row_factor", "parameter", "threshold", "gaps", "delta", "grad_factor", "grad_parameter")
+rows = ("row_factor", "parameter", "tilts", "threshold", "gaps", "delta", "grad_factor", "grad_parameter")
 types |= dict.fromkeys(rows, "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out", "out_u", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 forward, queries, keys = threshold.forward, threshold_backward.backward_queries, threshold_backward.backward_keys
@@ -361,7 +387,8 @@ for kernel, name, trains, capability in [WHICH]:
     given = dict(
         WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
-        MASKED=True, FACTORED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16, V_WIDTH=16,
+        MASKED=True, FACTORED=True, TILTED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16,
+        V_WIDTH=16,
         FULL=True, V_FULL=False, SIGNED=True, MOST=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )
     given = {key: value for key, value in given.items() if key in kernel.arg_names}

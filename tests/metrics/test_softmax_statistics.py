@@ -255,7 +255,7 @@ def test_a_few_operations_around_the_kernels(
 ) -> None:
     monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, passes)
     call = on_device(make_call(5, batch=1))
-    for names, most in ((PUBLIC, 12), (PER_ROW, 14)):
+    for names, most in ((PUBLIC, 13), (PER_ROW, 15)):  # on a GPU the sink takes one more than on a CPU
         launches.clear()
         with Calls() as calls:
             measured(call, choice, [*names])

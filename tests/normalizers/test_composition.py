@@ -19,6 +19,7 @@ from attnorm.normalizers import (
     mixture,
 )
 from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.local import Local
 from attnorm.normalizers.topk import TopK
 
@@ -287,6 +288,15 @@ def test_a_composition_by_names_is_the_one_of_objects() -> None:
     expected = compose("entmax15", scale=get("ssmax", heads=2, train_length=64), sink=get("sink", heads=2))
     torch.testing.assert_close(named(z), expected(z))
     assert {name: tuple(p.shape) for name, p in named.named_parameters()} == {"scale.0.s": (2,), "sink.logit": (2,)}
-    for options in ({"map": "composed"}, {"scale": "linear"}, {"map": "ssmax"}, {"sink": "entmax15"}):
-        with pytest.raises(ValueError, match=next(iter(options.values()))):
+    with_options = get("composed", scale="alibi", map="kneemax+knee=0.25", heads=2)
+    assert isinstance(with_options.map, Kneemax)
+    assert with_options.map.knee == 0.25
+    for options in (
+        {"map": "kneemax+knee"},
+        {"map": "composed"},
+        {"scale": "linear"},
+        {"map": "ssmax"},
+        {"sink": "entmax15"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(options.values())).partition("+")[0]):
             get("composed", **options)

@@ -91,15 +91,19 @@ def token_texts(model_inputs: Mapping[str, Tensor], tokenizer: Any, *, encoder_d
     """Return ids and texts of each side; sides whose inputs are not token ids (images, audio) are left out."""
     names = {"encoder": "input_ids", "decoder": "decoder_input_ids"} if encoder_decoder else {INPUT: "input_ids"}
     ids = {side: model_inputs[name] for side, name in names.items() if name in model_inputs}
-    return {
-        side: [(one, token_text(tokenizer, one)) for one in some[0].tolist()]
-        for side, some in ids.items()
-        if some.dim() == 2 and len(some) and not some.is_floating_point()
-    }
+    found: dict[str, list[tuple[int, str]]] = {}
+    for side, some in ids.items():
+        if some.dim() == 2 and len(some) and not some.is_floating_point():
+            tokens = some[0].tolist()
+            texts = {token: token_text(tokenizer, token) for token in set(tokens)}  # a long text has few different ones
+            found[side] = [(token, texts[token]) for token in tokens]
+    return found
 
 
 def token_text(tokenizer: Any, token: int) -> str:
     """Return the text that a token adds, with its leading space; "#17" if the tokenizer does not know it."""
+    if tokenizer is None:
+        return f"#{token}"
     try:
         piece = tokenizer.convert_ids_to_tokens(token)
         text = tokenizer.convert_tokens_to_string([piece])

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnorm.engines.inputs import Inputs, row_factors, transformed
 from attnorm.engines.kernel_operator import kernel_operator
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
+from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
 
@@ -18,13 +19,20 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
     if normalizer.map.threshold_form() is None or normalizer.selections or normalizer.sink is not None:
         return False
-    if (
-        not inputs.plain_logits
-        or inputs.dropout > 0
-        or not all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
-    ):
+    if not inputs.plain_logits or inputs.dropout > 0:
+        return False
+    scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    if not scales and _distance_rule(inputs, normalizer) is None:
         return False
     return inputs.queries >= FEWEST_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
+
+
+def _distance_rule(inputs: Inputs, normalizer: Normalizer) -> LinearBias | None:
+    """The only rule, where it is a penalty on the distance, with positions as the kernels count them."""
+    if len(normalizer.rules) != 1 or inputs.positions is not None or inputs.scale == 0:
+        return None
+    (rule,) = normalizer.rules
+    return rule if isinstance(rule, LinearBias) else None
 
 
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
@@ -32,7 +40,11 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     form = normalizer.map.threshold_form()
     assert form is not None
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
+    factor = tilts = None
+    if (rule := _distance_rule(inputs, normalizer)) is not None:
+        tilts = (rule.slopes.to(q.device, torch.float32) / inputs.scale).expand(q.shape[1])
+    else:
+        factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
     if factor is not None:
         factor = factor[..., 0].contiguous()
     parameter = None
@@ -42,25 +54,25 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trained = (q, k, v, factor, parameter)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    output: Tensor = _forward(q, k, v, mask, factor, parameter, inputs.causal, inputs.scale, form.map, trains)[0]
+    output: Tensor = _forward(q, k, v, mask, factor, parameter, tilts, inputs.causal, inputs.scale, form.map, trains)[0]
     return output
 
 
 @kernel_operator("attnorm::sparse_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    causal: bool, scale: float, map: str, trains: bool,
+    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import threshold_attention  # loads Triton
 
-    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, causal, scale, map, trains)
+    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, tilts, causal, scale, map, trains)
     return output, *saved
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    causal: bool, scale: float, map: str, trains: bool,
+    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.threshold_attention import saved_shapes
 
@@ -74,20 +86,22 @@ def _(
 @kernel_operator("attnorm::sparse_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool, scale: float, map: str,
-    learned: bool,
+    parameter: Tensor | None, tilts: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
+    scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import threshold_attention
 
     saved = threshold_attention.Saved(mean_u, threshold, live)
-    return threshold_attention.backward(grad, q, k, v, mask, factor, parameter, saved, causal, scale, map, learned)
+    return threshold_attention.backward(
+        grad, q, k, v, mask, factor, parameter, tilts, saved, causal, scale, map, learned
+    )
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool, scale: float, map: str,
-    learned: bool,
+    parameter: Tensor | None, tilts: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
+    scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in (factor is not None, learned)]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
@@ -96,9 +110,10 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, causal, scale, map, ctx.trains = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.learned = map == "entmax" and tensors[-1].requires_grad
+    factor, parameter, _tilts = tensors[4:]
+    ctx.learned = map == "entmax" and parameter.requires_grad
     ctx.options = causal, scale, map, ctx.learned
-    ctx.factored = tensors[-2] is not None
+    ctx.factored = factor is not None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,7 +121,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError("this sparse attention was traced without gradients; trace it where they are enabled")
     grad_q, grad_k, grad_v, grad_factor, grad_parameter = _backward(grad, *ctx.saved_tensors, *ctx.options)
     rows = grad_factor if ctx.factored else None, grad_parameter if ctx.learned else None
-    return grad_q, grad_k, grad_v, None, *rows, None, None, None, None
+    return grad_q, grad_k, grad_v, None, *rows, None, None, None, None, None
 
 
 def _second_gradients(*_: Any) -> Never:

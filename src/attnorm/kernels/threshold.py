@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, seen_keys, store_tile
-from attnorm.kernels.threshold_tiles import list_tiles, rise
+from attnorm.kernels.threshold_tiles import list_tiles, rise, tilted
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def _insert(leader, candidate):
 @triton.jit
 def _lead(
     first, second, third, fourth, fifth, other, peak, start, stop, q_tile, k, rows, sign, size, gaps, mask, k_row,
-    mask_row, mask_column, queries, keys, offset, width,
-    SIGNED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
+    mask_row, mask_column, queries, keys, offset, tilt, width,
+    SIGNED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILTED: tl.constexpr, EDGE: tl.constexpr,
     PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Leaders and peaks among the products of the tiles from start to stop; those of least logit where the factor is
@@ -37,6 +37,7 @@ def _lead(
         columns = at + tl.arange(0, COLUMNS)
         k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dot = tilted(dot, tilt, rows[:, None], columns[None, :], offset, TILTED)
         if SIGNED:
             dot = dot * sign[:, None]
         if EDGE:
@@ -79,9 +80,9 @@ def _add(
 @triton.jit
 def _measure(
     sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, mask, k_row, mask_row, mask_column,
-    queries, keys, offset, width,
+    queries, keys, offset, tilt, width,
     WEIGHTS: tl.constexpr, COUNTED: tl.constexpr, DEFORMED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILTED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The sums of p and u, and the number of weights, over the listed tiles; still apart by column."""
@@ -91,6 +92,7 @@ def _measure(
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dot = tilted(dot, tilt, rows[:, None], columns[None, :], offset, TILTED)
         x = rise(dot, factor, peak, t, a, DEFORMED, EXACT)
         if EDGE:
             i, j = rows[:, None], columns[None, :]
@@ -108,9 +110,10 @@ def _measure(
 @triton.jit
 def _attend(
     output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, mask, k_row, v_row,
-    mask_row, mask_column, queries, keys, offset, width, v_width,
+    mask_row, mask_column, queries, keys, offset, tilt, width, v_width,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    TRAINS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    TRAINS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILTED: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
 ):  # fmt: skip
     """The sums of p v LIFT, u v, p and u over the listed tiles; marks those that hold a weight."""
@@ -121,6 +124,7 @@ def _attend(
         k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
         v_tile = load_tile(v, columns, keys, v_row, v_width, V_WIDTH, EDGE, V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dot = tilted(dot, tilt, rows[:, None], columns[None, :], offset, TILTED)
         x = rise(dot, factor, peak, t, a, DEFORMED, EXACT)
         if EDGE:
             i, j = rows[:, None], columns[None, :]
@@ -142,13 +146,14 @@ def _attend(
 
 @triton.jit
 def forward(
-    q, k, v, mask, row_factor, parameter, out, out_u, threshold, gaps, listed, live,
+    q, k, v, mask, row_factor, parameter, tilts, out, out_u, threshold, gaps, listed, live,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DECLINE: tl.constexpr, COUNTED: tl.constexpr,
     DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TRAINS: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, TRAINS: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +175,7 @@ def forward(
     row_at = batch_head * queries + rows
     q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0) * unit
+    tilt = tl.load(tilts + head) if TILTED else 0.0
     sign = tl.where(factor < 0, -1.0, 1.0)
     size = tl.abs(factor)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
@@ -181,13 +187,13 @@ def forward(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     first, second, third, fourth, fifth, other, peak = _lead(
         first, second, third, fourth, fifth, other, peak, high, last, q_tile, k, rows, sign, size, gaps, mask, k_row,
-        mask_row, mask_column, queries, keys, offset, width, SIGNED, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH,
-        FULL,
+        mask_row, mask_column, queries, keys, offset, tilt, width, SIGNED, CAUSAL, MASKED, TILTED, True, PRECISION,
+        COLUMNS, WIDTH, FULL,
     )  # fmt: skip
     first, second, third, fourth, fifth, other, peak = _lead(
         first, second, third, fourth, fifth, other, peak, 0, high, q_tile, k, rows, sign, size, gaps, mask, k_row,
-        mask_row, mask_column, queries, keys, offset, width, SIGNED, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH,
-        FULL,
+        mask_row, mask_column, queries, keys, offset, tilt, width, SIGNED, CAUSAL, MASKED, TILTED, False, PRECISION,
+        COLUMNS, WIDTH, FULL,
     )  # fmt: skip
 
     # Some keys alone have a lower threshold than all of them: first the best of each pair, then all leaders.
@@ -254,13 +260,13 @@ def forward(
             cells = tl.zeros([ROWS, COLUMNS], tl.float32) if COUNTED else unused
             cell_p, cell_u, cells = _measure(
                 cell_p, cell_u, cells, listed, number, q_tile, k, rows, factor_of, peak_of, t[:, None], a_of,
-                mask, k_row, mask_row, mask_column, queries, keys, offset, width, WEIGHTS, COUNTED, DEFORMED, EXACT,
-                FAST, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
+                mask, k_row, mask_row, mask_column, queries, keys, offset, tilt, width, WEIGHTS, COUNTED, DEFORMED,
+                EXACT, FAST, CAUSAL, MASKED, TILTED, False, PRECISION, COLUMNS, WIDTH, FULL,
             )  # fmt: skip
             cell_p, cell_u, cells = _measure(
                 cell_p, cell_u, cells, listed + whole, edges, q_tile, k, rows, factor_of, peak_of, t[:, None], a_of,
-                mask, k_row, mask_row, mask_column, queries, keys, offset, width, WEIGHTS, COUNTED, DEFORMED, EXACT,
-                FAST, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
+                mask, k_row, mask_row, mask_column, queries, keys, offset, tilt, width, WEIGHTS, COUNTED, DEFORMED,
+                EXACT, FAST, CAUSAL, MASKED, TILTED, True, PRECISION, COLUMNS, WIDTH, FULL,
             )  # fmt: skip
             if COUNTED:
                 count = tl.sum(cells, 1)
@@ -278,14 +284,15 @@ def forward(
         sum_u = tl.zeros([ROWS], tl.float32) if TRAINS else unused
         output, output_u, sum_p, sum_u = _attend(
             output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor_of, peak_of, t[:, None], a_of,
-            live, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, width, v_width, WEIGHTS,
-            DEFORMED, EXACT, FAST, LIFT, TRAINS, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL,
-            V_FULL,
+            live, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, tilt, width, v_width,
+            WEIGHTS, DEFORMED, EXACT, FAST, LIFT, TRAINS, CAUSAL, MASKED, TILTED, False, PRECISION, COLUMNS, WIDTH,
+            V_WIDTH, FULL, V_FULL,
         )  # fmt: skip
         output, output_u, sum_p, sum_u = _attend(
             output, output_u, sum_p, sum_u, listed + whole, edges, q_tile, k, v, rows, factor_of, peak_of, t[:, None],
-            a_of, live, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, width, v_width, WEIGHTS,
-            DEFORMED, EXACT, FAST, LIFT, TRAINS, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
+            a_of, live, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, tilt, width, v_width,
+            WEIGHTS, DEFORMED, EXACT, FAST, LIFT, TRAINS, CAUSAL, MASKED, TILTED, True, PRECISION, COLUMNS, WIDTH,
+            V_WIDTH, FULL, V_FULL,
         )  # fmt: skip
         attempts += 1
         bad = tl.where(settled, 0.0, tl.abs(sum_p - 1.0))

@@ -56,13 +56,14 @@ def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[i
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    causal: bool, scale: float, map: str, trains: bool,
+    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """Output, and what backward needs.
 
-    mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; causal: bottom-right.
+    mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; tilts: (H,) in float32
+    or None, what a product <q, k> loses per position of distance; causal: bottom-right.
     """
-    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, causal, scale, map)
+    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, tilts, causal, scale, map)
     batch, heads, queries = q.shape[:3]
     output = q.new_empty(batch, heads, queries, v.shape[-1])
     rows, columns, warps, stages = tiles(q, v).forward
@@ -89,10 +90,10 @@ def forward(
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, saved: Saved, causal: bool, scale: float, map: str, learned: bool,
+    parameter: Tensor | None, tilts: Tensor | None, saved: Saved, causal: bool, scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, factor and parameter; the last two are empty where there is none."""
-    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, causal, scale, map)
+    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, tilts, causal, scale, map)
     grad, saved = in_rows(grad), Saved(*(t.contiguous() for t in saved))
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
@@ -124,20 +125,21 @@ def backward(
 @dataclass(frozen=True)
 class _ThresholdLaunch(Launch):
     parameter: Tensor | None
+    tilts: Tensor | None
     scale: float
     map: str
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-        causal: bool, scale: float, map: str,
+        tilts: Tensor | None, causal: bool, scale: float, map: str,
     ) -> "_ThresholdLaunch":  # fmt: skip
-        factor, parameter = (None if t is None else t.contiguous() for t in (factor, parameter))
-        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, parameter, scale, map)
+        factor, parameter, tilts = (None if t is None else t.contiguous() for t in (factor, parameter, tilts))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, parameter, tilts, scale, map)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, self.q if self.parameter is None else self.parameter)
+        return (*super().tensors, *(self.q if t is None else t for t in (self.parameter, self.tilts)))
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
@@ -148,6 +150,7 @@ class _ThresholdLaunch(Launch):
         one = MAPS[self.map]
         return {
             **self.shared_constants,
+            "TILTED": self.tilts is not None,
             "WEIGHTS": one.weights, "DEFORMED": one.deformed, "PARAMETER": one.parameter,
             "EXACT": self.q.dtype != torch.bfloat16, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             # float16 loses digits below 6e-5, where the weights of long rows lie

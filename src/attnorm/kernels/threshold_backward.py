@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, query_range, seen_keys, store_tile
-from attnorm.kernels.threshold_tiles import list_tiles, rise
+from attnorm.kernels.threshold_tiles import list_tiles, rise, tilted
 
 
 @triton.jit
@@ -25,10 +25,11 @@ def _by_alpha(x, u, a):
 @triton.jit
 def _fold_queries(
     grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
-    middle, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, width, v_width,
+    middle, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, tilt, width, v_width,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, FACTORED: tl.constexpr,
-    LEARNED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
+    LEARNED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILTED: tl.constexpr, EDGE: tl.constexpr,
+    PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr,
+    V_FULL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(listed)
     for index in range(number):
@@ -37,6 +38,7 @@ def _fold_queries(
         k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
         v_tile = load_tile(v, columns, keys, v_row, v_width, V_WIDTH, EDGE, V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dot = tilted(dot, tilt, rows[:, None], columns[None, :], offset, TILTED)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
         x = rise(dot, factor, peak, t, a, DEFORMED, EXACT)
         if EDGE:
@@ -56,15 +58,14 @@ def _fold_queries(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, row_factor, parameter, threshold, delta, grad, live, listed, grad_q, grad_factor, grad_parameter,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
-    heads, groups, queries, keys, offset, width, v_width, unit, slope,
-    WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, LEARNED: tl.constexpr,
-    EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
+    q, k, v, mask, row_factor, parameter, tilts, threshold, delta, grad, live, listed, grad_q, grad_factor,
+    grad_parameter, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+    mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row, heads, groups, queries, keys, offset,
+    width, v_width, unit, slope, WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
+    LEARNED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
+    LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
@@ -81,6 +82,7 @@ def backward_queries(
     grad_tile = load_tile(grad + batch * o_batch + head * o_head, rows, queries, o_row, v_width, V_WIDTH, True, V_FULL)
     own = load_row(row_factor, row_at, inside, FACTORED, 1.0)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
+    tilt = tl.load(tilts + head) if TILTED else 0.0
     peak = tl.load(threshold + 2 * row_at, mask=inside, other=0.0)
     t = tl.load(threshold + 2 * row_at + 1, mask=inside, other=0.0)
     mean = tl.load(delta + row_at, mask=inside, other=0.0)
@@ -109,14 +111,14 @@ def backward_queries(
     found, found_factor, found_parameter = _fold_queries(
         found, found_factor, found_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor_of, peak[:, None],
         t[:, None], a[:, None], mean[:, None], middle, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset,
-        width, v_width, WEIGHTS, DEFORMED, EXACT, FAST, FACTORED, LEARNED, CAUSAL, MASKED, False, PRECISION, COLUMNS,
-        WIDTH, V_WIDTH, FULL, V_FULL,
+        tilt, width, v_width, WEIGHTS, DEFORMED, EXACT, FAST, FACTORED, LEARNED, CAUSAL, MASKED, TILTED, False,
+        PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
     )  # fmt: skip
     found, found_factor, found_parameter = _fold_queries(
         found, found_factor, found_parameter, listed + whole, edges, q_tile, grad_tile, k, v, rows, factor_of,
         peak[:, None], t[:, None], a[:, None], mean[:, None], middle, mask, k_row, v_row, mask_row, mask_column,
-        queries, keys, offset, width, v_width, WEIGHTS, DEFORMED, EXACT, FAST, FACTORED, LEARNED, CAUSAL, MASKED, True,
-        PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
+        queries, keys, offset, tilt, width, v_width, WEIGHTS, DEFORMED, EXACT, FAST, FACTORED, LEARNED, CAUSAL, MASKED,
+        TILTED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
     )  # fmt: skip
     if FACTORED:
         tl.store(grad_factor + row_at, found_factor * slope, mask=inside)
@@ -129,11 +131,11 @@ def backward_queries(
 @triton.jit
 def _fold_keys(
     grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row_factor, parameter, threshold, delta,
-    mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, width, v_width, unit,
+    mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, tilt, width, v_width, unit,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr,
-    LIFT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, EDGE: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr,
-    V_FULL: tl.constexpr,
+    LIFT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr,
+    EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
     tile = tl.load(listed)
@@ -150,6 +152,7 @@ def _fold_keys(
         t = tl.load(threshold + 2 * row_at + 1, mask=inside, other=0.0)
         mean = tl.load(delta + row_at, mask=inside, other=0.0)
         dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        dot = tilted(dot, tilt, rows[None, :], columns[:, None], offset, TILTED)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         x = rise(dot, (own * unit)[None, :], peak[None, :], t[None, :], a[None, :], DEFORMED, EXACT)
         if EDGE:
@@ -170,14 +173,14 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, row_factor, parameter, threshold, delta, grad, live, listed, grad_k, grad_v,
+    q, k, v, mask, row_factor, parameter, tilts, threshold, delta, grad, live, listed, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     heads, groups, queries, keys, offset, width, v_width, unit, slope,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
     EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -223,17 +226,18 @@ def backward_keys(
         q_here = q + batch * q_batch + head * q_head
         grad_here = grad + batch * o_batch + head * o_head
         mask_here = mask + batch * mask_batch + head * mask_head
+        tilt = tl.load(tilts + head) if TILTED else 0.0
         found_k, found_v = _fold_keys(
             found_k, found_v, listed, number, k_tile, v_tile, q_here, grad_here, columns, at_head * queries,
             row_factor, parameter, threshold, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys,
-            offset, width, v_width, unit, WEIGHTS, DEFORMED, PARAMETER, EXACT, FAST, LIFT, CAUSAL, MASKED, FACTORED,
-            False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
+            offset, tilt, width, v_width, unit, WEIGHTS, DEFORMED, PARAMETER, EXACT, FAST, LIFT, CAUSAL, MASKED,
+            FACTORED, TILTED, False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
         )  # fmt: skip
         found_k, found_v = _fold_keys(
             found_k, found_v, listed + number, edges, k_tile, v_tile, q_here, grad_here, columns, at_head * queries,
             row_factor, parameter, threshold, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys,
-            offset, width, v_width, unit, WEIGHTS, DEFORMED, PARAMETER, EXACT, FAST, LIFT, CAUSAL, MASKED, FACTORED,
-            True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
+            offset, tilt, width, v_width, unit, WEIGHTS, DEFORMED, PARAMETER, EXACT, FAST, LIFT, CAUSAL, MASKED,
+            FACTORED, TILTED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL,
         )  # fmt: skip
     found_k = (found_k * slope).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)

@@ -35,6 +35,14 @@ def rise(dot, factor, peak, t, a, DEFORMED: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def tilted(dot, tilt, i, j, offset, TILTED: tl.constexpr):
+    """Products minus tilt times the distance of key j from query i."""
+    if TILTED:
+        dot = dot - tilt * tl.abs((i + offset - j).to(tl.float32))
+    return dot
+
+
+@triton.jit
 def list_tiles(
     flags, stride, total, other_stride, others, found, count, first, last, level,
     SPLIT: tl.constexpr, JOIN: tl.constexpr, OTHERS: tl.constexpr,

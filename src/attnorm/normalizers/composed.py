@@ -1,6 +1,7 @@
 """A composition by the names of its parts, for places that take a name: command lines, plans, recipes and saved models.
 
     composed:scale=ssa:map=entmax15:sink=sink
+    composed:scale=alibi:map=kneemax+knee=0.25
 
 In Python `compose` does the same with objects, and their options.
 """
@@ -18,17 +19,21 @@ from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, War
 from attnorm.normalizers.entmax import entmax_row
 from attnorm.normalizers.registry import entries, get
 from attnorm.normalizers.softmax import softmax_row
+from attnorm.normalizers.spec import parse_part
 
 
-def _part(name: str | None, option: str, **shared: int | None) -> Normalizer | None:
-    if name is None:
+def _part(spec: str | None, option: str, **shared: int | None) -> Normalizer | None:
+    if spec is None:
         return None
+    name, options = parse_part(spec) if isinstance(spec, str) else (spec, {})
     if not isinstance(name, str) or name == "composed":
-        raise ValueError(f"expected {option} as the name of a normalizer, got {name!r}. Write e.g. {option}='ssmax'.")
+        raise ValueError(f"expected {option} as the name of a normalizer, got {spec!r}. Write e.g. {option}='ssmax'.")
     known = entries()
-    takes = inspect.signature(known[name].factory()).parameters if name in known and name != "softmax" else {}
+    takes = inspect.signature(known[name].factory()).parameters if name in known else {}
     given = {key: value for key, value in shared.items() if value is not None and key in takes}
-    made = get(name, **given)
+    if "learned" in takes and not options.get("learned", takes["learned"].default):
+        given.pop("heads", None)  # what is not learned is the same for all heads
+    made = get(name, **(given | options))
     if not isinstance(made, Normalizer):
         raise ValueError(f"expected {option} as a row normalizer, got the mechanism {name!r}.")
     return made
@@ -69,7 +74,10 @@ def composed(
     heads: int | None = None,
     train_length: int | None = None,
 ) -> Normalizer:
-    """A scale rule, a selection, a map and a sink, each taken from the normalizer of that name."""
+    """A scale rule, a selection, a map and a sink, each taken from the normalizer of that name.
+
+    A part may have options: map="kneemax+knee=0.25".
+    """
     shared = {"heads": heads, "train_length": train_length}
     parts = {"scale": scale, "select": select, "sink": sink}
     made = {option: _part(name, option, **shared) for option, name in parts.items()}

@@ -1,4 +1,7 @@
-"""Normalizer specifications: a name with options, such as topk:k=4 or entmax:alpha=1.3:learned=true."""
+"""Normalizer specifications: a name with options, such as topk:k=4 or entmax:alpha=1.3:learned=true.
+
+An option may name a part with options of its own, joined by +, as in composed:scale=ssmax:map=kneemax+knee=0.25.
+"""
 
 import json
 from typing import Any
@@ -21,6 +24,15 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
             )
         options[key] = parse_value(value)
     return name, options
+
+
+def parse_part(spec: str) -> tuple[str, dict[str, Any]]:
+    """Parse 'kneemax+knee=0.25', the name of a part of a composition with its options.
+
+    Raises:
+        ValueError: As `parse_spec`.
+    """
+    return parse_spec(spec.replace("+", ":"))
 
 
 def parse_value(word: str) -> Any:
