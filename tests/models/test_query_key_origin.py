@@ -1,12 +1,21 @@
 """How queries and keys are made: the projections of a module, and the states before the rotation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
-from attnorm.models.query_key_origin import _matrices, _same_norms, before_rotation, projections
+from attnorm.models.query_key_origin import (
+    BeforeRotation,
+    _matrices,
+    _same_norms,
+    before_rotation,
+    projections,
+    projects_to,
+)
 from tests.models.tiny import tiny
 
 
@@ -123,3 +132,68 @@ def test_a_rotation_may_change_norms_by_one_percent(size: float, floor: float) -
         moved = plain.clone()
         moved[1, 2, 0] += share * 0.01 * floor
         assert _same_norms(moved, plain) == same
+
+
+@pytest.mark.parametrize(("size", "floor"), [(1.0, 1.0), (0.0, 1e-3), (1e3, 1e3)])
+def test_a_projection_may_change_norms_by_two_percent(size: float, floor: float) -> None:
+    weight, x = torch.eye(4)[None], torch.zeros(3, 4)
+    x[:, 0] = size
+    for share, same in ((0.995, True), (1.005, False)):
+        moved = x.clone()
+        moved[2, 0] += share * 0.02 * floor
+        assert projects_to(weight, None, moved, x[None]) == same
+        assert projects_to(weight, moved[2:], torch.zeros(1, 4), x[None, 2:]) == same
+    assert not projects_to(weight, None, x, x[None, :2])
+
+
+@pytest.mark.parametrize("changed", ["nothing", "queries", "keys", "last key"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections_may_have_more_rows_than_the_heads(changed: str, bias: bool) -> None:
+    """The first rows are those of the heads; a cache has more keys than queries."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.q_proj, module.k_proj = nn.Linear(5, 2 * 3 + 4, bias=bias), nn.Linear(5, 3 + 2, bias=bias)
+    x = torch.randn(2, 7, 5)
+    query = module.q_proj(x[:, -4:])[..., :6].unflatten(-1, (2, 3)).transpose(1, 2).detach()
+    key = module.k_proj(x)[..., :3].unflatten(-1, (1, 3)).transpose(1, 2).detach()
+    if changed != "nothing":
+        (query if changed == "queries" else key)[0, 0, -1 if changed == "last key" else 0] *= 1.1
+    call = AttentionCall(0, "decoder", query, key, key, 1.0, causal=True, inputs_BKC=x)
+    made = projections(module, call)
+    if changed != "nothing":
+        assert made is None
+        return
+    assert made is not None
+    assert torch.equal(made.query_weight, module.q_proj.weight[:6].reshape(2, 3, 5))
+    assert torch.equal(made.key_weight, module.k_proj.weight[:3].reshape(1, 3, 5))
+    if bias:
+        assert made.query_bias is not None
+        assert made.key_bias is not None
+        assert torch.equal(made.query_bias, module.q_proj.bias[:6].reshape(2, 3))
+        assert torch.equal(made.key_bias, module.k_proj.bias[:3].reshape(1, 3))
+    else:
+        assert made.query_bias is made.key_bias is None
+    assert projections(module, replace(call, inputs_BKC=None)) is None
+
+
+@pytest.mark.parametrize("changed", ["nothing", "query", "key", "query length", "key length"])
+def test_states_before_a_rotation_are_those_of_the_call_if_norms_and_shapes_agree(changed: str) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 5, 4)
+    call = AttentionCall(0, "decoder", query.flip(-1), key.flip(-1), key, 1.0, causal=True)
+    before = BeforeRotation()
+    assert before.of(call) is None
+    kept = {"query": query.clone(), "key": key.clone()}
+    if changed in kept:
+        kept[changed][0, 0, 1] *= 1.1
+    elif changed != "nothing":
+        kept[changed.split()[0]] = kept[changed.split()[0]][:, :, 1:]
+    before.keep(kept["query"], kept["key"])
+    found = before.of(call)
+    if changed == "nothing":
+        assert found is not None
+        assert found.query_BHQD is kept["query"]
+        assert found.key_BGKD is kept["key"]
+    else:
+        assert found is None
+    assert before.of(call) is None  # used once

@@ -118,3 +118,27 @@ def test_a_bos_token_is_put_first_or_left_out(
     if bos is not None:
         with pytest.raises(ValueError, match=f"bos={bos}.*a model"):
             token_windows._with_bos(before, loaded, bos)
+
+
+def test_a_piece_starts_at_a_word_unless_its_first_200_characters_have_no_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 900)
+    for letters, at_word in ((199, True), (200, False)):
+        content = ("a" * letters + " b").ljust(300, "c") * 4
+        first, second = token_windows._pieces(content, 2)
+        assert first == content[:450]  # the start of the text is the start of a word
+        assert second == content[600 + letters + 1 : 1200]
+        pieces = token_windows._pieces(content, 3)
+        assert pieces[0] == content[:300]
+        assert pieces[1] == content[300 + letters + 1 : 750]
+        assert pieces[2] == (content[900 + letters + 1 : 1200] if at_word else content[900:1200])
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(80, 0), (81, 8)])
+def test_texts_up_to_the_limit_are_tokenized_whole(length: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
+    found = tokens_of(Text("t", ("ab cd " * 20)[:length]), loaded)
+    assert len(found.piece_ends) == pieces
+    assert (found.share == 1) == (pieces == 0)
