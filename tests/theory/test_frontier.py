@@ -209,7 +209,7 @@ def test_a_gap_of_weight_one_is_halved_down_to_a_millionth_of_a_millionth() -> N
 
 
 def test_weights_that_reach_one_up_to_rounding_count_as_one() -> None:
-    calls = iter([0.0, 1.0, *[1.0 - 2.0**-50, 1.0 - 2.0**-49] * 40])
+    calls = iter([0.0, 1.0, *[1.0 - 1e-15, 1.0 - 2.0**-49] * 40])
 
     def row_map(logits: Tensor) -> Tensor:
         return torch.full_like(logits, next(calls))
