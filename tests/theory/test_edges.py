@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, geometry, search
+from attnorm.theory import dispersion, distance, geometry, normalizer_frontier, search
 from attnorm.theory.catalogue import claims
-from attnorm.theory.catalogue.claim import ClaimCase, draw_case
+from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
 from attnorm.theory.entmax_worst_case import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select
 from tests.theory.test_search import claim_of
@@ -80,11 +80,12 @@ def test_of_equally_bad_rows_the_one_of_two_keys_is_given(alpha: float) -> None:
     assert entmax_worst_weights(5, alpha).tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
 
 
+CASE = draw_case(0, next(each for each in claims() if each.searched).sizes, structured=False)
+
+
 def two_cases() -> tuple[ClaimCase, ClaimCase]:
-    (claim, *_) = [each for each in claims() if each.searched]
-    first = draw_case(0, claim.sizes, structured=False)
-    moved = {name: getattr(first, name) + 1 for name in ("logits", "vectors", "dial", "matrices")}
-    return first, dataclasses.replace(first, **moved)
+    moved = {name: getattr(CASE, name) + 1 for name in ("logits", "vectors", "dial", "matrices")}
+    return CASE, dataclasses.replace(CASE, **moved)
 
 
 def test_a_case_is_replaced_only_by_one_with_a_higher_ratio() -> None:
@@ -111,10 +112,65 @@ def test_a_ratio_at_the_limit_of_rounding_is_no_violation() -> None:
 
 
 def test_a_claim_is_left_alone_once_it_has_enough_violations(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = search._Search(claim_of([2.0]), seed=0)
-    one.run_round()
-    each = one.violations
-    for enough, rounds in ((2 * each, 2), (2 * each + 1, 3)):
-        monkeypatch.setattr(search, "ENOUGH_VIOLATIONS", enough)
-        (finding,) = search.verify([claim_of([2.0])], budget_seconds=60.0, first_rounds=1)
-        assert (finding.rounds, finding.violations) == (rounds, rounds * each)
+    for broken, rounds in ((25, 40), (24, 42)):  # of 32 rows; 1000 are enough
+        claim = claim_of([2.0] * broken + [0.5] * (32 - broken))
+        monkeypatch.setattr(search, "draw_case", lambda *_, **__: CASE)
+        monkeypatch.setattr(search, "_climb", lambda *_: CASE)
+        (finding,) = search.verify([claim], budget_seconds=60.0, first_rounds=1)
+        assert (finding.rounds, finding.violations) == (rounds, rounds * broken)
+
+
+@pytest.mark.parametrize(("mean", "radius"), [(0.0, 0.0), (1.0, 1.0), (1.0, 0.0)])
+def test_bounds_of_a_fixed_number_are_differentiable_at_that_number(mean: float, radius: float) -> None:
+    given = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (mean, 0.0, radius)]
+    bounds = geometry.cantelli_bounds(*given)
+    assert [bound.item() for bound in bounds] == [0.0, 1.0 if mean == radius else 0.0]
+    (bounds.lower + bounds.upper).backward()
+    assert all(value.grad is None or value.grad.isfinite() for value in given)
+
+
+def test_what_a_search_must_reach_lies_just_below_the_bound() -> None:
+    assert math.isclose(EXACTLY, 0.999999, abs_tol=1e-9)
+    assert NEARLY == 0.995
+    for each in claims():
+        if each.searched:
+            assert all(least is None or 0.9 <= least < 1 for least in each.attained), each.id
+
+
+def test_heads_that_agree_are_not_above_the_bounds_of_their_union_by_rounding() -> None:
+    (claim,) = [each for each in claims() if each.id == "head-coverage-bounds"]
+    assert claim.ratio is not None
+    same = dataclasses.replace(CASE, logits=CASE.logits[:1].expand_as(CASE.logits))
+    assert claim.ratio(same).max() <= 1
+
+
+@pytest.mark.parametrize("points", [5, 12])
+def test_where_the_range_of_a_function_is_looked_for(points: int) -> None:
+    tried: list[Tensor] = []
+
+    def bump(x: Tensor) -> Tensor:
+        tried.append(x)
+        return -(x - 0.3).square()
+
+    low, high, rounds = -1.0, 3.0, 4
+    found = dispersion._maximum(bump, low, high, points, rounds)
+    grid, *windows = tried
+    step = (high - low) / (points - 1)
+    assert grid.tolist() == pytest.approx([low + step * k for k in range(points)])
+    centers = sorted(grid.tolist(), key=lambda x: abs(x - 0.3))[:8]
+    assert len(windows) == rounds
+    for window in windows:
+        around = [[min(max(c + step * (k - 32) / 32, low), high) for k in range(65)] for c in centers]
+        assert window.shape == (len(centers), 65)
+        for row, expected in zip(window.tolist(), around, strict=True):
+            assert row == pytest.approx(expected, abs=1e-12)
+        centers = [min(row, key=lambda x: abs(x - 0.3)) for row in around]
+        step /= 32
+    assert found == max(float(values) for values in (-(x - 0.3).square().min() for x in tried))
+
+
+def test_the_lengths_and_weights_of_the_frontier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalizer_frontier, "_registered", lambda: iter(()))
+    found = normalizer_frontier.place_on_frontier()
+    assert found.lengths == (2**4, 2**6, 2**8, 2**10, 2**12, 2**15, 10**6)
+    assert found.weights == (0.5, 0.9)
