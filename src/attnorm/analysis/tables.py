@@ -1,5 +1,6 @@
 """The tables of an analysis: their columns, how measured numbers become rows, and how older tables are completed."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -202,13 +203,9 @@ FIXED = ("text", "length", "window")  # the same for all rows of a part
 
 def layer_table(schema: pa.Schema, pieces: Sequence[Columns]) -> pa.Table:
     """Combine the columns of a layer into one table without the FIXED columns; numbers not measured are NaN."""
-    sizes = [next(len(value) for value in piece.values() if isinstance(value, np.ndarray)) for piece in pieces]
-    fields = [field for field in schema if field.name not in FIXED]
-    columns = [
-        pa.chunked_array([_filled(piece, field, size) for piece, size in zip(pieces, sizes, strict=True)], field.type)
-        for field in fields
-    ]
-    return pa.Table.from_arrays(columns, schema=pa.schema(fields)).combine_chunks()
+    kept = _without_fixed(schema)
+    tables = [pa.Table.from_arrays(_filled(piece, kept), schema=kept) for piece in pieces] or [kept.empty_table()]
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
 
 
 def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str, Any]) -> pa.Table:
@@ -272,8 +269,22 @@ def _upgraded(name: str, table: pa.Table) -> pa.Table:
     return table.select(SCHEMAS[name].names)
 
 
-def _filled(piece: Columns, field: pa.Field, size: int) -> pa.Array:
-    value = piece.get(field.name, np.nan) if field.type == pa.float64() else piece[field.name]
-    if isinstance(value, np.ndarray):
-        return pa.array(value, field.type)
-    return pa.repeat(pa.scalar(value, field.type), size)
+@functools.cache
+def _without_fixed(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name not in FIXED])
+
+
+def _filled(piece: Columns, schema: pa.Schema) -> list[pa.Array]:
+    """Return a column of each field; a number that is not in the piece is NaN."""
+    size = next(len(value) for value in piece.values() if isinstance(value, np.ndarray))
+    unmeasured = pa.array(np.full(size, np.nan))
+    columns = []
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        value = piece.get(name)
+        if isinstance(value, np.ndarray):
+            columns.append(pa.array(value, kind))
+        elif name not in piece and kind == pa.float64():
+            columns.append(unmeasured)
+        else:
+            columns.append(pa.repeat(pa.scalar(piece[name], kind), size))
+    return columns

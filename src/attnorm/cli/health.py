@@ -168,7 +168,7 @@ def _analyze_measures() -> tuple[bool, str]:
     from attnorm.analysis.analyze import analyze
     from attnorm.models.load import BUNDLED
 
-    analysis = analyze(BUNDLED, lengths=64, rows=8, metrics="core")
+    analysis = analyze(BUNDLED, lengths=64, windows=1, rows=8, metrics="core")
     heads = analysis.heads.num_rows
     broken = analysis.verdict.counts["broken"]
     return heads > 0 and not broken, f"{heads} heads, {broken} with numbers that are not finite"

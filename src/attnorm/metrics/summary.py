@@ -70,8 +70,7 @@ def summarise(
         count = (~np.isnan(ordered)).sum(1)
         some = count > 0
         mean[some, index] = np.nansum(ordered[some], 1) / count[some]
-        for which, share in enumerate(quantiles):
-            found[some, index, which] = _quantile(ordered[some], count[some], share)
+        found[some, index] = _quantiles(ordered[some], count[some], quantiles)
     return Summary(mean, found, rows)
 
 
@@ -104,12 +103,13 @@ def _per_head(values: Tensor) -> np.ndarray:
     return np.asarray(values.transpose(0, 1).flatten(1).cpu().numpy())
 
 
-def _quantile(ordered: np.ndarray, count: np.ndarray, share: float) -> np.ndarray:
+def _quantiles(ordered: np.ndarray, count: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """Between the two nearest of the first `count` numbers of each row; infinite ones are not interpolated."""
-    rank = share * (count - 1)
+    last = count[:, None] - 1
+    rank = np.asarray(shares) * last
     below = np.floor(rank).astype(np.int64)
-    low = np.take_along_axis(ordered, below[:, None], 1)[:, 0]
-    high = np.take_along_axis(ordered, np.minimum(below + 1, count - 1)[:, None], 1)[:, 0]
+    low = np.take_along_axis(ordered, below, 1)
+    high = np.take_along_axis(ordered, np.minimum(below + 1, last), 1)
     with np.errstate(invalid="ignore"):
         between = low + (high - low) * (rank - below)
     return np.where((low == high) | (rank == below), low, between)
