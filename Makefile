@@ -61,6 +61,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "creating .venv and installing attnorm with its dependencies (about 1.5 GB; a minute or two)"; \
 	  $(PYTHON) -m venv .venv; }
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-# pip would compile to bytecode on one core. Some packages hold files that are no valid Python.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/tests?/' .venv/lib || true
+# pip would compile to bytecode on one core. Some packages hold files that are no valid Python; of others little is
+# imported.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|pip|debugpy|onnxruntime)/' .venv/lib || true
 	@touch $@
