@@ -97,12 +97,27 @@ def test_every_public_name_exists() -> None:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """The modules that are loaded after each import of one process, and the names in attnorm after the first."""
+    """The modules that are loaded after each import of one process, and the names in attnorm after the first.
+
+    One process, since each would import transformers again: from what needs little to what needs most.
+    """
     script = """
 import json, sys
 before, loaded = set(sys.modules), {}
-for name in ("attnorm", "attnorm.cli", "attnorm.analysis.analyze", "attnorm.report.plots"):
+for name in (
+    "attnorm",
+    "attnorm.cli",
+    "attnorm.experiments.retrieval.plan",
+    "attnorm.training.lm.run",
+    "attnorm.training.needle.run",
+    "attnorm.training.retrieval.run",
+    "attnorm.experiments.clrs_text.work",
+    "attnorm.analysis.analyze",
+    "attnorm.report.plots",
+):
     __import__(name)
+    if name == "attnorm.experiments.retrieval.plan":
+        sys.modules[name].plan()
     loaded[name] = sorted(set(sys.modules) - before)
     if name == "attnorm":
         loaded["dir"] = dir(sys.modules["attnorm"])
@@ -135,6 +150,16 @@ def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distribu
     assert "attnorm.theory.selection" in loaded["attnorm.analysis.analyze"]
     unneeded = {"attnorm.theory.catalogue", "attnorm.theory.search", "scipy.stats"}
     assert not unneeded & loaded["attnorm.analysis.analyze"]
+
+
+def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(loaded: dict[str, set[str]]) -> None:
+    assert not {"matplotlib", "pyarrow", "scipy"} & loaded["attnorm.experiments.retrieval.plan"]
+    assert not {"matplotlib", "pyarrow"} & loaded["attnorm.experiments.clrs_text.work"]
+
+
+def test_accelerate_is_imported_only_to_train(loaded: dict[str, set[str]]) -> None:
+    assert "attnorm.training.needle.run" in loaded["attnorm.training.retrieval.run"]
+    assert "accelerate" not in loaded["attnorm.training.retrieval.run"]
 
 
 def test_figures_need_neither_pyplot_nor_a_display(loaded: dict[str, set[str]]) -> None:

@@ -24,21 +24,27 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.largest = self.most = 0
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # some of them no longer alive
+        self.largest = self.most = self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                elements = storage.nbytes() // 4
-                self.largest = max(self.largest, elements)
-                self.alive[storage._cdata] = (StorageWeakRef(storage), elements)
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.most = max(self.most, sum(elements for _, elements in self.alive.values()))
+                if storage._cdata not in self.made and storage._cdata not in self._storages((args, kwargs)):
+                    elements = storage.nbytes() // 4
+                    self.largest = max(self.largest, elements)
+                    self.made[storage._cdata] = (StorageWeakRef(storage), elements)
+                    self.elements += elements
+        if self.elements > self.most:  # only then can more be alive than ever before
+            self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
+            self.elements = sum(elements for _, elements in self.made.values())
+            self.most = max(self.most, self.elements)
         return result
+
+    def _storages(self, arguments: Any) -> set[int]:
+        return {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
 
 
 def inputs(heads: int = 1, value_heads: int = 1) -> list[Tensor]:

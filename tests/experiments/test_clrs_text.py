@@ -28,7 +28,6 @@ from attnorm.experiments.clrs_text.work import (
 from attnorm.experiments.experiment import ExperimentFinding
 from attnorm.training.clrs.run import OWN, REFITTED
 from attnorm.training.clrs.train import NotFiniteError
-from tests.fresh import run_fresh
 
 runner = CliRunner()
 TINY = replace(QUICK, rate_steps=1, steps=2, batch=2, width=8, observed=0, seeds=2, at_inference=(ADAPTIVE, REFITTED))
@@ -87,11 +86,6 @@ def test_the_order_serves_the_claim_first_and_each_item_after_what_it_needs() ->
         first = ordered.index(ClrsItem("main", label, 0))
         assert all(ordered.index(ClrsItem("rate", label, 0, rate)) < first for rate in FULL.rates)
     assert len(ordered) == len(set(ordered)) == 6 * 3 + 10
-
-
-def test_training_needs_no_library_for_figures() -> None:
-    code = "import sys; import attnorm.experiments.clrs_text.work; print({'matplotlib', 'pyarrow'} & {*sys.modules})"
-    assert run_fresh(code).stdout.strip() == "set()"
 
 
 def test_changes_of_the_plan() -> None:

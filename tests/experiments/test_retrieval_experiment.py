@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnorm.experiments import catalogue
 from attnorm.experiments.figure_style import style
 from attnorm.experiments.retrieval import experiment, plan
 from attnorm.experiments.retrieval.experiment import RetrievalNumbers, findings, summary
@@ -216,3 +217,9 @@ def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
     assert fall.ours.startswith("99.0, 99.0")
     assert "of the 100,000 steps: 98.6, 94.3" in fall.why
     assert "After 100,000 steps, as in the paper, it is right in 99.0" in summary(numbers, [], quick=False)
+
+
+def test_the_experiment_is_found_under_its_name() -> None:
+    found = catalogue.experiment("retrieval")
+    assert found.name == "retrieval"
+    assert not found.needs_model

@@ -40,7 +40,7 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question:
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        tokens = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+        tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh import run_fresh
+
 ROOT = Path(__file__).resolve().parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -19,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attnorm
 from attnorm.cli.normalizer_table import describe_all, promises
 
+assert attnorm.__file__.startswith(sys.path[0])
 report = attnorm.check_normalizer("taylor")
 assert "reference" in {check.name for check in report.checks}
 
@@ -53,7 +56,7 @@ def blocks(language: str) -> list[str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of src with the file of step 1 and the line of step 2."""
     root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", root / "src")  # with its bytecode
     file, line, *_ = blocks("python")
     (path,) = re.findall(r"\*\*1\. The file\.\*\* `(.*?)`", CONTRIBUTING)
     (root / path).write_text(file)
@@ -75,7 +78,8 @@ def run(copy: Path, *arguments: str) -> str:
 def test_it_is_checked_computed_patched_saved_and_listed(copy: Path, tmp_path: Path) -> None:
     """And the command of step 3 passes every check."""
     (command,) = re.findall(r'^python -c "(.*check_normalizer.*)"$', CONTRIBUTING, flags=re.MULTILINE)
-    listed, report = run(copy, "-c", USE, str(tmp_path / "saved"), command).split("\n", 1)
+    script = f"import sys; sys.path.insert(0, {str(copy / 'src')!r})\n{USE}"
+    listed, report = run_fresh(script, str(tmp_path / "saved"), command).stdout.split("\n", 1)
     assert re.match(r"taylor: (\d+) of \1 checks passed", report)
     name, paper, url, summary, promises = listed.split("|")
     assert (name, paper, url) == ("taylor", "de Brebisson & Vincent 2016", "https://arxiv.org/abs/1511.05042")

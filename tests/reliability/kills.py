@@ -128,7 +128,7 @@ COMMANDS = {
         ),
         Command(
             "evaluate",
-            lambda out, _: ["evaluate", "bundled", "--normalizer", "ssmax", "--normalizer", "entmax15", "--tasks",
+            lambda out, _: ["evaluate", "bundled", "--normalizer", "ssmax", "--tasks",
                             "perplexity,pass-key", "--lengths", "32,64", "--limit", "4", "--device", "cpu", "--out",
                             str(out)],
             _evaluation,

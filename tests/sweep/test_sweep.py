@@ -167,8 +167,10 @@ def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
 DRIVER = """
 import os, sys, time
 from pathlib import Path
+from attnorm.sweep import engines
 from attnorm.sweep.engines import LocalEngine
 from attnorm.sweep.plan import Resources
+engines.START_METHOD = "fork"  # a new interpreter would import the libraries first
 engine = LocalEngine(Path(sys.argv[1]), Resources(), 1, None)
 print(engine._pool().submit(os.getpid).result(), flush=True)
 time.sleep(600)

@@ -20,7 +20,6 @@ from attnorm.training.needle.train import NeedleTask
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.run import train_retrieval
-from tests.fresh import run_fresh
 from tests.training.conftest import tiny
 from tests.training.retrieval_stack import CPU, trained
 
@@ -171,12 +170,3 @@ def test_without_accelerate_one_is_told_what_to_install(
     assert done.exit_code == 2
     assert "pip install accelerate" in done.output
     assert not Path(out).exists()
-
-
-def test_accelerate_is_imported_only_to_train() -> None:
-    code = (
-        "import sys, attnorm.cli, attnorm.training.lm.run, attnorm.training.needle.run\n"
-        "import attnorm.training.retrieval.run\n"
-        "sys.exit('accelerate' in sys.modules)"
-    )
-    run_fresh(code)
