@@ -234,3 +234,30 @@ def test_of_how_many_rows_the_heaviest_keys_are_summed(
     assert len(some) == measured
     assert some[-1] == 19
     assert mass_rows is None or some[0] >= 10
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_factors_are_made_from_the_keys_that_each_head_sees(heads: int, per_head: bool) -> None:
+    mask = torch.ones(2, heads if per_head else 1, 5, 7, dtype=torch.bool)
+    query, key = torch.zeros(2, heads, 5, 16), torch.zeros(2, 1, 7, 16)
+    call = AttentionCall(0, "decoder", query, key, key, 0.25, causal=False, mask=mask)
+    blocks: list[Any] = []
+
+    class Counts:
+        def factor(self, call: AttentionCall, block: Any) -> Tensor:
+            blocks.append(block)
+            return block.n[..., None].double() * torch.ones(heads, 1, 1)
+
+    n = torch.arange(2 * heads * 3).reshape(2, heads, 3)
+    rows = torch.tensor([0, 2, 4])
+    found = fused_rows.factors(Counts(), call, rows, n)  # type: ignore[arg-type]
+    own = per_head and heads > 1
+    expected = n if own else n[:, :1].expand(2, heads, 3)
+    assert found.shape == (2, heads, 3, 1)
+    assert torch.equal(found[..., 0], expected.double())
+    for item, block in enumerate(blocks):
+        assert block.n.shape == (heads if own else 1, 3)
+        assert (block.item, block.heads, block.rows, block.first_key) == (item, slice(0, heads), slice(0, 3), 0)
+        assert block.queries.tolist() == [0, 2, 4]
+        assert block.logits.shape == (heads, 3, 0)
