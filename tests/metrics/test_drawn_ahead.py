@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnorm.metrics.sensitivity import directions_ahead
-from attnorm.metrics.vectors import NULL_ROWS, permutations_ahead
+from attnorm.metrics.vectors import NULL_ROWS, NULLS, measure_vectors, permutations_ahead
 from tests.metrics.calls import HEADS, make_call
 
 
@@ -40,3 +41,21 @@ def test_directions_have_numbers_for_every_head_row_and_key(batch: int) -> None:
     rows = torch.cat([array.transpose(0, 1) for array in drawn])
     assert rows.shape == whole.shape
     assert len(rows.unique()) == rows.numel()
+
+
+def test_the_rows_that_have_a_null_are_the_same_in_blocks_of_a_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than have a null: blocks begin between them."""
+    call = make_call(24, batch=1)
+
+    def measure() -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return measure_vectors(call, [None], torch.arange(24), (2,), generator=generator, permutations=2)["model"]
+
+    monkeypatch.setattr("attnorm.metrics.vectors.NULL_ROWS", 6)
+    whole = measure()
+    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 5 * 24 * HEADS // torch.get_num_threads())
+    cut = measure()
+    for name in NULLS:
+        torch.testing.assert_close(cut[name], whole[name], equal_nan=True, rtol=1e-4, atol=1e-5)
+    known = (~whole["separability_null"][0, 0, :, 0].isnan()).nonzero().flatten().tolist()
+    assert known == [3, 7, 11, 15, 19, 23]
