@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, geometry, normalizer_frontier, search
+from attnorm.theory import Claim, dispersion, distance, geometry, normalizer_frontier, rank_one_eigenvalues, search
 from attnorm.theory.catalogue import claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
 from attnorm.theory.entmax_worst_case import entmax_worst_weights
@@ -174,3 +174,47 @@ def test_the_lengths_and_weights_of_the_frontier_by_default(monkeypatch: pytest.
     found = normalizer_frontier.place_on_frontier()
     assert found.lengths == (2**4, 2**6, 2**8, 2**10, 2**12, 2**15, 10**6)
     assert found.weights == (0.5, 0.9)
+
+
+@pytest.mark.parametrize("step", [math.inf, -math.inf, math.nan])
+def test_a_step_that_is_no_number_is_not_taken(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton's method then stays where it is: at its start, which is above the singular value."""
+    weights = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    slopes = torch.tensor([[1.0, 0.7, 0.4]], dtype=torch.float64)
+    jacobian = (torch.eye(3, dtype=torch.float64) - weights[0][:, None]) * slopes[0]
+    exact = torch.linalg.matrix_norm(jacobian, 2)
+    assert rank_one_eigenvalues.rank_two_singular_value(weights, slopes).item() == pytest.approx(exact.item())
+    starts: list[Tensor] = []
+
+    def fails(x: Tensor, *_: Tensor) -> Tensor:
+        starts.append(x)
+        return torch.full_like(x, step)
+
+    monkeypatch.setattr(rank_one_eigenvalues, "_rank_two_step", fails)
+    found = rank_one_eigenvalues.rank_two_singular_value(weights, slopes)
+    assert len(starts) == 1
+    assert found.item() == starts[0].sqrt().item() > exact.item()
+
+
+def test_time_is_given_to_the_claim_that_had_least_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(search, "time", clock)
+    monkeypatch.setattr(search, "draw_case", lambda *_, **__: CASE)
+    monkeypatch.setattr(search, "_climb", lambda *_: CASE)
+
+    def slow(claim: Claim, seconds: float) -> Claim:
+        def ratio(case: ClaimCase) -> Tensor:
+            clock.now += seconds
+            return torch.full_like(case.dial, 0.5)
+
+        return dataclasses.replace(claim, ratio=ratio)
+
+    claims_ = [slow(claim_of([0.5]), seconds) for seconds in (1.0, 0.25)]
+    one, other = search.verify(claims_, budget_seconds=10.0, first_rounds=1)
+    assert (one.rounds, other.rounds) == (5, 20)
