@@ -58,8 +58,9 @@ def run_benchmarks(
     text: Path | None = None,
     progress: Callable[[str], None] = lambda finished: None,
 ) -> Benchmarks:
-    """Run a suite. progress: called with the name of every finished comparison. quick: tiny sizes, as a test.
+    """Run a suite. quick: tiny sizes, as a test.
 
+    progress: called with the name of every finished comparison and, if it is a ratio, its speed.
     model, text: for `analyze` only (see measure_analysis).
     """
     results: list[Result] = []
@@ -79,7 +80,7 @@ def run_benchmarks(
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         for name, run in suites.items():
             for result in run() if suite in (name, "all") or name == _INCLUDED.get(suite) else ():
-                progress(result.what)
+                progress(f"{result.what}: {result.speedup:.2f}x" if isinstance(result, Ratio) else result.what)
                 results.append(result)
         machine = this_machine()
     return Benchmarks(

@@ -135,18 +135,23 @@ class Kneemax(Map):
         return f"share={self.share}" if self.knee is None else f"knee={self.knee}"
 
 
-def _reference(row: Row, share: float = 1.0, knee: float | None = None, temperature: float = 1.0, **_: Any) -> Tensor:
+def kneemax_row(z: Tensor, knee: float) -> Tensor:
     """By bisection on tau; a last Newton step carries its derivative (implicit function theorem)."""
-    z, k = tempered(row, temperature) / 2, share / row.n if knee is None else knee
+    y, k = z / 2, knee
 
     def weights(tau: float | Tensor) -> Tensor:
-        t = (z - tau).relu()
+        t = (y - tau).relu()
         return torch.where(t <= 2 * k, t**2 / (4 * k), t - k)
 
+    highest = y.detach().max().item()
     with torch.no_grad():
-        tau = bisect(lambda tau: weights(tau).sum().item(), -1 - k - 2 * math.sqrt(k), 0.0)
-    slope = ((z - tau).relu() / (2 * k)).clamp(max=1).sum().detach()
+        tau = bisect(lambda tau: weights(tau).sum().item(), highest - 1 - k - 2 * math.sqrt(k), highest)
+    slope = ((y - tau).relu() / (2 * k)).clamp(max=1).sum().detach()
     return weights(tau + (weights(tau).sum() - 1) / slope)
+
+
+def _reference(row: Row, share: float = 1.0, knee: float | None = None, temperature: float = 1.0, **_: Any) -> Tensor:
+    return kneemax_row(tempered(row, temperature), share / row.n if knee is None else knee)
 
 
 @declare(

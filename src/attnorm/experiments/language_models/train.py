@@ -23,7 +23,6 @@ import torch
 from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
-from attnorm.normalizers.spec import parse_spec
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention
@@ -220,7 +219,6 @@ def free_memory() -> None:
 
 
 STEPS = 2 * LOG_EVERY
-IN_BLOCKS = ("kneemax",)  # its engine is much slower: used only if the matrix does not fit
 MOST_SECONDS = 60  # of one trial
 
 
@@ -240,9 +238,7 @@ def choose_engines(
             if not mine or workspace.results(stage="trial", normalizer=normalizer):
                 continue
             for way in ways:
-                if time.monotonic() >= deadline or (
-                    way == "engine" and speeds and parse_spec(normalizer)[0] in IN_BLOCKS
-                ):
+                if time.monotonic() >= deadline:
                     break
                 began = time.monotonic()
                 try:

@@ -1,4 +1,4 @@
-"""Claims on our own normalizer: what weight kneemax keeps, how fast it moves and when zeros appear."""
+"""Claims on our own normalizers: what weight kneemax keeps, how fast it moves, its zeros; how far nearmax looks."""
 
 from functools import partial
 
@@ -21,7 +21,9 @@ from attnorm.theory.catalogue.claim import (
 from attnorm.theory.linearization import jacobian_norm
 
 DOC = "docs/theory/kneemax.md"
-GRADIENT, KEPT, ZEROS = (f"{DOC}#theorem-{name}" for name in ("2-gradient", "3-weight-kept", "4-zeros"))
+GRADIENT, KEPT, ZEROS, DISTANCE = (
+    f"{DOC}#theorem-{name}" for name in ("2-gradient", "3-weight-kept", "4-zeros", "6-a-penalty-on-the-distance")
+)
 
 claim = partial(Claim, family="kneemax", source="attnorm", form="added", domain="kneemax, share 1", status="holds")
 
@@ -92,6 +94,43 @@ def _no_zero(case: ClaimCase) -> Tensor:
     return torch.where(some, at_least(logits.amax(-1) - logits.amin(-1), least), torch.nan)
 
 
+KNEE = 0.25  # of nearmax
+
+
+def _penalised(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits without and with a penalty on the distance, 0 at the last key, and its slope (rows, 1).
+
+    On some rows the farthest key stands as high as the bound allows, and the penalty parts all other keys.
+    """
+    distance = torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
+    part = 2 * case.temperature * (1 + KNEE)
+    slope = part * case.dial[:, None]
+    steep = slope.clamp(min=part)
+    far = torch.where(distance == case.keys - 1, (steep * (case.keys - 1) - 0.999 * part).clamp(min=0), 0.0)
+    built = (case.pick % 4 == 0)[:, None]
+    logits, slope = torch.where(built, far, case.logits), torch.where(built, steep, slope)
+    return logits, logits - slope * distance, slope
+
+
+def _farthest(case: ClaimCase) -> Tensor:
+    """The largest distance with weight, against the reach."""
+    logits, penalised, slope = _penalised(case)
+    weights: Tensor = kneemax(knee=KNEE)(penalised / case.temperature)
+    distance = torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
+    reach = (logits.amax(-1) - logits.amin(-1) + 2 * case.temperature * (1 + KNEE)) / slope[:, 0]
+    return at_most(torch.where(weights > 0, distance, 0.0).amax(-1), reach)
+
+
+def _beyond(case: ClaimCase) -> Tensor:
+    """Softmax's mass at a distance of at least top_n, against the geometric series."""
+    logits, penalised, slope = _penalised(case)
+    weights = torch.softmax(penalised / case.temperature, -1)
+    ratio = torch.exp(-slope[:, 0] / case.temperature)
+    spread = (logits.amax(-1) - logits.amin(-1)) / case.temperature
+    bound = torch.exp(spread - case.top_n * slope[:, 0] / case.temperature) / (1 - ratio)
+    return at_most(weights[:, : max(0, case.keys - case.top_n)].sum(-1), bound)
+
+
 CLAIMS = [
     claim(
         id="kneemax-weight",
@@ -146,5 +185,22 @@ CLAIMS = [
         ratio=_no_zero,
         differentiable=False,
         attained=(NEARLY,),
+    ),
+    claim(
+        id="nearmax-reach",
+        proof=DISTANCE,
+        domain="nearmax; logits minus m times the distance, the query itself visible",
+        statement="keys farther than (D + 2T(1 + k))/m have weight exactly 0, for every n; D: spread of the logits",
+        ratio=_farthest,
+        differentiable=False,
+        attained=(NEARLY,),
+    ),
+    claim(
+        id="alibi-mass",
+        proof=DISTANCE,
+        domain="softmax; logits minus m times the distance, the query itself visible",
+        statement="keys at distances from d on have at most the weight e^((D - m d)/T) / (1 - e^(-m/T)), for every n",
+        ratio=_beyond,
+        sizes=CaseSizes(least_top_n=1),
     ),
 ]
