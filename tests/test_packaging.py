@@ -73,11 +73,16 @@ def dry_run(*arguments: str) -> str:
 def imported_packages(source: str) -> set[str]:
     """Top-level packages imported anywhere in the source, inside functions too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    found: list[ast.AST] = [ast.parse(source)]
+    while found:
+        node = found.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module)
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):  # expressions import nothing
+            inside = getattr(node, part, ())
+            found += inside if isinstance(inside, list) else ()
     return {name.partition(".")[0] for name in names}
 
 

@@ -137,9 +137,8 @@ def gpt2_values(heads: int) -> Callable[[Tensor], Tensor]:
     return lambda output: output[0].chunk(3, -1)[2].unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
-EACH_DTYPE = pytest.mark.parametrize(
-    ("dtype", "absolute", "relative", "apart"), [(torch.float64, 1e-5, 1e-5, 0), (torch.float32, 1e-4, 1e-3, 0.05)]
-)
+DTYPES = (torch.float64, 1e-5, 1e-5, 0), (torch.float32, 1e-4, 1e-3, 0.05)
+NAMES = ("dtype", "absolute", "relative", "apart")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +148,7 @@ def of_bundled() -> Numbers:
     return numbers_of(dense(model, ids, "c_attn", gpt2_values(6)))
 
 
-@EACH_DTYPE
+@pytest.mark.parametrize(NAMES, DTYPES)
 def test_the_bundled_model(
     of_bundled: Numbers, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:
@@ -179,7 +178,7 @@ def of_smollm2(smollm2: Path, layers: int) -> Numbers:
 
 @pytest.mark.slow
 @pytest.mark.real_model
-@EACH_DTYPE
+@pytest.mark.parametrize(NAMES, [DTYPES[0], pytest.param(*DTYPES[1], marks=pytest.mark.nightly)])
 def test_smollm2(
     of_smollm2: Numbers, smollm2: Path, layers: int, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import attnorm
 from attnorm.engines import blocked as blocked_engine
 from attnorm.engines import inputs as engine_inputs
+from tests.normalizers.variants import ALIKE
 
 LENGTH = 512
 WIDTH = 4
@@ -76,9 +77,9 @@ MASKS: dict[str, dict[str, Any]] = {
 NAMES = [name for name in attnorm.available() if isinstance(attnorm.get(name), attnorm.Normalizer)]
 
 
-# Each normalizer with one of the masks, in turn; with the other at night.
+# Each normalizer with one of the masks, in turn; with the other at night, as those that resemble another one.
 IN_TURN = [
-    pytest.param(name, mask, marks=pytest.mark.nightly if (number + other) % 2 else ())
+    pytest.param(name, mask, marks=pytest.mark.nightly if (number + other) % 2 or name in ALIKE else ())
     for number, name in enumerate(NAMES)
     for other, mask in enumerate(MASKS)
 ]

@@ -16,6 +16,9 @@ PAGES = sorted(
 )
 
 
+COMMANDS = get_command(app)
+
+
 def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
@@ -44,7 +47,7 @@ def test_a_public_name_has_an_example(name: str) -> None:
 def test_commands_and_options_of_a_page_exist(page: str) -> None:
     shell = "".join(re.findall(r"^```bash\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL))
     for line in re.findall(r"^attnorm (.*)$", shell, flags=re.MULTILINE):
-        command, words = get_command(app), line.partition("#")[0].split()
+        command, words = COMMANDS, line.partition("#")[0].split()
         while hasattr(command, "commands") and words:
             assert words[0] in command.commands, f"attnorm {line}"
             command = command.commands[words.pop(0)]

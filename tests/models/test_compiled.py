@@ -49,6 +49,7 @@ def test_learned_parameters_learn_the_same_beside_padding(name: str, checkpointi
     assert all((found[path] != 0).all() for path in found if "attnorm" in path), "one number per head, each of its own"
 
 
+@pytest.mark.nightly  # 3 s; the test above compiles the same model, tests/attention rounds under autocast
 @each
 def test_autocast_rounds_as_it_does_uncompiled(name: str) -> None:
     model = one_layer()

@@ -13,6 +13,14 @@ from attnorm.normalizers.topk import TopK
 ROW_NAMES = [name for name, entry in BUILT_IN.items() if str(entry.target).startswith("attnorm.normalizers.")]
 
 
+# Those that differ from another one in a number or in a rule that multiplies or adds. Expensive tests that ask for more
+# than the values, which test_reference.py of normalizers and of attention compare for all, run them at night.
+ALIKE = {
+    "sparsemax": "entmax15", "entmax": "entmax15", "asentmax": "entmax15", "softmax1": "sink", "composed": "softmax",
+    "log_scaled": "ssmax", "ssa": "ssmax", "tempered": "ssmax", "alibi": "ssmax",
+}  # fmt: skip
+
+
 class Variant(NamedTuple):
     """A normalizer by name and options, or a composition."""
 

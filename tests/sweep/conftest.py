@@ -32,3 +32,9 @@ def plan_of(count: int, bad: tuple[int, ...] = (), **resources: Any) -> Plan:
 def cluster() -> Iterator[Any]:
     with two_nodes() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def small_cluster() -> Iterator[Any]:
+    with two_nodes(head=False) as made:
+        yield made

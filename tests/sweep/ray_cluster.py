@@ -23,8 +23,8 @@ KILLS_BEFORE_NODE = 8
 
 
 @contextmanager
-def two_nodes() -> Iterator[Any]:
-    """Two Ray nodes with one CPU each, and a head without any."""
+def two_nodes(*, head: bool = True) -> Iterator[Any]:
+    """Two Ray nodes with one CPU each, and a head without any, or one of the two is the head: it starts sooner."""
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -32,9 +32,9 @@ def two_nodes() -> Iterator[Any]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(ROOT))))  # workers import tests.sweep.hooks
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": int(not head), "include_dashboard": False})
     try:
-        for _ in range(2):
+        for _ in range(2 if head else 1):
             made.add_node(num_cpus=1)
         yield made
     finally:

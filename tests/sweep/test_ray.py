@@ -17,12 +17,14 @@ ray = pytest.importorskip("ray")
 
 
 def test_killed_workers_lose_nothing_and_repeat_nothing(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 4
     plan = plan_of(count, memory_gb=0.1)
     open_sweep(tmp_path / "kills", plan)
-    engine = open_engine("ray", tmp_path / "kills", plan.resources, address=cluster.address, hook=counted_after_a_kill)
+    engine = open_engine(
+        "ray", tmp_path / "kills", plan.resources, address=small_cluster.address, hook=counted_after_a_kill
+    )
     assert engine.slots == 2
     found = list(run_items(engine, tmp_path / "kills", plan.items, retries=5))
     assert not [each.error for each in found if each.error]
@@ -43,27 +45,27 @@ def _without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly  # 6 s; the limit itself is also tested in test_workers_limit_a_named_cluster
-def test_a_named_cluster_runs_no_more_items_at_once_than_workers(cluster: Any, tmp_path: Path) -> None:
+def test_a_named_cluster_runs_no_more_items_at_once_than_workers(small_cluster: Any, tmp_path: Path) -> None:
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
-    engine = open_engine("ray", tmp_path, plan.resources, address=cluster.address, workers=1, hook=counted)
+    engine = open_engine("ray", tmp_path, plan.resources, address=small_cluster.address, workers=1, hook=counted)
     assert engine.slots == 1
-    assert len(ray.nodes()) >= 3  # the named cluster, which could run two
+    assert len(ray.nodes()) >= 2  # the named cluster, which could run two
     found = list(run_items(engine, tmp_path, plan.items, retries=0))
     assert [each.error for each in found] == [""] * 3
     assert most_at_once(tmp_path) == 1
 
 
-def test_workers_limit_a_named_cluster(cluster: Any, tmp_path: Path) -> None:
-    engine = open_engine("ray", tmp_path, Resources(), address=cluster.address, workers=1)
+def test_workers_limit_a_named_cluster(small_cluster: Any, tmp_path: Path) -> None:
+    engine = open_engine("ray", tmp_path, Resources(), address=small_cluster.address, workers=1)
     try:
         assert (engine.slots, engine.in_flight) == (1, 1)
-        assert len(ray.nodes()) >= 3  # the named cluster, which could run two
+        assert len(ray.nodes()) >= 2  # the named cluster, which could run two
     finally:
         engine.close()
 
 
-def test_an_item_that_no_node_can_hold_is_refused(cluster: Any, tmp_path: Path) -> None:
+def test_an_item_that_no_node_can_hold_is_refused(small_cluster: Any, tmp_path: Path) -> None:
     for resources in (Resources(memory_gb=1e5), Resources(gpus=1), Resources(cpus=64)):
         with pytest.raises(ValueError, match="Lower"):
-            open_engine("ray", tmp_path, resources, address=cluster.address)
+            open_engine("ray", tmp_path, resources, address=small_cluster.address)

@@ -170,7 +170,7 @@ def few(broken: list[Any], of_each: int) -> list[Any]:
 
 @pytest.mark.as_installed
 @pytest.mark.parametrize(
-    ("name", "owner", "attribute", "change"), few(BROKEN, 2), ids=[f"{b[0]}-{b[2]}" for b in BROKEN]
+    ("name", "owner", "attribute", "change"), few(BROKEN, 1), ids=[f"{b[0]}-{b[2]}" for b in BROKEN]
 )
 def test_breaking_a_formula_breaks_the_table(
     monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, attribute: str, change: Callable[[Any], Any]
@@ -217,9 +217,9 @@ LOOSENED = [
     ("horizon", dispersion, "horizon", a_tenth_more),
     ("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", a_tenth_more),
     ("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", a_tenth_more),
+    ("corollary-2-corrected", random_set, "corollary2_bounds", a_tenth_more),
     ("theorem-1-random-corrected", random_set, "theorem1_random_bounds", a_tenth_more),
     ("theorem-1-random-corrected", random_set, "theorem1_random_bounds", a_tenth_less),
-    ("corollary-2-corrected", random_set, "corollary2_bounds", a_tenth_more),
     ("theorem-2-corrected", geometry, "theorem2_bounds", a_tenth_more),
     ("theorem-2-corrected", geometry, "theorem2_bounds", a_tenth_less),
     ("lemma-2-corrected", gradient, "lemma2_corrected", a_tenth_more),
