@@ -22,6 +22,7 @@ def decoded(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     made = {
         "window and sink": lambda: attnorm.compose(select=attnorm.get("local", window=300), sink="softmax1"),
         "ssmax": lambda: attnorm.get("ssmax", heads=shape[1]),
+        "alibi": lambda: attnorm.get("alibi", heads=shape[1]),
     }
     normalizer = made.get(name, lambda: attnorm.get(name))().to(DEVICE)
     tensors = [t.detach() for t in draw(shape, dtype)]
@@ -38,7 +39,14 @@ def test_one_query(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mask"), [("ssmax", "heads"), ("adaptive_temperature", "padding"), ("relu", "rows"), ("kernel", "none")]
+    ("name", "mask"),
+    [
+        ("ssmax", "heads"),
+        ("adaptive_temperature", "padding"),
+        ("relu", "rows"),
+        ("kernel", "none"),
+        ("alibi", "padding"),
+    ],
 )
 def test_some_queries_of_heads_that_share_keys(name: str, mask: str) -> None:
     assert_follows(*decoded(name, SOME, mask=mask_of(mask, SOME)), FLOAT32)
@@ -76,10 +84,10 @@ def test_what_decoding_has_no_kernel_for() -> None:
 
 def test_the_operator_is_described_to_the_compiler() -> None:
     q, k, v = (t.detach() for t in draw(ONE))
-    options = ("softmax", 1, 0.0, "none", 0.0, None, True, None, 0.25, True)
+    options = ("softmax", 1, 0.0, "none", None, True, None, 0.25, True)
     utilities = ("test_schema", "test_faketensor")
     operator = torch.ops.attnorm.decode_attention.default
-    torch.library.opcheck(operator, (q, k, v, None, None, None, None, *options), test_utils=utilities)
+    torch.library.opcheck(operator, (q, k, v, None, None, None, None, None, *options), test_utils=utilities)
 
 
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
@@ -91,13 +99,13 @@ from attnorm.kernels import decode
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
-    MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["none"], P=1, FAST=True, REFERENCE=int(map_.reference),
-    NORMALISED=True, RULED=False, CAPPED=False, FACTORED=True, SHIFTED=True, SELECTED=False, SINK=True, PLAIN=False,
+    MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["linear"], P=1, FAST=True, REFERENCE=int(map_.reference),
+    NORMALISED=True, RULED=True, CAPPED=False, FACTORED=True, SHIFTED=True, SELECTED=False, SINK=True, PLAIN=False,
     CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=16, V_WIDTH=16, ROWS=16, COLUMNS=32, FULL=True,
     V_FULL=False, LIFT=1.0,
 )
-types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "parameter", "floor"), "fp32")
-rows = ("factor", "shift", "least", "sink", "reference_out", "part", "total", "peak")
+types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "floor"), "fp32")
+rows = ("factor", "shift", "least", "parameters", "sink", "reference_out", "part", "total", "peak")
 types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
 for kernel in (decode.parts, decode.join):

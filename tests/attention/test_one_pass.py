@@ -60,6 +60,9 @@ MORE: dict[str, Any] = {
         "softpick", scale=[attnorm.get("softcap", cap=2.0), "ssmax"]
     ),
     "distances behind a cap": lambda: attnorm.compose(scale=[attnorm.get("softcap", cap=2.0), "scale_invariant"]),
+    "a penalty on the distance behind ssmax": lambda: attnorm.compose(
+        "softmax", scale=[attnorm.get("ssmax", heads=4), attnorm.get("alibi", heads=4)], sink="softmax1"
+    ),
     "range of a window behind a cap and ssmax": lambda: attnorm.compose(
         "sa_softmax",
         scale=[attnorm.get("softcap", cap=2.0), attnorm.get("ssmax", heads=4)],
@@ -122,7 +125,7 @@ def test_the_maps_that_have_a_kernel() -> None:
     ]
     assert list(dict.fromkeys(case.name for case in DECLARED)) == [
         *names, "topk", "log_scaled", "scale_invariant", "kernel", "local", "softcap", "ssa", "threshold_relu",
-        "odd_polynomial", "composed", "tempered",
+        "odd_polynomial", "composed", "tempered", "alibi",
     ]  # fmt: skip
 
 
@@ -261,10 +264,11 @@ def test_compiled_code_contains_the_kernels_as_operators() -> None:
     (found,), (expected,) = (torch.autograd.grad(one(q), q) for one in (compiled, loss))
     assert_follows([found], [expected.double()], 1e-6)
     sink, row = torch.zeros(1, device=DEVICE), torch.ones(1, 1, 20, device=DEVICE)
-    options = ("softmax", 1, 0.0, "none", 0.0, None, True, None, 0.25)
+    slopes = torch.full((1,), 0.1, device=DEVICE)
+    options = ("softmax", 1, 0.0, "linear", None, True, None, 0.25)
     torch.library.opcheck(
         torch.ops.attnorm.one_pass_attention.default,
-        (q, k, v, None, row.requires_grad_(), None, sink, None, *options, False),
+        (q, k, v, None, row.requires_grad_(), None, sink, None, slopes, *options, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -303,9 +307,9 @@ constants = dict(
     V_FULL=False, LIFT=1.0,
 )
 types = dict(mask="*u8")
-types |= dict.fromkeys(("scale", "cap", "parameter", "floor", "plain_scale"), "fp32")
+types |= dict.fromkeys(("scale", "cap", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
-types |= dict.fromkeys((*rows, "grad_shift", "least", "low_logit", "high_logit"), "*fp32")
+types |= dict.fromkeys((*rows, "grad_shift", "least", "parameters", "low_logit", "high_logit"), "*fp32")
 types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):

@@ -65,7 +65,7 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
     compiled = not quick
     with (
         accelerated(device, settings.dtype) as accelerator,
-        in_training(model, compiled=compiled),
+        in_training(model, compiled=compiled, dtype=settings.dtype),
         whole_windows(),
     ):
         update = TrainingStep(model, settings, accelerator, compiled=compiled)

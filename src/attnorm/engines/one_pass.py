@@ -39,7 +39,7 @@ class Lowered:
 
     map: KernelForm
     rule: str = "none"
-    parameter: float = 0.0
+    parameter: float | Tensor = 0.0  # of the rule; a tensor has one number, or one per head
     window: int | None = None
     softcap: float | None = None  # the model's own, or that of a rule
     top: TopK | None = None  # behind the window
@@ -196,14 +196,21 @@ def _call(
     """Output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
+    parameters = None
+    if form.rule != "none":
+        heads, device, given = inputs.q_BHQD.shape[1], inputs.q_BHQD.device, form.parameter
+        if isinstance(given, Tensor):
+            parameters = given.to(device, torch.float32).expand(heads).contiguous()
+        else:
+            parameters = torch.full((heads,), given, dtype=torch.float32, device=device)
     if inputs.queries < FEWEST_QUERIES:
         decoded: tuple[Tensor, Tensor] = one_pass_operators.decode(
-            inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, map_.map, map_.power, map_.floor,
-            form.rule, form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+            inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, parameters, map_.map, map_.power,
+            map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
         )  # fmt: skip
         return decoded
     output, reference, _ = one_pass_operators.forward(
-        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, least, map_.map, map_.power, map_.floor,
-        form.rule, form.parameter, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, least, parameters, map_.map, map_.power,
+        map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference

@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 def _form(
-    map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None, causal: bool,
-    window: int | None, scale: float,
+    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
+    scale: float,
 ) -> "Form":  # fmt: skip
     from attnorm.kernels.one_pass_attention import Form  # loads Triton
 
     return Form(
-        map=map, power=power, floor=floor, rule=rule, parameter=parameter, softcap=softcap, causal=causal,
-        window=window, scale=scale,
+        map=map, power=power, floor=floor, rule=rule, softcap=softcap, causal=causal, window=window, scale=scale,
     )  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def extreme_logits(
     """Smallest and largest logit of each row, then their keys. The first of equal logits takes the gradient."""
     from attnorm.kernels import one_pass_attention
 
-    form = _form("softmax", 1, 0.0, "none", 0.0, softcap, causal, window, scale)
+    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
     return one_pass_attention.extreme_logits(q, k, mask, factor, form)
 
 
@@ -124,7 +123,7 @@ def least_of_top(
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
-    form = _form("softmax", 1, 0.0, "none", 0.0, softcap, causal, window, scale)
+    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
     return one_pass_attention.least_of_top(q, k, mask, factor, count, form)
 
 
@@ -139,20 +138,20 @@ def _(
 @kernel_operator("attnorm::decode_attention")
 def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
+    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import decode_attention
 
-    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
-    return decode_attention.forward(q, k, v, mask, factor, shift, sink, form, precise=precise)
+    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    return decode_attention.forward(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
 
 
 @decode.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float, softcap: float | None,
-    causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
+    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.maps import MAPS, Reference
 
@@ -164,20 +163,22 @@ def _(
 @kernel_operator("attnorm::one_pass_attention")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
     softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
-    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
-    output, saved = one_pass_attention.forward(q, k, v, mask, factor, shift, sink, least, form, precise=precise)
+    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    output, saved = one_pass_attention.forward(
+        q, k, v, mask, factor, shift, sink, least, parameters, form, precise=precise
+    )
     return output, *saved
 
 
 @forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, map: str, power: int, floor: float, rule: str, parameter: float,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
     softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.maps import MAPS, Reference
@@ -191,25 +192,25 @@ def _(
 @kernel_operator("attnorm::one_pass_attention_backward")
 def _backward(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, output: Tensor,
-    reference: Tensor, inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float,
-    softcap: float | None, causal: bool, window: int | None, scale: float,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
+    parameters: Tensor | None, output: Tensor, reference: Tensor, inverse: Tensor, map: str, power: int, floor: float,
+    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
-    form = _form(map, power, floor, rule, parameter, softcap, causal, window, scale)
+    form = _form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass_attention.Saved(reference, inverse)
     return one_pass_attention.backward(
-        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, output, saved, form
+        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form
     )
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, output: Tensor,
-    reference: Tensor, inverse: Tensor, map: str, power: int, floor: float, rule: str, parameter: float,
-    softcap: float | None, causal: bool, window: int | None, scale: float,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
+    parameters: Tensor | None, output: Tensor, reference: Tensor, inverse: Tensor, map: str, power: int, floor: float,
+    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if t is not None else (0,), dtype=torch.float32) for t in (factor, shift)]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
@@ -217,9 +218,9 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, factor, shift, sink, least, *options, _precise = inputs
+    tensors, (*options, _precise) = inputs[:9], inputs[9:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, mask, factor, shift, sink, least, *output)
+    ctx.save_for_backward(*tensors, *output)
     ctx.options = options
 
 
@@ -228,14 +229,13 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     if grad_inverse is not None:
         raise RuntimeError("the denominator of this map carries no gradient; use engine='blocked'")
-    q, k, v, mask, factor, shift, sink, least, output, reference, inverse = ctx.saved_tensors
+    tensors, (output, reference, inverse) = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+    factor, shift, sink = tensors[4:7]
     if grad is None:
         grad = torch.zeros_like(output)
-    grad_q, grad_k, grad_v, *found = _backward(
-        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, output, reference, inverse, *ctx.options
-    )
+    grad_q, grad_k, grad_v, *found = _backward(grad, grad_reference, *tensors, output, reference, inverse, *ctx.options)
     rows = [None if given is None else one for given, one in zip((factor, shift, sink), found, strict=True)]
-    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 2))
+    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # least, parameters, precise
 
 
 def _second_gradients(*_: Any) -> Never:

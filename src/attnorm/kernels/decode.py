@@ -16,10 +16,10 @@ TOGETHER = tl.constexpr(16)  # parts that are read at a time
 
 @triton.jit
 def parts(
-    q, k, v, mask, factor, shift, least, part_out, total_out, peak_out,
+    q, k, v, mask, factor, shift, least, parameters, part_out, total_out, peak_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, begin, span, splits,
+    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, begin, span, splits,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
@@ -48,6 +48,7 @@ def parts(
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
     row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
+    parameter = tl.load(parameters + head, mask=inside, other=0.0)[:, None] if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)

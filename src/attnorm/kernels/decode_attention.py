@@ -14,10 +14,10 @@ FEWEST_SPLIT = 256  # keys of a program; with fewer, joining the parts would cos
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, form: Form, *, precise: bool = False,
+    sink: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and reference of one_pass_attention.forward, for few queries."""
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
     batch, heads, queries, keys, width = *q.shape[:3], k.shape[2], v.shape[-1]
     rows, columns, warps, stages = tile(q, v, heads // k.shape[1] * queries)
     begin = 0 if form.window is None else max(keys - queries - form.window + 1, 0) // columns * columns

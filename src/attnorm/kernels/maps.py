@@ -175,6 +175,12 @@ def distance_rule(z, t, p, FAST: tl.constexpr):
     return slope * z - 2.0 * bits, slope
 
 
+@triton.jit
+def linear_rule(z, t, p, FAST: tl.constexpr):
+    """z - p t and 1: a penalty on the distance."""
+    return z - t * (p * LOG2E), 1.0
+
+
 class Reference(IntEnum):
     """Which r a scaled map takes from the largest logit m of its row."""
 
@@ -206,4 +212,4 @@ MAPS: dict[str, TileMap] = {
     "power": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=False),
 }
 
-RULES: dict[str, Any] = {"none": no_rule, "distance": distance_rule}
+RULES: dict[str, Any] = {"none": no_rule, "distance": distance_rule, "linear": linear_rule}

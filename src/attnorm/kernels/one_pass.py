@@ -80,10 +80,10 @@ def fold(
 
 @triton.jit
 def forward(
-    q, k, v, mask, factor, shift, least, sink, out, reference_out, inverse_out,
+    q, k, v, mask, factor, shift, least, parameters, sink, out, reference_out, inverse_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
-    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, floor,
+    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, floor,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
@@ -107,6 +107,7 @@ def forward(
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
     row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
+    parameter = tl.load(parameters + head) if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -24,7 +24,6 @@ class Form:
     power: int = 1  # of relu and polynomial; the variant of self_adjusted
     floor: float = 0.0  # added to the denominator of a scaled map, in natural units
     rule: str = "none"
-    parameter: float = 0.0  # of the rule
     softcap: float | None = None
     causal: bool = False
     window: int | None = None  # a query sees this many keys, itself the last
@@ -40,13 +39,14 @@ class Saved(NamedTuple):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, form: Form, *, precise: bool = False,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """Output, in float32 if precise, and the state of each row.
 
-    factor, shift, least: (B, H, Q) in float32; sink: (H,). Logits below least, which is in bits, are hidden.
+    factor, shift, least: (B, H, Q) in float32; sink, parameters of the rule: (H,). Logits below least, which is in
+    bits, are hidden.
     """
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
@@ -62,11 +62,11 @@ def forward(
 
 def backward(
     grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None, out: Tensor,
-    saved: Saved, form: Form,
+    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
+    parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
     grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
@@ -133,7 +133,7 @@ def _search(
     form: Form,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
-    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, form)
+    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     rows, columns, warps, stages = search_tile(q)
     q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
@@ -151,19 +151,20 @@ class OnePassLaunch(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
     least: Tensor | None
+    parameters: Tensor | None  # of the rule, (H,) in float32
     form: Form
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-        sink: Tensor | None, least: Tensor | None, form: Form,
+        sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, form: Form,
     ) -> "OnePassLaunch":  # fmt: skip
         factor, shift, least = (None if t is None else t.contiguous() for t in (factor, shift, least))
-        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, least, form)
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, least, parameters, form)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.least)))
+        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.least, self.parameters)))
 
     @property
     def sink(self) -> Tensor:
@@ -174,7 +175,7 @@ class OnePassLaunch(Launch):
         form = self.form
         return (
             *self.lengths, form.window or 0, self.q.shape[-1], self.v.shape[-1],
-            form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E, form.parameter,
+            form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E,
         )  # fmt: skip
 
     @cached_property

@@ -96,10 +96,10 @@ def _fold_queries(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, factor, shift, least, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
+    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
-    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, plain_scale,
+    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, plain_scale,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
@@ -127,6 +127,7 @@ def backward_queries(
     row_reference = load_row(reference, row_at, inside, REFERENCE != 0, 0.0)
     row_inverse = load_row(inverse, row_at, inside, NORMALISED and REFERENCE == 0, 1.0)
     row_delta = load_row(delta, row_at, inside, NORMALISED, 0.0)
+    parameter = tl.load(parameters + head) if RULED else 0.0
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     found_factor = tl.zeros([ROWS], tl.float32)
@@ -205,11 +206,11 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, factor, shift, least, reference, inverse, delta, grad, grad_k, grad_v,
+    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
-    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, parameter, plain_scale,
+    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, plain_scale,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
@@ -238,6 +239,7 @@ def backward_keys(
         q_here = q + batch * q_batch + head * q_head
         grad_here = grad + batch * o_batch + head * o_head
         mask_here = mask + batch * mask_batch + head * mask_head
+        parameter = tl.load(parameters + head) if RULED else 0.0
         found_k, found_v = _fold_keys(
             found_k, found_v, first, low, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
             least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,

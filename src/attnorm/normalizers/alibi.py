@@ -37,6 +37,9 @@ class LinearBias(LogitRule):
         slope = per_head(self.slopes, block.logits).to(block.logits.dtype)
         return block.logits - slope * block.positions.distance.abs()
 
+    def kernel_rule(self) -> tuple[str, Tensor]:
+        return "linear", self.slopes
+
     def gain(self, n: int) -> float | None:
         return 1.0
 

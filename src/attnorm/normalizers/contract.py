@@ -97,8 +97,11 @@ class LogitRule(nn.Module):
         """Largest factor by which the rule stretches differences of logits in a row of n keys; None if unknown."""
         return None
 
-    def kernel_rule(self) -> tuple[str, float] | None:
-        """Name and parameter of the rule in kernels/maps.py; None where the one-pass kernels do not have it."""
+    def kernel_rule(self) -> tuple[str, float | Tensor] | None:
+        """Name and parameter of the rule in kernels/maps.py; None where the one-pass kernels do not have it.
+
+        The parameter is one number, or (H,) with one for each head. It gets no gradient.
+        """
         return None
 
 

@@ -10,7 +10,7 @@ matrix of a layer is a few gigabytes, and a normalizer becomes one or two kernel
 use the engines, which never hold the matrix.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.spec import parse_spec
-from attnorm.training.lm.model import ARCHITECTURES, LMSettings, with_sizes
+from attnorm.training.lm.model import ARCHITECTURES, DTYPES, LMSettings, with_sizes
 
 Attention = Literal["engine", "dense"]
 LARGEST_NUMBER_OF_GRAPHS = 64  # of one function; beyond it torch continues uncompiled and only logs it
@@ -52,15 +52,20 @@ def compile_blocks(model: Any, settings: LMSettings) -> None:
 
 
 @contextmanager
-def in_training(model: Any, *, compiled: bool = False, attention: Attention = "engine") -> Iterator[None]:
-    """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled."""
+def in_training(
+    model: Any, *, compiled: bool = False, attention: Attention = "engine", dtype: str | None = None
+) -> Iterator[None]:
+    """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled.
+
+    dtype: of the products, where it is known.
+    """
     from transformers import AttentionInterface
 
     from attnorm.models.patched_attention import KERNEL, patched_attention, register
 
     if attention == "dense":
         AttentionInterface.register(KERNEL, dense_attention)
-    elif compiled and not is_traceable(model):
+    elif compiled and not is_traceable(model, dtype):
         AttentionInterface.register(KERNEL, torch.compiler.disable(patched_attention))
     try:
         with torch._dynamo.config.patch(recompile_limit=LARGEST_NUMBER_OF_GRAPHS) if compiled else nullcontext():
@@ -69,24 +74,29 @@ def in_training(model: Any, *, compiled: bool = False, attention: Attention = "e
         register()
 
 
-def is_traceable(model: Any) -> bool:
-    """Whether the attention of every layer can be part of a compiled block: a rescaled softmax, or our kernels."""
+def is_traceable(model: Any, dtype: str | None = None) -> bool:
+    """Whether the attention of every layer can be part of a compiled block: a rescaled softmax, or our kernels.
+
+    dtype: of the products; None for any of DTYPES.
+    """
     from attnorm.models.patch_state import normalizer_of, patched_modules
 
     normalizers = (normalizer_of(module) for module in patched_modules(model).values())
     config, device = model.config, next(model.parameters()).device
     width = config.hidden_size // config.num_attention_heads
-    return all(_is_rescaled_softmax(one) or _runs_on_kernels(one, width, device) for one in normalizers)
+    dtypes = DTYPES if dtype is None else (dtype,)
+    return all(_is_rescaled_softmax(one) or _runs_on_kernels(one, width, device, dtypes) for one in normalizers)
 
 
 def fastest_attention(normalizer: str, device: torch.device, width: int = 64) -> Attention:
     """Return "dense" unless there is a fused form: of a rescaled softmax, of a mechanism, or one of our GPU kernels.
 
+    On a GPU products are in bfloat16.
     normalizer: with options, as in `topk:k=4`. width: of a head.
     """
     name, options = parse_spec(normalizer)
     one = get(name, **options)
-    fused = isinstance(one, Mechanism) or _is_rescaled_softmax(one) or _runs_on_kernels(one, width, device)
+    fused = isinstance(one, Mechanism) or _is_rescaled_softmax(one) or _runs_on_kernels(one, width, device, DTYPES[-1:])
     return "engine" if fused else "dense"
 
 
@@ -116,11 +126,11 @@ def _is_rescaled_softmax(normalizer: Any) -> bool:
     )
 
 
-def _runs_on_kernels(normalizer: Any, width: int, device: torch.device) -> bool:
+def _runs_on_kernels(normalizer: Any, width: int, device: torch.device, dtypes: Sequence[str]) -> bool:
     if not isinstance(normalizer, Normalizer) or device.type != "cuda":
         return False
-    for dtype in (torch.float32, torch.bfloat16):
-        q = torch.empty((1, 1, FEWEST_QUERIES, width), dtype=dtype, device=device)
+    for dtype in dtypes:
+        q = torch.empty((1, 1, FEWEST_QUERIES, width), dtype=getattr(torch, dtype), device=device)
         inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
         if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
             return False

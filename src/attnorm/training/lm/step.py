@@ -32,6 +32,7 @@ class TrainingStep:
         processes: Processes | None = None,
     ) -> None:
         self.model, self.accelerator, self.compiled, self.attention = model, accelerator, compiled, attention
+        self.dtype = settings.dtype
         self.processes = processes or Processes()
         self.optimizer = accelerator.prepare(make_optimizer(model, settings))
         loss: Callable[..., Any] = predicted_loss
@@ -66,7 +67,7 @@ class TrainingStep:
     def _can_be_captured(self) -> bool:
         """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""
         on_gpu = self.accelerator.device.type == "cuda" and self.processes.count == 1
-        return on_gpu and self.compiled and self.attention == "engine" and is_traceable(self.model)
+        return on_gpu and self.compiled and self.attention == "engine" and is_traceable(self.model, self.dtype)
 
 
 class WindowLoss(torch.nn.Module):

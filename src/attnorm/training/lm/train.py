@@ -74,7 +74,10 @@ class Run:
         checkpoint_every: None for no checkpoints.
         """
         try:
-            with in_training(self.model, compiled=self.compiled, attention=self.attention), whole_windows():
+            with (
+                in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=self.settings.dtype),
+                whole_windows(),
+            ):
                 yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
         finally:
             del self.update  # before the processes are disconnected

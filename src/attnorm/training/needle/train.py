@@ -113,7 +113,7 @@ def fine_tune(
     model.train()
     with (
         accelerated(device, settings.dtype) as accelerator,
-        in_training(model, compiled=compiled, attention=attention),
+        in_training(model, compiled=compiled, attention=attention, dtype=settings.dtype),
         whole_windows(),
     ):
         optimizer = accelerator.prepare(make_optimizer(model, recipe))
