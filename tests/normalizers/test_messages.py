@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnorm.normalizers import compose, get
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import per_head
 
 
@@ -32,3 +32,23 @@ def test_parameters_for_other_heads_are_named_with_both_sizes() -> None:
 def test_a_part_that_is_more_than_asked_for_is_named_with_the_option_it_fits() -> None:
     with pytest.raises(ValueError, match=r"'ssmax'.*compose\(scale='ssmax'\)"):
         compose("softmax", sink="ssmax")
+
+
+@pytest.mark.parametrize(
+    ("mask", "logits", "padding"),
+    [
+        ((2, 5), (2, 3, 4, 5), True),
+        ((3, 5), (2, 3, 4, 5), False),
+        ((2, 4), (2, 3, 4, 5), False),
+        ((2, 3, 5), (2, 3, 4, 5), False),
+        ((2, 5), (2, 4, 5), False),  # three dimensions: no heads to leave room for
+    ],
+)
+def test_a_mask_of_padding_is_answered_with_the_index_that_makes_it_fit(
+    mask: tuple[int, ...], logits: tuple[int, ...], padding: bool
+) -> None:
+    with pytest.raises(ValueError, match="broadcast") as refused:
+        check_mask(torch.ones(mask, dtype=torch.bool), torch.Size(logits))
+    assert ("mask[:, None, None, :]" in str(refused.value)) is padding
+    assert str(mask) in str(refused.value)
+    assert str(logits) in str(refused.value)
