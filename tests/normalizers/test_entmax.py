@@ -345,3 +345,7 @@ def test_a_nan_makes_its_own_row_nan_and_no_other() -> None:
     for name in ("sparsemax", "entmax15", "kneemax"):
         assert get(name)(z).isnan().all(-1).tolist() == [False, True, False]
         assert not get(name)(z)[[0, 2]].isnan().any()
+
+
+def test_the_map_has_the_alpha_of_entmax15_by_default() -> None:
+    assert Entmax().alpha == get("entmax").map.alpha == get("entmax15").map.alpha == 1.5
