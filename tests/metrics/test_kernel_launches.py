@@ -12,7 +12,7 @@ from attnorm.metrics import binned, fused_rows
 from attnorm.metrics import rows as rows_module
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.fused_rows import _BLOCK, _counted, _Launch, _run_on_rows, _tile
-from attnorm.metrics.logits import Visibility
+from attnorm.metrics.logits import Visibility, logit_blocks
 from attnorm.metrics.normalized import resolve_normalizers
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
@@ -261,3 +261,13 @@ def test_factors_are_made_from_the_keys_that_each_head_sees(heads: int, per_head
         assert (block.item, block.heads, block.rows, block.first_key) == (item, slice(0, heads), slice(0, 3), 0)
         assert block.queries.tolist() == [0, 2, 4]
         assert block.logits.shape == (heads, 3, 0)
+
+
+def test_a_normalizer_without_rules_has_no_factor() -> None:
+    call = call_of(5, 7)
+    (block, *_) = logit_blocks(call, torch.arange(5))
+    for name, has in (("softmax", False), ("ssmax", True), ("sink", False)):
+        (one,) = resolve_normalizers(call, [name])
+        assert (one.factor(call, block) is not None) is has
+    (model,) = resolve_normalizers(call, [None])
+    assert model.factor(call, block) is None

@@ -14,7 +14,7 @@ from attnorm.metrics.heaviest import heaviest_keys
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
-from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
+from tests.metrics.calls import CALLS, HEADS, ROW_NORMALIZERS, make_call, window
 
 COUNT = 6
 
@@ -48,6 +48,19 @@ def test_keys_and_weights_are_those_of_the_dense_matrix(name: str) -> None:
     call = CALLS[name]
     size = 60 if name == "large logits" else 1  # logits of that size are off by as many units in the last place
     compare(call, None, 50 * size * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("name", [None, "entmax15"])
+def test_keys_of_a_window_far_from_the_first_key_keep_their_indices(name: str | None) -> None:
+    call, rows = make_call(60, batch=1, mask=window(60, 5)), torch.arange(55, 60)
+    (found,) = measure_reads(call, [name], rows, 3).values()
+    dense = reference.dense_weights(call, None if name is None else get(name))  # type: ignore[arg-type]
+    for head, row in torch.cartesian_prod(torch.arange(HEADS), torch.arange(5)).tolist():
+        keys, weights = found.keys[0, head, row], found.weights[0, head, row]
+        read = keys != NO_KEY
+        assert bool(read.any())
+        assert all(51 + row <= key <= 55 + row for key in keys[read].tolist())
+        torch.testing.assert_close(dense[0, head, 55 + row][keys[read]].double(), weights[read], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ROW_NORMALIZERS)

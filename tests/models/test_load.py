@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, _class_of, _reason, load
+from attnorm.models.load import CannotLoad, _check_weights, _class_of, _reason, load
 from attnorm.models.saving import _saved_class
 from tests.models.families import ids, tiny, tiny_tokenizer
 
@@ -178,6 +178,17 @@ def test_pickles_are_not_opened(folder: Path, name: str, monkeypatch: pytest.Mon
     with pytest.raises(CannotLoad, match=r"safetensors only.*pickle"):
         load(folder)
     assert not (folder / "attnorm-was-here").exists()
+
+
+def test_up_to_three_files_of_other_kinds_are_named(tmp_path: Path) -> None:
+    names = ["a.bin", "b.pt", "c.pth", "d.ckpt", "e.gguf"]
+    for count in range(1, 6):
+        (tmp_path / names[count - 1]).touch()
+        with pytest.raises(CannotLoad) as refused:
+            _check_weights(tmp_path, "model")
+        assert [name in str(refused.value) for name in names] == [at < min(count, 3) for at in range(5)]
+    (tmp_path / "model.safetensors").touch()
+    _check_weights(tmp_path, "model")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 5000])
