@@ -14,7 +14,7 @@ from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.graph import is_exporting
-from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.registry import resolve_for_call
 
 if TYPE_CHECKING:
     from typing import Never as Refused
@@ -127,7 +127,7 @@ def attention(
     """
     if unknown:
         raise TypeError(_unknown_options(unknown))
-    chosen = resolve(normalizer)
+    chosen = resolve_for_call(normalizer)
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
     if not 0 <= dropout_p < 1:
@@ -278,7 +278,7 @@ def normalize(
 
     >>> normalize(logits, "ssmax", mask=mask)
     """
-    chosen = resolve(normalizer)
+    chosen = resolve_for_call(normalizer)
     if isinstance(chosen, Mechanism):
         raise TypeError(
             f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})"

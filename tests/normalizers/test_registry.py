@@ -23,6 +23,7 @@ from attnorm.normalizers import (
     register,
     registry,
 )
+from attnorm.normalizers.registry import resolve, resolve_for_call
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.topk import TopK
 from tests.fresh import run_fresh
@@ -319,3 +320,13 @@ def test_a_name_is_given_only_to_what_has_none() -> None:
     assert registry.as_normalizer(own, "other").name == "mine"
     assert registry.as_normalizer(Softmax(), "other").name == "other"
     assert registry.as_normalizer(Softmax()).name == "custom"
+
+
+def test_a_call_makes_a_normalizer_without_parameters_once() -> None:
+    assert resolve_for_call("softmax") is resolve_for_call("softmax")
+    assert resolve_for_call("sink") is not resolve_for_call("sink")
+    assert resolve("softmax") is not resolve_for_call("softmax")
+    own = get("softmax")
+    assert resolve_for_call(own) is own
+    with pytest.raises(ValueError, match="sofmax"):
+        resolve_for_call("sofmax")

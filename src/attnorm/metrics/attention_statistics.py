@@ -15,7 +15,7 @@ from attnorm.metrics.rows import OnWeights, measure_rows
 from attnorm.metrics.statistics_operator import compiled_statistics
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
 
@@ -71,7 +71,7 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
     """
-    chosen = resolve(normalizer)
+    chosen = resolve_for_call(normalizer)
     if isinstance(chosen, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {chosen.name!r}, which has no rows of logits.")
     if softcap is not None and not softcap > 0:

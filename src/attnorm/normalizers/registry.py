@@ -248,6 +248,21 @@ def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
     return get(normalizer)
 
 
+def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
+    """As `resolve`, for a call that does not keep it: a built-in normalizer without parameters is made once."""
+    if not isinstance(normalizer, str) or normalizer not in BUILT_IN or torch.compiler.is_compiling():
+        return resolve(normalizer)
+    made = _without_parameters.get(normalizer)
+    if made is None:
+        made = get(normalizer)
+        if not made.state_dict():
+            _without_parameters[normalizer] = made
+    return made
+
+
+_without_parameters: dict[str, Normalizer | Mechanism] = {}
+
+
 class _Made:
     """Normalizers by name, as attributes."""
 
