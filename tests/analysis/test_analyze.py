@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import attnorm
+from attnorm.analysis import collect
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
+from attnorm.metrics.stacked_calls import size
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
 from attnorm.models.load import load
@@ -105,6 +107,28 @@ def test_one_more_layer_of_the_same_shape_takes_few_operators(monkeypatch: pytes
         return counted.count
 
     assert operators(6) - operators(2) <= 4 * 40  # 7,000 for every layer when each was measured alone
+
+
+def test_fewer_layers_wait_for_each_other_if_there_are_more_normalizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_gpu(monkeypatch)
+    call = make_call(20, batch=1)
+    monkeypatch.setattr(collect, "STACKED_BYTES", 4 * size(call))
+
+    def most_waiting(**normalizers: Any) -> int:
+        settings = settings_of(
+            normalizers=normalizers, top_n=(1,), rows="all", vectors="values", vector_rows=None, metrics="core",
+            temperatures=(1.0,), seed=0,
+        )  # fmt: skip
+        collector = Collector(settings, normalizers, {}, lambda done: None)
+        waiting = []
+        for layer in range(6):
+            collector(replace(call, layer=layer))
+            waiting.append(len(collector._waiting))
+        collector.finish()
+        return max(waiting) + 1  # the last one is measured with them at once
+
+    assert most_waiting(model=None) == 4
+    assert most_waiting(model=None, ssmax=attnorm.get("ssmax")) == 2
 
 
 def test_layers_that_wait_keep_the_tokens_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:

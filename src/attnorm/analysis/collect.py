@@ -29,7 +29,7 @@ from attnorm.metrics.stacked_calls import can_be_stacked, outline, reads_heads, 
 from attnorm.normalizers.contract import Normalizer
 
 SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows
-STACKED_BYTES = 2**28  # queries, keys and values that wait on a GPU to be measured together
+STACKED_BYTES = 2**28  # queries, keys and values, times normalizers, that wait on a GPU to be measured together
 SAMPLED_WEIGHTS = 2**21  # of sampled rows of layers that are measured together
 Before = tuple[int, int]  # heads and key/value heads of a layer's earlier calls
 
@@ -88,7 +88,8 @@ class Collector:
             self._waiting.append(call)
             self._waiting_tokens = self.tokens.get(call.kind)
             self._draw_ahead(call)
-            if sum(map(size, self._waiting)) >= STACKED_BYTES:
+            # The numbers of all normalizers are in memory together.
+            if len(self.normalizers) * sum(map(size, self._waiting)) >= STACKED_BYTES:
                 self._measure_waiting()
             return
         self._make_tables()
