@@ -271,3 +271,12 @@ def test_a_normalizer_without_rules_has_no_factor() -> None:
         assert (one.factor(call, block) is not None) is has
     (model,) = resolve_normalizers(call, [None])
     assert model.factor(call, block) is None
+
+
+def test_without_sizes_no_masses_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = torch.full((2, 6, 5), 7)
+    numbers = fused_rows.FusedRows(n, {}, torch.zeros(2, 6, 5), torch.zeros(2, 6, 5, dtype=torch.bool))
+    monkeypatch.setattr(fused_rows, "fused_rows", lambda *_: numbers)
+    call = call_of(5, 7)
+    (found,) = rows_module.measure_by_kernel(call, resolve_normalizers(call, [None]), torch.arange(5), ()).values()
+    assert found.top_mass.shape == (2, 6, 5, 0)

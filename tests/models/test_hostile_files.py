@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import attnorm
+from attnorm.models import normalizer_files
 from attnorm.models.normalizer_files import RECIPE_FILE, read_recipe_file
 from attnorm.models.recipe import RecipeError, parse_json, read_recipe, validate_recipe
 from tests.models.families import tiny
@@ -300,3 +301,17 @@ def test_a_damaged_recipe_is_read_within_the_limits_or_named(tmp_path: Path, con
 @given(damaged_recipes())
 def test_many_damaged_recipes_are_read_within_the_limits_or_named(tmp_path: Path, content: bytes) -> None:
     is_read_or_named(content, tmp_path)
+
+
+@pytest.mark.parametrize(("size", "read"), [(8, True), (9, False)])
+def test_a_recipe_in_the_weights_may_have_so_many_bytes(
+    size: int, read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalizer_files, "MOST_BYTES", 8)
+    key = f"layer.{normalizer_files.RECIPE}.json"
+    save_file({key: torch.zeros(size, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    if read:
+        assert normalizer_files._tensors_of(tmp_path / "model.safetensors", re.compile("json"))[key].numel() == size
+    else:
+        with pytest.raises(ValueError, match="8 bytes"):
+            normalizer_files._tensors_of(tmp_path / "model.safetensors", re.compile("json"))

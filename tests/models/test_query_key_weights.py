@@ -179,3 +179,9 @@ def test_latent_attention_scales_the_rotated_part_in_the_queries_alone(low_rank:
     assert query_key_weights(module, call) is None
     module.qk_rope_head_dim, module.kv_b_proj = rope, nn.Identity()
     assert query_key_weights(module, call) is None
+
+
+@pytest.mark.parametrize("length", [1, 10 * INPUTS])
+def test_any_length_of_the_text_shows_the_projections(length: int) -> None:
+    module, make = LAYOUTS["llama"]()
+    assert query_key_weights(module, call_of(make, torch.randn(length, INPUTS))) is not None

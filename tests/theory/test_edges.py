@@ -218,3 +218,26 @@ def test_time_is_given_to_the_claim_that_had_least_of_it(monkeypatch: pytest.Mon
     claims_ = [slow(claim_of([0.5]), seconds) for seconds in (1.0, 0.25)]
     one, other = search.verify(claims_, budget_seconds=10.0, first_rounds=1)
     assert (one.rounds, other.rounds) == (5, 20)
+
+
+@pytest.mark.parametrize("top_n", [2, 3, 7])
+@pytest.mark.parametrize("separable", [True, False])
+def test_the_vectors_of_the_example_of_separability(top_n: int, separable: bool) -> None:
+    vectors = geometry.separability_example(top_n, separable=separable).vectors.reshape(top_n + 1, top_n + 1)
+    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(top_n + 1, dtype=torch.float64))
+    assert torch.equal(vectors[:-1], torch.eye(top_n + 1, dtype=torch.float64)[:-1])
+    along = vectors[:-1] @ vectors[-1]
+    expected = 0.0 if separable else top_n**-0.5
+    torch.testing.assert_close(along, torch.full((top_n,), expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_singular_values_of_blocks_of_two_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last block has a single row."""
+    monkeypatch.setattr(rank_one_eigenvalues, "BLOCK", 2 * 4)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.softmax(torch.randn(rows, 4, generator=generator, dtype=torch.float64), -1)
+    slopes = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
+    found = rank_one_eigenvalues.rank_two_singular_value(weights, slopes)
+    jacobians = (torch.eye(4, dtype=torch.float64) - weights[:, :, None]) * slopes[:, None, :]
+    torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobians, 2))
