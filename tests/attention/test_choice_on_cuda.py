@@ -1,8 +1,6 @@
 """Which engine `auto` takes on CUDA. The tensors are fake: they have a device and no numbers, so no GPU is needed."""
 
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from attnorm.engines import triton_support
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms import attend as mechanisms
 from attnorm.normalizers.contract import Normalizer
-from attnorm.training.lm.attention import _runs_on_kernels
+from attnorm.training.lm.attention import _runs_on_kernels, fastest_attention
 
 FOLDED: dict[str, dict[str, Any]] = {
     "ssmax": {"s": 0.43},
@@ -118,12 +116,13 @@ def test_a_mechanism_does_not_round_q_either(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer() -> None:
-    names = {"sigmoid": True, "entmax15": True, "stick_breaking": True, "gaussian": False}
-    config = SimpleNamespace(num_attention_heads=2, hidden_size=128)
+    in_bfloat16 = ("sigmoid", "entmax15", "stick_breaking", "nearmax", "alibi", "adaptive_temperature")
+    in_float32 = in_bfloat16[:-1]
+    made = {name: attnorm.get(name) for name in (*in_bfloat16, "gaussian", "hard")}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with FakeTensorMode():
-        on_cpu, on_gpu = (
-            SimpleNamespace(config=config, parameters=partial(iter, [torch.empty(1, device=device)]))
-            for device in ("cpu", "cuda")
-        )
-        assert {name: _runs_on_kernels(attnorm.get(name), on_gpu) for name in names} == names
-        assert not _runs_on_kernels(attnorm.get("sigmoid"), on_cpu)
+        for dtype, names in (("bfloat16", in_bfloat16), ("float32", in_float32)):
+            assert tuple(name for name, one in made.items() if _runs_on_kernels(one, 64, gpu, [dtype])) == names
+        assert not _runs_on_kernels(made["sigmoid"], 64, cpu, ["bfloat16"])
+        assert fastest_attention("nearmax", gpu) == "engine"
+        assert fastest_attention("hard", gpu) == "dense"

@@ -63,7 +63,10 @@ def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_quick_run_measures_every_way_and_judges_nothing() -> None:
     heard: list[str] = []
     results = run_benchmarks("analyze", threads=1, quick=True, progress=heard.append)
-    assert heard == [result.what for result in (*results.ratios, *results.runs, *results.growth)]
+    assert heard == [
+        *(f"{ratio.what}: {ratio.speedup:.2f}x" for ratio in results.ratios),
+        *(result.what for result in (*results.runs, *results.growth)),
+    ]
     assert [(ratio.what, ratio.against) for ratio in results.ratios] == [
         (WORDS["core"], WORDS["plain"]),
         (WORDS["full"], WORDS["plain"]),
