@@ -153,6 +153,18 @@ def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
     return factor
 
 
+def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:
+    """One number per head, (H,) in float32 on the device of q.
+
+    Raises:
+        ValueError: There are numbers for another number of heads.
+    """
+    heads = inputs.q_BHQD.shape[1]
+    if numbers.dim() == 1 and numbers.shape[0] != heads:
+        raise ValueError(f"the normalizer has parameters for {numbers.shape[0]} heads, but q has {heads} heads")
+    return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+
+
 def rounded(q: Tensor, inputs: Inputs) -> Inputs:
     """The call with queries q, which hold the factors of the scale rules in float32, in the dtype of the keys.
 

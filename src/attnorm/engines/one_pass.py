@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
-from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
@@ -200,7 +200,7 @@ def _call(
     if form.rule != "none":
         heads, device, given = inputs.q_BHQD.shape[1], inputs.q_BHQD.device, form.parameter
         if isinstance(given, Tensor):
-            parameters = given.to(device, torch.float32).expand(heads).contiguous()
+            parameters = head_numbers(given, inputs)
         else:
             parameters = torch.full((heads,), given, dtype=torch.float32, device=device)
     if inputs.queries < FEWEST_QUERIES:

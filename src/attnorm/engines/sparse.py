@@ -8,7 +8,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
 from attnorm.engines.kernel_operator import kernel_operator
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.alibi import LinearBias
@@ -42,7 +42,7 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     factor = tilts = None
     if (rule := _distance_rule(inputs, normalizer)) is not None:
-        tilts = (rule.slopes.to(q.device, torch.float32) / inputs.scale).expand(q.shape[1])
+        tilts = head_numbers(rule.slopes, inputs) / inputs.scale
     else:
         factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
     if factor is not None:

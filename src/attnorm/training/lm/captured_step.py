@@ -17,9 +17,9 @@ STEPS_BEFORE = 3  # uncaptured: they compile kernels, which a capture cannot con
 
 
 class CapturedStep:
-    """Call it as the step it was made of. The gradients must not be set to None afterwards; every call overwrites them.
+    """Call it like the captured step. Do not set the gradients to None afterwards; every call overwrites them.
 
-    Peak memory must be measured in steps before: torch does not count what a graph uses when it runs again.
+    Measure peak memory in earlier steps: torch does not count what a graph uses when it runs again.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], windows: Tensor) -> None:
@@ -30,6 +30,11 @@ class CapturedStep:
             self._loss = step(self._windows)
 
     def __call__(self, windows: Tensor) -> Tensor:
+        if windows.shape != self._windows.shape:  # copy_ would repeat a single window
+            raise ValueError(
+                f"expected windows of the captured shape {tuple(self._windows.shape)}, got {tuple(windows.shape)}. "
+                "Make a new TrainingStep for another shape."
+            )
         self._windows.copy_(windows, non_blocking=True)
         self._graph.replay()
         return self._loss.clone()

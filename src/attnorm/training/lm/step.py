@@ -19,7 +19,7 @@ LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
 
 
 class TrainingStep:
-    """Call it inside of `in_training` and `whole_windows`."""
+    """One update per call. Call it inside `in_training` and `whole_windows`."""
 
     def __init__(
         self,

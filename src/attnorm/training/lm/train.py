@@ -81,6 +81,7 @@ class Run:
                 yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
         finally:
             del self.update  # before the processes are disconnected
+            self.optimizer.zero_grad()  # a captured step keeps its gradients; evaluation needs their memory
 
     def _steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
@@ -88,6 +89,7 @@ class Run:
         self.model.train()
         losses: list[torch.Tensor] = []
         memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
+        highest = 0  # of all steps: torch does not count the memory of a captured one
         path = self.out / METRICS if self.processes.first else Path(os.devnull)
         with path.open("a", encoding="utf-8") as log:
             ending = self.step == self.settings.steps
@@ -106,7 +108,7 @@ class Run:
                     entry["tokens_per_second"] = round(len(losses) * self.settings.tokens_per_step / elapsed, 1)
                     self.seconds += elapsed
                     if (peak := memory.bytes()) is not None:
-                        entry["peak_memory_bytes"] = peak
+                        entry["peak_memory_bytes"] = highest = max(highest, peak)
                     if evaluate:
                         entry["valid_loss"] = self.processes.by_first(self._quick_loss)
                     log.write(json.dumps(entry) + "\n")
