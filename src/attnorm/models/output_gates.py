@@ -8,10 +8,10 @@ model.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
                 found.layers[call.kind, call.layer] = gates
 
     sites = attention_sites(model)
-    with_gates = {found for found in {type(module) for module in sites} if _mentions_gate(found)}
+    with_gates = {found for found in {type(module) for module in sites} if _mentions_gate(found.forward)}
     gated = [module for module in sites if type(module) in with_gates]
     with ExitStack() as until_exit:
         for module in gated:
@@ -82,9 +82,10 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
         yield found
 
 
-def _mentions_gate(module_class: type[nn.Module]) -> bool:
+@lru_cache(maxsize=1000)
+def _mentions_gate(forward: Callable[..., Any]) -> bool:
     try:
-        return "gate" in inspect.getsource(module_class.forward)
+        return "gate" in inspect.getsource(forward)
     except (OSError, TypeError):  # no source at hand: look at the numbers
         return True
 
