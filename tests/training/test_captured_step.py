@@ -1,6 +1,7 @@
 """What surrounds a captured step, with a stand-in for the CUDA graph; tests/cuda captures real ones."""
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from attnorm.training.checkpoints import StopRequest
 from attnorm.training.device import MemoryPeak, accelerated
 from attnorm.training.lm import step
 from attnorm.training.lm.captured_step import CapturedStep
+from attnorm.training.lm.model import build_model
 from attnorm.training.lm.train import Run
 from tests.training.conftest import tiny
 
@@ -48,6 +50,31 @@ def test_a_run_with_captured_steps_learns_the_same_keeps_no_gradients_and_logs_t
         assert [entry["peak_memory_bytes"] for entry in entries] == [700, 700]
         assert all(parameter.grad is None for parameter in run.model.parameters())
     assert losses[0] == losses[1]
+
+
+def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(gradients: Callable[[Tensor], Tensor], windows: Tensor) -> None:
+        gradients(windows)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    settings = tiny(steps=6, batch=2, context=8, layers=1)
+    batches = torch.randint(257, (6, 2, 9), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(step, "CapturedStep", fails)
+    courses = []
+    for captures in (False, True):
+        monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
+        model = build_model(settings, 257, 0)
+        with (
+            accelerated(torch.device("cpu"), settings.dtype) as accelerator,
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            update = step.TrainingStep(model, settings, accelerator)
+            courses.append([[float(t) for t in update(windows, 1e-3)] for windows in batches])
+        assert [str(one.message).endswith("capturing") for one in said if "CUDA graph" in str(one.message)] == [
+            True
+        ] * captures
+    assert courses[0] == courses[1]
 
 
 def test_windows_of_another_shape_are_rejected() -> None:

@@ -30,9 +30,12 @@ def parse_part(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse 'kneemax+knee=0.25', the name of a part of a composition with its options.
 
     Raises:
-        ValueError: As `parse_spec`.
+        ValueError: An option without a value, given twice, or `heads`, which the caller sets.
     """
-    return parse_spec(spec.replace("+", ":"))
+    try:
+        return parse_spec(spec.replace("+", ":"))
+    except ValueError:
+        raise ValueError(f"expected a part as name+key=value+key=value, each key once, got {spec!r}.") from None
 
 
 def parse_value(word: str) -> Any:

@@ -1,5 +1,6 @@
 """One update of the weights: loss, gradients, clipping, AdamW. On a GPU from the fourth step on as a CUDA graph."""
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._steps == STEPS_BEFORE and self._can_be_captured():
-            self._captured = CapturedStep(self._gradients, windows)
+            self._captured = self._capture(windows)
         self._steps += 1
         loss = self._gradients(windows) if self._captured is None else self._captured(windows)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
@@ -63,6 +64,15 @@ class TrainingStep:
         self.accelerator.backward(loss)
         detached: torch.Tensor = loss.detach()
         return detached
+
+    def _capture(self, windows: torch.Tensor) -> CapturedStep | None:
+        try:
+            return CapturedStep(self._gradients, windows)
+        except RuntimeError as error:  # e.g. a normalizer of the user's waits for the GPU, which a graph cannot contain
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"training continues without a CUDA graph and is slower: {reason}", stacklevel=3)
+            self.optimizer.zero_grad()
+            return None
 
     def _can_be_captured(self) -> bool:
         """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""
