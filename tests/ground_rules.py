@@ -3,10 +3,12 @@
 A plugin that tests/conftest.py registers in each process that runs tests.
 """
 
+import importlib
 import os
 import pkgutil
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -22,7 +24,9 @@ from tests.shape_checks import check_shapes_in
 ROOT = Path(__file__).resolve().parents[1]
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: kernels run, slowly, on a CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
+    if find_spec("triton") is not None:
+        importlib.import_module("triton.language")  # reads the variable once; a test may change the environment
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # an analysis would wait for the disk 100 times
