@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -249,18 +250,18 @@ def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
 
 
 def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
-    """As `resolve`, for a call that does not keep it: a built-in normalizer without parameters is made once."""
+    """As `resolve`, for a call that does not keep it: a built-in normalizer without tensors is made once."""
     if not isinstance(normalizer, str) or normalizer not in BUILT_IN or torch.compiler.is_compiling():
         return resolve(normalizer)
-    made = _without_parameters.get(normalizer)
+    made = _without_tensors.get(normalizer)
     if made is None:
         made = get(normalizer)
-        if not made.state_dict():
-            _without_parameters[normalizer] = made
+        if not any(True for _ in chain(made.parameters(), made.buffers())):
+            _without_tensors[normalizer] = made
     return made
 
 
-_without_parameters: dict[str, Normalizer | Mechanism] = {}
+_without_tensors: dict[str, Normalizer | Mechanism] = {}
 
 
 class _Made:

@@ -97,12 +97,17 @@ def _no_zero(case: ClaimCase) -> Tensor:
 KNEE = 0.25  # of nearmax
 
 
+def _distances(case: ClaimCase) -> Tensor:
+    """Of the keys from the query, which is the last one."""
+    return torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
+
+
 def _penalised(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits without and with a penalty on the distance, 0 at the last key, and its slope (rows, 1).
+    """Logits without and with a penalty on the distance, and its slope (rows, 1).
 
     On some rows the farthest key stands as high as the bound allows, and the penalty parts all other keys.
     """
-    distance = torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
+    distance = _distances(case)
     part = 2 * case.temperature * (1 + KNEE)
     slope = part * case.dial[:, None]
     steep = slope.clamp(min=part)
@@ -116,9 +121,8 @@ def _farthest(case: ClaimCase) -> Tensor:
     """The largest distance with weight, against the reach."""
     logits, penalised, slope = _penalised(case)
     weights: Tensor = kneemax(knee=KNEE)(penalised / case.temperature)
-    distance = torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
     reach = (logits.amax(-1) - logits.amin(-1) + 2 * case.temperature * (1 + KNEE)) / slope[:, 0]
-    return at_most(torch.where(weights > 0, distance, 0.0).amax(-1), reach)
+    return at_most(torch.where(weights > 0, _distances(case), 0.0).amax(-1), reach)
 
 
 def _beyond(case: ClaimCase) -> Tensor:
@@ -201,6 +205,5 @@ CLAIMS = [
         domain="softmax; logits minus m times the distance, the query itself visible",
         statement="keys at distances from d on have at most the weight e^((D - m d)/T) / (1 - e^(-m/T)), for every n",
         ratio=_beyond,
-        sizes=CaseSizes(least_top_n=1),
     ),
 ]

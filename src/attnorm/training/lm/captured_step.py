@@ -1,8 +1,8 @@
 """Forward and backward pass of a training step as one CUDA graph.
 
-At a thousand tokens a GPU computes faster than Python starts its kernels: a step of GPT-2's size has about two thousand
-of them. A graph records them once and starts them all with one call. It holds addresses, not values: windows are
-copied to where the recorded step read them, and gradients stay where it wrote them.
+At a thousand tokens a GPU computes faster than Python starts its kernels. A graph records them once and starts them
+all with one call. It holds addresses, not values: windows are copied to where the recorded step read them, and
+gradients stay where it wrote them.
 """
 
 from collections.abc import Callable, Iterator
