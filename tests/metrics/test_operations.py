@@ -73,7 +73,7 @@ def test_few_operations_for_all_layers_and_no_wait(call: AttentionCall) -> None:
         "isotropy": operators(lambda: isotropy(call.value_BGKE)),
     }
     # Of one layer alone there were 2,800, 1,080, 160 and 60.
-    most = {"vectors": 700, "sensitivity": 200, "coverage": 90, "isotropy": 75}
+    most = {"vectors": 800, "sensitivity": 200, "coverage": 90, "isotropy": 75}
     assert all(counts[name] <= most[name] for name in most), counts
 
 

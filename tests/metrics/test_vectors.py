@@ -70,6 +70,15 @@ def test_weights_that_float32_rounds_to_zero_keep_their_order() -> None:
     torch.testing.assert_close(found.double(), expected.double())
 
 
+def test_the_heaviest_key_is_the_closest_to_itself_however_close_the_others_are() -> None:
+    call = make_call(33, size=1e-4)  # weights are equal to 4 digits
+    value = call.value_BGKE
+    value.copy_(value[:, :, :1] * (1 + 1e-4 * value))  # so float32 rounds away what is left of the distances
+    found = measure_vectors(call, [None], torch.arange(8, 33), (1,))["model"]
+    for name in ("separability", "separability_sphere"):
+        assert set(found[name][~found[name].isnan()].tolist()) == {1.0}
+
+
 def test_layer_inputs_in_the_place_of_values() -> None:
     states = torch.randn(2, 33, 12, generator=torch.Generator().manual_seed(5)).double()
     call = dataclasses.replace(in_float64(CALLS["causal"]), inputs_BKC=states)

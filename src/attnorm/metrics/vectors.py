@@ -230,8 +230,8 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """
     selected = rows.selected()
     groups, count, keys = rows.weights.shape
-    itself = torch.arange(keys, dtype=targets.dtype, device=targets.device).expand(targets[:1].shape)
-    targets = torch.cat([itself, targets]).transpose(0, 1)  # (s, 1 + d, l, w)
+    itself = torch.arange(keys, device=targets.device).expand(1, 1, count, keys)
+    targets = targets.transpose(0, 1)  # (s, d, l, w)
     of_set = count * keys
     if runs_asynchronously(targets):
         draws_at_once = min(max(1, GPU_NULL_ELEMENTS // of_set), targets.shape[1])
@@ -251,10 +251,12 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
             log_weights=None if selected.log_weights is None else selected.log_weights[some],
         )
         heads = owner[start * per_group : (start + sets_at_once) * per_group]
-        of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, 1 + d, l, w)
+        # Keys may be equally close to 7 digits, and a wrong count of one row is a wrong result; the null averages many.
+        exact = separabilities(alone.double(), itself.expand(len(alone.weights), -1, -1, -1), rows.sizes)
+        of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, d, l, w)
         dealt = of_heads.transpose(1, 2).flatten(2, 3).long()
         parts = [separabilities(alone, part, rows.sizes) for part in dealt.split(draws_at_once, 1)]
-        found.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        found.append(torch.cat([exact.to(alone.weights.dtype), *parts], 1))
     return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(found), torch.nan)
 
 

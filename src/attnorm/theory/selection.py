@@ -33,6 +33,10 @@ class SelectedRows:
     def top_n(self) -> int:
         return self.indices.shape[-1]
 
+    def double(self) -> "SelectedRows":
+        logs = None if self.log_weights is None else self.log_weights.double()
+        return replace(self, weights=self.weights.double(), vectors=self.vectors.double(), log_weights=logs)
+
     @cached_property
     def n(self) -> Tensor:
         """Visible keys of each row, in the dtype of the weights."""
