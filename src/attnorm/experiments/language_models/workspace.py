@@ -73,7 +73,7 @@ class LanguageModelPlan(ModelPlan):
 
     normalizers: tuple[str, ...] = (
         SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "kneemax:knee=0.25", "softpick", "sa_softmax",
-        "sink",
+        "sink", "alibi", "nearmax",
     )  # fmt: skip
     at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
     """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
