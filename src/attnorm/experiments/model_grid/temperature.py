@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -58,7 +59,7 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
     return Outcome(
         summary=summary(records, small=small),
         findings=findings(records, small=small),
-        figures={"temperature": figure(records)},
+        figures={"temperature": figure(records), "course": course_figure(records)},
         tables={"models": table(records, largest_gradient=largest_gradient, jacobian_norm=jacobian_norm)},
         parameters=plan.as_dict(),
     )
@@ -81,7 +82,7 @@ def fixed(records: Sequence[Record], map_: str) -> list[float]:
     return sorted(float(T) for T in found)
 
 
-def broken(records: Sequence[Record], map_: str, temperature: str) -> bool:
+def costly(records: Sequence[Record], map_: str, temperature: str) -> bool:
     """Whether some run diverges, or the mean loss is clearly above the best of the map."""
     here = chosen(records, map=map_, temperature=temperature)
     means = [mean(chosen(records, map=map_, temperature=str(T)), loss) for T in fixed(records, map_)]
@@ -90,30 +91,45 @@ def broken(records: Sequence[Record], map_: str, temperature: str) -> bool:
 
 
 def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
+    """Two claims for each map: training breaks at low temperatures, and low temperatures cost loss."""
     found = []
     for map_ in dict.fromkeys(record["map"] for record in records):
-        temperatures = fixed(records, map_)
-        bad = [T for T in temperatures if broken(records, map_, str(T))]
-        ended = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in temperatures}
-        losses = ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items())
-        diverged = sum(record["diverged"] for record in chosen(records, map=map_))
-        found.append(
-            ExperimentFinding(
-                claim=f"training with {map_} breaks at temperatures of {GUIDELINE:g} and less, and only there",
-                ours=f"nats per token: {losses}; {diverged} of {len(chosen(records, map=map_))} runs diverged or "
-                "ended above the loss of word counts",
-                verdict="not tested" if small else _verdict(temperatures, bad),
-                why="too small to judge" if small else f"worse by {WORSE} nats or diverged: {_listed(bad)}",
-            )
-        )
+        found += [_unstable(records, map_, small=small), _worse(records, map_, small=small)]
     return tuple(found)
 
 
-def _verdict(temperatures: Sequence[float], bad: Sequence[float]) -> Verdict:
+def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+    temperatures = fixed(records, map_)
+    low = [r for T in temperatures if T <= GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
+    high = [r for T in temperatures if T > GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
+    diverged = [sum(record["diverged"] for record in group) for group in (low, high)]
+    verdict: Verdict = "does not" if not diverged[0] else "reproduces" if diverged[0] == len(low) else "partly"
+    return ExperimentFinding(
+        claim=f"training with {map_} is unstable at temperatures of {GUIDELINE:g} and less",
+        ours=f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
+        f"{len(high)} at higher temperatures; largest norm of the gradient {mean(low, largest_gradient):.2g} and "
+        f"{mean(high, largest_gradient):.2g} (means)",
+        verdict="not tested" if small else verdict,
+        why="too small to judge" if small else "by the runs that diverged",
+    )
+
+
+def _worse(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+    temperatures = fixed(records, map_)
+    bad = [T for T in temperatures if costly(records, map_, str(T))]
+    ended = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in temperatures}
     low = [T for T in temperatures if T <= GUIDELINE]
+    verdict: Verdict = "partly"
     if not any(T in bad for T in low):
-        return "does not"
-    return "reproduces" if all(T in bad for T in low) and not any(T > GUIDELINE for T in bad) else "partly"
+        verdict = "does not"
+    elif all(T in bad for T in low) and not any(T > GUIDELINE for T in bad):
+        verdict = "reproduces"
+    return ExperimentFinding(
+        claim=f"temperatures of {GUIDELINE:g} and less, and only those, cost {map_} loss",
+        ours="nats per token: " + ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items()),
+        verdict="not tested" if small else verdict,
+        why="too small to judge" if small else f"worse than the best by {WORSE} nats, or diverged: {_listed(bad)}",
+    )
 
 
 def _listed(temperatures: Sequence[float]) -> str:
@@ -166,6 +182,44 @@ def figure(records: Sequence[Record]) -> Figure:
     note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {bars_and_crosses}. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.04, 1, 1))
     return drawn
+
+
+def course_figure(records: Sequence[Record]) -> Figure:
+    """The training loss and the Jacobian norm on the way, one column per map and one line per temperature."""
+    maps = list(dict.fromkeys(record["map"] for record in records))
+    drawn = Figure(figsize=(3.5 * len(maps), 5.2))
+    panels = drawn.subplots(2, len(maps), squeeze=False, sharey="row")
+    for column, map_ in enumerate(maps):
+        temperatures = fixed(records, map_)
+        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
+        for T, shade in zip(temperatures, shades, strict=True):
+            here = chosen(records, map=map_, temperature=str(T))
+            for axes, line in zip(panels[:, column], (_losses_on_the_way(here), _norms_on_the_way(here)), strict=True):
+                axes.plot(*line, color=shade, label=f"T = {T:g}", linewidth=1.3)
+        letter(panels[0, column], "abcdefgh"[column], f"{map_}: training loss")
+        letter(panels[1, column], "abcdefgh"[len(maps) + column], f"{map_}: Jacobian norm")
+        panels[1, column].set_yscale("log")
+        panels[1, column].set_xlabel("training steps")
+        for axes in panels[:, column]:
+            tidy(axes)
+    panels[0, 0].set_ylabel("nats per token")
+    panels[1, 0].set_ylabel("mean over heads")
+    panels[0, -1].legend()
+    note(drawn, "Means over seeds. attnorm reproduce temperature")
+    drawn.tight_layout(rect=(0, 0.03, 1, 1))
+    return drawn
+
+
+def _losses_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Steps after the warmup and mean losses, as far as all runs got."""
+    rows = zip(*(record["course"] for record in records), strict=False)
+    after = [[entry[:2] for entry in row] for row in rows if row[0][0] > records[0]["settings"]["warmup"]]
+    return [row[0][0] for row in after], [float(np.mean([each for _, each in row])) for row in after]
+
+
+def _norms_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    looks = list(zip(*(record.get("looks", ()) for record in records), strict=False))
+    return [look[0]["step"] for look in looks], [float(np.mean([o["jacobian_norm"] for o in look])) for look in looks]
 
 
 EXPERIMENT = Experiment(
