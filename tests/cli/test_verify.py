@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.normalizers.registry import available
 from attnorm.theory import claims, gradient
-from attnorm.theory.normalizer_frontier import Frontier, place_on_frontier
+from attnorm.theory.frontier import Frontier, place_on_frontier
 
 runner = CliRunner()
 QUICK = ["--budget", "0.001"]
@@ -107,7 +107,7 @@ def test_frontier_prints_a_table_json_and_a_figure(tmp_path: Path, monkeypatch: 
             measured_once.append(place_on_frontier((16, 1024), progress=progress))
         return measured_once[0]
 
-    monkeypatch.setattr("attnorm.theory.normalizer_frontier.place_on_frontier", place_once)
+    monkeypatch.setattr("attnorm.theory.frontier.place_on_frontier", place_once)
     result = runner.invoke(app, ["frontier", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)

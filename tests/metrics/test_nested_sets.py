@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnorm.metrics import nested_sets
 from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
-from attnorm.theory import distance, geometry, random_set
+from attnorm.theory import distance, geometry
 from attnorm.theory.selection import SelectedRows, select
 
 SIZES = (1, 2, 5, 7)
@@ -16,9 +16,9 @@ FORMULAS: dict[str, Callable[[SelectedRows], Tensor]] = {
     "d_tilde": distance.d_tilde,
     "relative_distance": distance.relative_distance,
     "fixed_tight": distance.theorem1_fixed_tight,
-    "random_printed": random_set.theorem1_random_printed,
-    "random_lower": lambda rows: random_set.theorem1_random_bounds(rows).lower,
-    "random_upper": lambda rows: random_set.theorem1_random_bounds(rows).upper,
+    "random_printed": distance.theorem1_random_printed,
+    "random_lower": lambda rows: distance.theorem1_random_bounds(rows).lower,
+    "random_upper": lambda rows: distance.theorem1_random_bounds(rows).upper,
 }
 
 

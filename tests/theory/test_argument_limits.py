@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import coverage, dispersion, distance, geometry, gradient, isotropic_law, random_set, search
+from attnorm.theory import coverage, dispersion, distance, geometry, gradient, isotropic_law, search
 from attnorm.theory.catalogue import claims
-from attnorm.theory.entmax_worst_case import entmax_worst_norm, longest_constant_length
+from attnorm.theory.gradient import entmax_worst_norm, longest_constant_length
 from attnorm.theory.linearization import power_iteration_norm, random_directions
 from attnorm.theory.selection import select, top_n_set
 
@@ -68,9 +68,9 @@ LIMITS: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
     (lambda count: random_directions(ZEROS, count), [1], [0]),
     (lambda d: isotropic_law.isotropic_norm_cdf(0.5, [0.5, 0.5], d).probability, [2], [1]),
     (lambda tol: isotropic_law.isotropic_norm_cdf(0.5, [0.5, 0.5], 2, tol).probability, [1e-3], [0.0]),
-    (lambda count: random_set.theorem1_random_bounds(select(WEIGHTS, VECTORS, 1), count).lower, [0, 1], [-1, 13]),
-    (lambda draws: random_set.monte_carlo(lambda: torch.zeros(()), draws).mean, [2], [1]),
-    (lambda most: random_set.random_set_exact(select(WEIGHTS, VECTORS, 2), most), [6], [5]),
+    (lambda count: distance.theorem1_random_bounds(select(WEIGHTS, VECTORS, 1), count).lower, [0, 1], [-1, 13]),
+    (lambda draws: distance.monte_carlo(lambda: torch.zeros(()), draws).mean, [2], [1]),
+    (lambda most: distance.random_set_exact(select(WEIGHTS, VECTORS, 2), most), [6], [5]),
     (lambda at: search.replay(a_claim(), 0, at)[1].nan_to_num(), [0], [-1]),
     (lambda count: len(search.verify([a_claim()], budget_seconds=1e-9, first_rounds=count)), [1], [0]),
     (lambda budget: len(search.verify([a_claim()], budget_seconds=budget, first_rounds=1)), [1e-9], [0.0, math.nan]),
@@ -91,6 +91,6 @@ def test_both_sides_of_a_limit(call: Callable[[Any], Any], allowed: list[Any], b
 
 def test_up_to_12_heavy_keys_may_be_counted_singly() -> None:
     rows = select(torch.arange(1.0, 15.0, dtype=torch.float64) / 105, torch.eye(14, dtype=torch.float64), 2)
-    exact = random_set.random_set_exact(rows)
-    bounds = random_set.theorem1_random_bounds(rows, 12)
+    exact = distance.random_set_exact(rows)
+    bounds = distance.theorem1_random_bounds(rows, 12)
     assert bounds.lower <= exact <= bounds.upper

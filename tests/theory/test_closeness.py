@@ -8,9 +8,8 @@ from torch import Tensor
 
 from attnorm.metrics.null import separabilities
 from attnorm.monitor.separability_null import random_scores, separability_and_null
-from attnorm.theory.closeness import near_one, relative_weights
 from attnorm.theory.geometry import distinguishable, separability, separability_null
-from attnorm.theory.selection import select
+from attnorm.theory.selection import near_one, relative_weights, select
 from tests.theory.reference.separability import in_the_ball, rounding
 
 KEYS, WIDTH, TOP_N, ROWS = 24, 4, 6, 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, frontier, geometry, gradient, linearization, random_set, search, spread
+from attnorm.theory import dispersion, distance, frontier, geometry, gradient, linearization, search, spread
 from attnorm.theory.catalogue.claim import at_least, at_most, between
 from attnorm.theory.selection import select
 from tests.theory.test_search import claim_of
@@ -55,7 +55,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (gradient.finite_difference_corrected, (0.1,), {"temperature": 1.0}),
     (lambda **o: gradient.swap_example(1.0, 0.1, **o).corrected, (), {"temperature": 1.0}),
     (lambda **o: gradient.swap_example(1.0, 0.1, **o).weight_distance, (), {"keys": 16}),
-    (random_set.theorem1_random_bounds, (ROWS,), {"heaviest": 0}),
+    (distance.theorem1_random_bounds, (ROWS,), {"heaviest": 0}),
     (spread.proposition31_bound, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
     (spread.proposition31_tight, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
     (at_most, (ONE, TWO), {"rounding": 0.0}),
@@ -108,9 +108,9 @@ def test_how_often_the_power_iteration_steps_by_default(monkeypatch: pytest.Monk
 def test_how_many_sets_and_permutations_are_drawn_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, function, draws in (
         (geometry, geometry.separability_null, 200),
-        (random_set, random_set.random_set_monte_carlo, 1000),
+        (distance, distance.random_set_monte_carlo, 1000),
     ):
-        monkeypatch.setattr(module, "monte_carlo", lambda draw, draws: random_set.MonteCarlo(ONE, ONE, draws))
+        monkeypatch.setattr(module, "monte_carlo", lambda draw, draws: distance.MonteCarlo(ONE, ONE, draws))
         assert function(ROWS).draws == draws
 
 
@@ -127,12 +127,12 @@ def test_the_grid_on_which_a_range_is_looked_for_by_default() -> None:
 
 def test_up_to_200_000_sets_are_counted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for sets, counted in ((200_000, True), (200_001, False)):
-        monkeypatch.setattr(random_set.math, "comb", lambda *_, sets=sets: sets)
+        monkeypatch.setattr(distance.math, "comb", lambda *_, sets=sets: sets)
         if counted:
-            random_set.random_set_exact(ROWS)
+            distance.random_set_exact(ROWS)
         else:
             with pytest.raises(ValueError, match="200001"):
-                random_set.random_set_exact(ROWS)
+                distance.random_set_exact(ROWS)
 
 
 def test_the_random_seed_of_a_search_is_0_by_default() -> None:

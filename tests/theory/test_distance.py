@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from attnorm.theory import distance, random_set
+from attnorm.theory import distance
 from attnorm.theory.selection import SelectedRows, scaled_distances, select, top_n_indices, top_n_set
 from tests.theory.strategies import ClaimCase, cases
 
@@ -144,13 +144,13 @@ def test_the_printed_fixed_bound_needs_the_true_top_n_set() -> None:
 def test_theorem1_random_corrected_brackets_the_exact_expectation(case: ClaimCase) -> None:
     rows = case.rows
     exact = brute_force_expectation(case.weights, case.vectors, case.top_n)
-    assert torch.allclose(random_set.random_set_exact(rows), exact, rtol=1e-6, atol=ZERO)
-    lower, upper = random_set.theorem1_random_bounds(rows)
+    assert torch.allclose(distance.random_set_exact(rows), exact, rtol=1e-6, atol=ZERO)
+    lower, upper = distance.theorem1_random_bounds(rows)
     assert lower <= exact * (1 + SLACK) + ZERO
     assert exact <= upper * (1 + SLACK) + ZERO
     # The printed epsilon is right for the corrected main term.
-    assert upper <= (lower + random_set.theorem1_random_epsilon(rows)) * (1 + SLACK) + ZERO
-    low, high = random_set.corollary2_bounds(rows)
+    assert upper <= (lower + distance.theorem1_random_epsilon(rows)) * (1 + SLACK) + ZERO
+    low, high = distance.corollary2_bounds(rows)
     assert low <= exact * (1 + SLACK) + ZERO
     assert exact <= high * (1 + SLACK) + ZERO
 
@@ -159,8 +159,8 @@ def test_theorem1_random_corrected_brackets_the_exact_expectation(case: ClaimCas
 @settings(max_examples=15)
 def test_telling_apart_the_heaviest_keys_narrows_the_bracket_down_to_the_expectation(case: ClaimCase) -> None:
     rows, n = case.rows, len(case.logits)
-    exact = random_set.random_set_exact(rows)
-    brackets = [random_set.theorem1_random_bounds(rows, heaviest) for heaviest in range(n + 1)]
+    exact = distance.random_set_exact(rows)
+    brackets = [distance.theorem1_random_bounds(rows, heaviest) for heaviest in range(n + 1)]
     for wide, narrow in itertools.pairwise(brackets):
         assert wide.lower <= narrow.lower * (1 + SLACK) + ZERO
         assert narrow.lower <= exact * (1 + SLACK) + ZERO
@@ -172,9 +172,9 @@ def test_telling_apart_the_heaviest_keys_narrows_the_bracket_down_to_the_expecta
 
 def test_a_peaked_row_needs_the_refined_bracket() -> None:
     rows = random_rows(300, 3, 64, rows=10, scale=3.0)
-    estimate = random_set.random_set_monte_carlo(rows, 300, torch.Generator().manual_seed(0))
+    estimate = distance.random_set_monte_carlo(rows, 300, torch.Generator().manual_seed(0))
     looseness = [
-        float((random_set.theorem1_random_bounds(rows, heaviest).upper / estimate.mean).median()) for heaviest in (0, 4)
+        float((distance.theorem1_random_bounds(rows, heaviest).upper / estimate.mean).median()) for heaviest in (0, 4)
     ]
     assert looseness[0] > 2
     assert looseness[1] < 1.6
@@ -188,32 +188,32 @@ def test_the_variance_is_that_of_sampling_without_replacement() -> None:
         others = [j for j in range(6) if j != i]
         second = [float((y[i] - y[list(chosen)].sum(0)).square().sum()) for chosen in itertools.combinations(others, 3)]
         upper += math.sqrt(np.mean(second)) * 3 / 6
-    assert float(random_set.theorem1_random_bounds(rows).upper[0]) == pytest.approx(upper, rel=1e-12)
+    assert float(distance.theorem1_random_bounds(rows).upper[0]) == pytest.approx(upper, rel=1e-12)
 
 
 @pytest.mark.parametrize(("L", "N"), [(2, 1), (5, 4)])
 def test_bounds_and_expectation_meet_where_the_set_is_certain(L: int, N: int) -> None:
     rows = random_rows(L, N, 3, rows=4)
-    lower, upper = random_set.theorem1_random_bounds(rows)
+    lower, upper = distance.theorem1_random_bounds(rows)
     assert torch.allclose(lower, upper)
-    assert torch.allclose(lower, random_set.random_set_exact(rows))
+    assert torch.allclose(lower, distance.random_set_exact(rows))
 
 
 def test_the_printed_main_term_of_the_random_set_is_off_by_a_factor() -> None:
     rows = random_rows(200, 5, 8)
-    estimate = random_set.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(0))
-    lower, upper = random_set.theorem1_random_bounds(rows)
+    estimate = distance.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(0))
+    lower, upper = distance.theorem1_random_bounds(rows)
     margin = 4 * estimate.standard_error
-    assert (random_set.theorem1_random_printed(rows) > 4 * (estimate.mean + margin)).all()
+    assert (distance.theorem1_random_printed(rows) > 4 * (estimate.mean + margin)).all()
     assert (lower < estimate.mean + margin).all()
     assert (estimate.mean - margin < upper).all()
     assert (upper < 1.4 * estimate.mean).all()
     # Exactly: two equal keys, N = 1. s is the other key's y, so every distance is 0; printed: |1/2 + 1 - 1| = 1/2.
     equal = select(torch.tensor([0.5, 0.5], dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64), 1)
-    assert random_set.random_set_exact(equal) == 0
-    assert random_set.theorem1_random_bounds(equal).upper == 0
-    assert random_set.corollary2_bounds(equal).lower == 0
-    assert float(random_set.theorem1_random_printed(equal)) == pytest.approx(0.5)
+    assert distance.random_set_exact(equal) == 0
+    assert distance.theorem1_random_bounds(equal).upper == 0
+    assert distance.corollary2_bounds(equal).lower == 0
+    assert float(distance.theorem1_random_printed(equal)) == pytest.approx(0.5)
 
 
 def test_the_printed_random_terms_equal_their_formulas() -> None:
@@ -226,32 +226,32 @@ def test_the_printed_random_terms_equal_their_formulas() -> None:
         others = [j for j in range(7) if j != i]
         bottom = (y[i] - 3 / 6 * y[others].sum(0)).norm()
         epsilon += float(3 / 6 * y[others].square().sum() / bottom) / 2 * (1 - 3 / 7)
-    assert float(random_set.theorem1_random_printed(rows)[0]) == pytest.approx(main)
-    assert float(random_set.theorem1_random_epsilon(rows)[0]) == pytest.approx(epsilon)
+    assert float(distance.theorem1_random_printed(rows)[0]) == pytest.approx(main)
+    assert float(distance.theorem1_random_epsilon(rows)[0]) == pytest.approx(epsilon)
 
 
 def test_corollary2_is_off_by_the_root_of_n_plus_one_for_orthonormal_vectors() -> None:
     L, N = 12, 3
     rows = select(torch.full((L,), 1 / L, dtype=torch.float64), torch.eye(L, dtype=torch.float64), N)
     exact = (1 - N / L) * (N + 1) ** 0.5
-    assert float(random_set.random_set_exact(rows)) == pytest.approx(exact)
-    assert float(random_set.corollary2_printed(rows)) == pytest.approx(1)
+    assert float(distance.random_set_exact(rows)) == pytest.approx(exact)
+    assert float(distance.corollary2_printed(rows)) == pytest.approx(1)
     big = random_rows(1000, 5, 64)
-    estimate = random_set.random_set_monte_carlo(big, 100, torch.Generator().manual_seed(0))
-    assert (estimate.mean - 4 * estimate.standard_error > 2 * random_set.corollary2_printed(big)).all()
+    estimate = distance.random_set_monte_carlo(big, 100, torch.Generator().manual_seed(0))
+    assert (estimate.mean - 4 * estimate.standard_error > 2 * distance.corollary2_printed(big)).all()
 
 
 def test_the_lower_end_of_corollary2_equals_its_formula() -> None:
     rows = random_rows(9, 4, 2)
-    expected = (1 - 4 / 9) * 3 * (8 + 4) / (3 * 8 + 4 * 9) * random_set.corollary2_printed(rows)
-    assert torch.allclose(random_set.corollary2_bounds(rows).lower, expected)
+    expected = (1 - 4 / 9) * 3 * (8 + 4) / (3 * 8 + 4 * 9) * distance.corollary2_printed(rows)
+    assert torch.allclose(distance.corollary2_bounds(rows).lower, expected)
 
 
 def test_a_one_hot_row_attains_the_upper_end_and_keeps_its_distance_until_n_equals_l() -> None:
     L = 6
     one_hot = torch.eye(L, dtype=torch.float64)[0]
     vectors = torch.ones(L, 1, dtype=torch.float64)
-    found = [float(random_set.random_set_exact(select(one_hot, vectors, N))) for N in range(1, L)]
+    found = [float(distance.random_set_exact(select(one_hot, vectors, N))) for N in range(1, L)]
     assert found == pytest.approx([(1 - N / L) * (N + 1) for N in range(1, L)])
     assert found[-1] == pytest.approx(1)  # N = L - 1: as far as with nothing selected
 
@@ -317,9 +317,9 @@ def test_what_the_ks_test_calls_indistinguishable_depends_on_the_number_of_heads
 
 def test_monte_carlo_agrees_with_going_through_all_sets() -> None:
     rows = random_rows(8, 3, 2, rows=5)
-    estimate = random_set.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(1))
-    assert ((estimate.mean - random_set.random_set_exact(rows)).abs() < 4.5 * estimate.standard_error).all()
-    again = random_set.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(1))
+    estimate = distance.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(1))
+    assert ((estimate.mean - distance.random_set_exact(rows)).abs() < 4.5 * estimate.standard_error).all()
+    again = distance.random_set_monte_carlo(rows, 400, torch.Generator().manual_seed(1))
     assert torch.equal(estimate.mean, again.mean)
 
 
@@ -328,17 +328,17 @@ QUANTITIES = (
     distance.relative_distance,
     distance.theorem1_fixed_printed,
     distance.theorem1_fixed_tight,
-    random_set.theorem1_random_printed,
-    random_set.theorem1_random_epsilon,
-    lambda rows: random_set.theorem1_random_bounds(rows).lower,
-    lambda rows: random_set.theorem1_random_bounds(rows).upper,
-    lambda rows: random_set.theorem1_random_bounds(rows, 2).lower,
-    lambda rows: random_set.theorem1_random_bounds(rows, 4).upper,
-    random_set.corollary2_printed,
-    lambda rows: random_set.corollary2_bounds(rows).lower,
-    lambda rows: random_set.corollary2_bounds(rows).upper,
+    distance.theorem1_random_printed,
+    distance.theorem1_random_epsilon,
+    lambda rows: distance.theorem1_random_bounds(rows).lower,
+    lambda rows: distance.theorem1_random_bounds(rows).upper,
+    lambda rows: distance.theorem1_random_bounds(rows, 2).lower,
+    lambda rows: distance.theorem1_random_bounds(rows, 4).upper,
+    distance.corollary2_printed,
+    lambda rows: distance.corollary2_bounds(rows).lower,
+    lambda rows: distance.corollary2_bounds(rows).upper,
     lambda rows: distance.relative_distance_bounds(rows).upper,
-    random_set.random_set_exact,
+    distance.random_set_exact,
 )
 
 
@@ -373,7 +373,7 @@ def test_gradients_of_distance_and_bounds() -> None:
     def quantities(z: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         rows = select(torch.softmax(torch.where(mask, z, -torch.inf), -1), x, 2, mask)
         fixed = distance.d_tilde(rows), distance.theorem1_fixed_tight(rows)
-        return *fixed, *random_set.theorem1_random_bounds(rows), *random_set.theorem1_random_bounds(rows, 2)
+        return *fixed, *distance.theorem1_random_bounds(rows), *distance.theorem1_random_bounds(rows, 2)
 
     assert torch.autograd.gradcheck(quantities, (logits, vectors))
     equal = torch.full((4,), 0.25, dtype=torch.float64, requires_grad=True)
@@ -400,11 +400,11 @@ def test_impossible_input_is_refused_by_name() -> None:
     mixed = torch.stack([torch.full((4,), 0.25), torch.ones(4)])
     assert distance.theorem1_fixed_printed(select(mixed, vectors, 2)).isnan().tolist() == [False, True]
     with pytest.raises(ValueError, match=r"10.*random_set_monte_carlo"):
-        random_set.random_set_exact(select(torch.full((8,), 0.125), torch.randn(8, 2), 3), most_sets=10)
+        distance.random_set_exact(select(torch.full((8,), 0.125), torch.randn(8, 2), 3), most_sets=10)
     with pytest.raises(ValueError, match=r"2.*got 1"):
-        random_set.random_set_monte_carlo(select(weights, vectors, 1), draws=1)
+        distance.random_set_monte_carlo(select(weights, vectors, 1), draws=1)
     with pytest.raises(ValueError, match="got -1"):
-        random_set.theorem1_random_bounds(select(weights, vectors, 1), heaviest=-1)
+        distance.theorem1_random_bounds(select(weights, vectors, 1), heaviest=-1)
     with pytest.raises(ValueError, match=r"three.*lengths"):
         distance.fit_power_law(torch.ones(2), torch.ones(2))
     with pytest.raises(ValueError, match="positive"):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import Claim, dispersion, distance, geometry, normalizer_frontier, rank_one_eigenvalues, search
+from attnorm.theory import Claim, dispersion, distance, frontier, geometry, rank_one_eigenvalues, search
 from attnorm.theory.catalogue import claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
-from attnorm.theory.entmax_worst_case import entmax_worst_weights
+from attnorm.theory.gradient import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select
 from tests.theory.test_search import claim_of
 
@@ -170,8 +170,8 @@ def test_where_the_range_of_a_function_is_looked_for(points: int) -> None:
 
 
 def test_the_lengths_and_weights_of_the_frontier_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalizer_frontier, "_registered", lambda: iter(()))
-    found = normalizer_frontier.place_on_frontier()
+    monkeypatch.setattr(frontier, "_registered", lambda: iter(()))
+    found = frontier.place_on_frontier()
     assert found.lengths == (2**4, 2**6, 2**8, 2**10, 2**12, 2**15, 10**6)
     assert found.weights == (0.5, 0.9)
 

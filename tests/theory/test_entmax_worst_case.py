@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import Tensor
 
-from attnorm.theory import entmax_worst_case
-from attnorm.theory.entmax_worst_case import (
+from attnorm.theory import gradient
+from attnorm.theory.gradient import (
+    entmax_jacobian_norm,
     entmax_worst_norm,
     entmax_worst_weights,
     longest_constant_length,
     one_against_equals_norm,
 )
-from attnorm.theory.gradient import entmax_jacobian_norm
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
 from tests.theory.reference.threshold_maps import entmax
 
@@ -127,7 +127,7 @@ def test_the_tempting_constant_is_false_for_long_rows() -> None:
 
 
 def test_a_length_at_which_both_norms_are_equal_is_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entmax_worst_case, "one_against_equals_norm", lambda n, alpha: max(1.0, n / 10))
+    monkeypatch.setattr(gradient, "one_against_equals_norm", lambda n, alpha: max(1.0, n / 10))
     assert longest_constant_length(1.5) == 10
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm import theory
-from attnorm.theory import dispersion, distance, frontier, geometry, gradient, random_set, spread
+from attnorm.theory import dispersion, distance, frontier, geometry, gradient, spread
 from attnorm.theory.selection import SelectedRows, select
 
 TEMPERATURES = (0.07, 0.3, 1.0, 2.5)
@@ -254,28 +254,28 @@ def test_distances_of_the_keys_left_out(top_n: int) -> None:
 def test_distances_of_random_sets(top_n: int) -> None:
     for rows, row, a, y, _, _ in each_row(top_n):
         n, lengths = len(y), sum(float(v.norm()) for v in y.values())
-        close(random_set.corollary2_printed(rows)[row], lengths)
+        close(distance.corollary2_printed(rows)[row], lengths)
         N = top_n
         c = (N - 1) * (n - 1 + N) / ((N - 1) * (n - 1) + N * n)
-        found = random_set.corollary2_bounds(rows)
+        found = distance.corollary2_bounds(rows)
         close(found.lower[row], c * (1 - N / n) * lengths)
         close(found.upper[row], (N + 1) * (1 - N / n) * lengths)
         share, output = N / (n - 1), sum(y.values())
         printed = sum(float(((a[k] + share) * y[k] / a[k] - output).norm()) for k in y)
-        close(random_set.theorem1_random_printed(rows)[row], (n - N) / n * printed)
+        close(distance.theorem1_random_printed(rows)[row], (n - N) / n * printed)
         every = []
         for chosen in itertools.combinations(y, N):
             s = sum(y[key] for key in chosen)
             every.append(sum(float((y[key] - s).norm()) for key in y if key not in chosen))
         exact = sum(every) / len(every)
-        close(random_set.random_set_exact(rows)[row], exact)
+        close(distance.random_set_exact(rows)[row], exact)
         for heaviest in (0, 1, 2):
-            bounds = random_set.theorem1_random_bounds(rows, heaviest)
+            bounds = distance.theorem1_random_bounds(rows, heaviest)
             assert float(bounds.lower[row]) <= exact * (1 + 1e-9)
             assert float(bounds.upper[row]) >= exact * (1 - 1e-9)
-        assert random_set.random_set_exact(rows, math.comb(5, N))[row] == random_set.random_set_exact(rows)[row]
+        assert distance.random_set_exact(rows, math.comb(5, N))[row] == distance.random_set_exact(rows)[row]
         with pytest.raises(ValueError, match=str(math.comb(5, N))):
-            random_set.random_set_exact(rows, math.comb(5, N) - 1)
+            distance.random_set_exact(rows, math.comb(5, N) - 1)
 
 
 @pytest.mark.parametrize("top_n", [1, 2, 3])
@@ -316,14 +316,14 @@ def test_bounds_from_mean_and_variance(mean: float, variance: float, radius: flo
 def test_means_of_draws_and_their_errors() -> None:
     numbers = [1.0, 4.0, -2.0, 0.5]
     drawn = iter(numbers)
-    found = random_set.monte_carlo(lambda: torch.tensor(next(drawn), dtype=torch.float64), 4)
+    found = distance.monte_carlo(lambda: torch.tensor(next(drawn), dtype=torch.float64), 4)
     mean = sum(numbers) / 4
     close(found.mean, mean)
     close(found.standard_error, math.sqrt(sum((x - mean) ** 2 for x in numbers) / 3 / 4))
     assert found.draws == 4
     with pytest.raises(ValueError, match="got 1"):
-        random_set.monte_carlo(lambda: torch.zeros(()), 1)
-    assert random_set.monte_carlo(lambda: torch.zeros(()), 2).standard_error == 0
+        distance.monte_carlo(lambda: torch.zeros(()), 1)
+    assert distance.monte_carlo(lambda: torch.zeros(()), 2).standard_error == 0
 
 
 @pytest.mark.parametrize("heads", [2, 4])

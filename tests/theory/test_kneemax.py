@@ -10,8 +10,7 @@ from torch import Tensor
 
 from attnorm.normalizers.registry import get
 from attnorm.theory import frontier as fr
-from attnorm.theory.entmax_worst_case import entmax_worst_norm
-from attnorm.theory.gradient import threshold_jacobian_norm
+from attnorm.theory.gradient import entmax_worst_norm, threshold_jacobian_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax, kneemax_slopes
 
 LENGTHS = (10**2, 10**3, 10**4, 10**5, 10**6)

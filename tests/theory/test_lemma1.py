@@ -9,7 +9,7 @@ import torch
 import attnorm
 from attnorm.normalizers.registry import available
 from attnorm.theory import claims, verify
-from attnorm.theory.lemma1 import lemma1_constants_of, not_covered
+from attnorm.theory.dispersion import lemma1_constants_of, not_covered
 
 COVERED = [
     ("softmax", {}),

@@ -7,9 +7,8 @@ import torch
 
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
-from attnorm.theory import normalizer_frontier
-from attnorm.theory.frontier import FrontierPoint, frontier_effort
-from attnorm.theory.normalizer_frontier import Frontier, outside_the_law, place_on_frontier
+from attnorm.theory import frontier
+from attnorm.theory.frontier import Frontier, FrontierPoint, frontier_effort, outside_the_law, place_on_frontier
 
 
 @pytest.fixture
@@ -22,8 +21,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     measured.lipschitz = lambda n: None  # type: ignore[method-assign]
     every = [*made.items(), ("undeclared", measured)]
     pairs = [(name, one.double()) for name, one in every if isinstance(one, Normalizer)]
-    monkeypatch.setattr(normalizer_frontier, "_registered", lambda: iter(pairs))
-    monkeypatch.setattr(normalizer_frontier, "LONGEST_MEASURED", 8)
+    monkeypatch.setattr(frontier, "_registered", lambda: iter(pairs))
+    monkeypatch.setattr(frontier, "LONGEST_MEASURED", 8)
 
 
 @pytest.mark.usefixtures("few")
@@ -75,7 +74,7 @@ def test_a_map_that_never_reaches_a_weight_is_absent_with_that_weight_and_length
     plain = get("softmax")
     assert isinstance(plain, Normalizer)
     capped = Capped(plain.map, name="capped").double()
-    monkeypatch.setattr(normalizer_frontier, "_registered", lambda: iter([("capped", capped)]))
+    monkeypatch.setattr(frontier, "_registered", lambda: iter([("capped", capped)]))
     found = place_on_frontier([4], (0.5, 0.9))
     assert not found.points
     assert "4 keys" in found.absent["capped"]
@@ -98,7 +97,7 @@ def test_each_reason_is_that_of_a_declared_property(name: str, why: list[str]) -
 
 
 def test_every_name_is_registered_in_float64() -> None:
-    every = dict(normalizer_frontier._registered())
+    every = dict(frontier._registered())
     assert list(every) == list(available())
     assert all(
         p.dtype == torch.float64 for one in every.values() if isinstance(one, Normalizer) for p in one.parameters()

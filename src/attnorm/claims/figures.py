@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from attnorm.claims.tables import MEASURED, label
 from attnorm.figure_files import INK, PALE, save_figure_files
 from attnorm.line_labels import spread, wrapped
-from attnorm.theory.normalizer_frontier import Frontier
+from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import ROUNDING, Finding
 
 SAME = 1.01  # efforts that never differ by more than this factor are one line

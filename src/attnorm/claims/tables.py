@@ -11,7 +11,7 @@ from rich.text import Text
 from torch import Tensor
 
 from attnorm.theory.catalogue import Claim, ClaimCase
-from attnorm.theory.normalizer_frontier import Frontier
+from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import Counterexample, Finding, table_stands
 
 COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}

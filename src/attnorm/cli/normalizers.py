@@ -66,7 +66,7 @@ def frontier(
     Example: attnorm frontier --out figures
     """
     from attnorm.claims.tables import frontier_table
-    from attnorm.theory.normalizer_frontier import place_on_frontier
+    from attnorm.theory.frontier import place_on_frontier
 
     with ProgressBar() as progress:
         placed = place_on_frontier(progress=lambda name: progress(f"measuring {name}"))

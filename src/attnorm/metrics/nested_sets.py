@@ -1,6 +1,6 @@
 """The N heaviest keys of each row for several N at once: their distances, and the bounds of Theorems 1 and 2.
 
-The formulas are those of theory (distance.py, random_set.py, geometry.py), which takes one N at a time and explains
+The formulas are those of theory (distance.py, geometry.py), which takes one N at a time and explains
 them. Here the sets contain each other, so what does not depend on N is computed once, and all N share each operation:
 on a GPU the time of short rows is that of starting operations.
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import runs_asynchronously, sent_to
 from attnorm.metrics.logits import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, LogitWorkspace
-from attnorm.theory.closeness import near_one, relative_weights
-from attnorm.theory.selection import SelectedRows
+from attnorm.theory.selection import SelectedRows, near_one, relative_weights
 
 
 def draw_permutations(
@@ -46,7 +45,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
 
     rows: r of them for each set of vectors (..., w, E), with at least as many selected keys as the largest N. targets
     (..., d, r, w): the new key of every key, for d draws. Meaningless where n <= N. Keys are compared by their
-    closeness to the context vector (theory.closeness): first those that are in no selected set, then the selected ones.
+    closeness to the context vector (theory.selection): first those that are in no selected set, then the selected ones.
     """
     x, heaviest = near_one(rows.vectors), rows.indices
     chosen = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))

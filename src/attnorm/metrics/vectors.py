@@ -1,6 +1,6 @@
 """What the weights do with the vectors they mix: distances and separability of the N heaviest keys, and their bounds.
 
-The formulas are theory's (distance.py, random_set.py, geometry.py); nested_sets.py has them for several N. Here: which
+The formulas are theory's (distance.py, geometry.py); nested_sets.py has them for several N. Here: which
 vectors, one selection of the heaviest keys for all N, heads divided among threads, and the null, in which the same
 weights are permuted among the visible keys at random.
 """

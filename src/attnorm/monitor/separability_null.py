@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.device_sync import sent_to
-from attnorm.theory.closeness import near_one, relative_weights
+from attnorm.theory.selection import near_one, relative_weights
 
 
 @lru_cache(maxsize=8)

@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnorm.theory.closeness import as_near_as_outsiders
 from attnorm.theory.dispersion import Bounds
+from attnorm.theory.distance import MonteCarlo, monte_carlo
 from attnorm.theory.isotropic_law import IsotropicLaw, isotropic_norm_cdf
-from attnorm.theory.random_set import MonteCarlo, monte_carlo
-from attnorm.theory.selection import SelectedRows, select, visible_keys
+from attnorm.theory.selection import SelectedRows, as_near_as_outsiders, select, visible_keys
 
 
 def nearest_outsider(rows: SelectedRows) -> Tensor:

@@ -4,6 +4,15 @@ Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 2, Coroll
 2025, https://arxiv.org/abs/2510.23012 (softmax is 1/2-Lipschitz). Proofs: docs/theory/gradient.md.
 
 ||J|| is the spectral norm of the Jacobian d weights / d logits of one row. A row without a visible key has J = 0.
+
+Over all rows of n keys, ||J|| of alpha-entmax with temperature T and 1 <= alpha <= 2 is at most
+max(lambda_2, lambda_n) / T, where
+
+    lambda_m = m/(m-1) (m-1)^(alpha-1) / (1 + (m-1)^((alpha-1)/(3-alpha)))^(3-alpha)
+
+is reached by one large weight and m-1 equal small ones. lambda_2 = 2^(alpha-2), so softmax has 1/(2T) and sparsemax
+1/T at every n; in between the constant 2^(alpha-2) holds only up to a length (47 for entmax15), after which the norm
+grows with n towards 1/T.
 """
 
 import math
@@ -13,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from attnorm.normalizers.entmax import one_against_equals_norm
 from attnorm.theory.dispersion import positive_temperature
 from attnorm.theory.linearization import RowMap, random_directions
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
@@ -241,3 +251,60 @@ def _kernel_rows(F: Tensor, slopes: Tensor, mask: Tensor | None) -> tuple[Tensor
             f"F must be non-negative with a positive sum in every row, found a minimum of {F.min().item():.3g}"
         )
     return F, slopes, torch.where(seen, total, 1.0)
+
+
+def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:
+    """max over all rows of n keys of ||J||: the Lipschitz constant of alpha-entmax(z/T), exact and attained."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    _check(n, alpha)
+    if n == 1:
+        return 0.0
+    return max(one_against_equals_norm(2, alpha), one_against_equals_norm(n, alpha)) / temperature
+
+
+def entmax_worst_weights(n: int, alpha: float) -> Float[Tensor, " n"]:
+    """Weights (float64) with that norm: two equal ones, or a large one and n-1 small ones, ratio (n-1)^(2/(3-alpha)).
+
+    Softmax reaches its two equal weights among n > 2 keys only in the limit of logits.
+    """
+    _check(n, alpha)
+    weights = torch.zeros(n, dtype=torch.float64)
+    if n <= 2 or one_against_equals_norm(2, alpha) >= one_against_equals_norm(n, alpha):
+        weights[:2] = 1 / min(n, 2)
+        return weights
+    ratio = (n - 1) ** (2 / (3 - alpha))
+    weights[:] = 1 / (ratio + n - 1)
+    weights[0] = ratio / (ratio + n - 1)
+    return weights
+
+
+def longest_constant_length(alpha: float) -> int | None:
+    """The largest n at which 2^(alpha-2)/T still bounds the norm; None where it does at every n (alpha = 1 and 2)."""
+    _check(2, alpha)
+    if alpha in (1, 2):
+        return None
+
+    def exceeded(n: int) -> bool:
+        return one_against_equals_norm(n, alpha) > one_against_equals_norm(2, alpha)
+
+    # Once exceeded it stays so: the worst case cannot fall when keys are added.
+    high = 4
+    while not exceeded(high):
+        high *= 2
+        if math.log2(high) > 1000:
+            raise ValueError(f"no such length below 2^1000 for alpha = {alpha}: it is too close to 1")
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if exceeded(middle) else (middle, high)
+    return low
+
+
+def _check(n: int, alpha: float) -> None:
+    if n < 1:
+        raise ValueError(f"a row needs at least one key, got n = {n}")
+    if not 1 <= alpha <= 2:
+        raise ValueError(
+            f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}; beyond 2 no bound exists"
+        )

@@ -24,15 +24,13 @@ from attnorm.experiments.experiment import Floats
 from attnorm.theory.dispersion import least_squares_line
 from attnorm.theory.distance import (
     PowerLaw,
+    corollary2_printed,
     d_tilde,
     fit_power_law,
+    random_set_monte_carlo,
     relative_distance,
     theorem1_fixed_printed,
     theorem1_fixed_tight,
-)
-from attnorm.theory.random_set import (
-    corollary2_printed,
-    random_set_monte_carlo,
     theorem1_random_bounds,
     theorem1_random_printed,
 )

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnorm.theory import distance, random_set
+from attnorm.theory import distance
 from attnorm.theory.catalogue.claim import EXACTLY, CaseSizes, Claim, ClaimCase, at_most, between, equals
 from attnorm.theory.selection import SelectedRows, select
 
@@ -56,40 +56,40 @@ def _sub_linear(case: ClaimCase) -> Tensor:
 def _corollary2_limit(case: ClaimCase) -> Tensor:
     """N = 1 among at least 9 keys, E exact: within a quarter of the printed value, in either direction?"""
     rows = select(case.weights, case.vectors, 1)
-    exact, printed = random_set.random_set_exact(rows), random_set.corollary2_printed(rows)
+    exact, printed = distance.random_set_exact(rows), distance.corollary2_printed(rows)
     return between(exact, printed / 1.25, 1.25 * printed, ROUNDING)
 
 
 def _more_keys(case: ClaimCase) -> Tensor:
     """E with N + 1 keys selected over E with N."""
     fewer, more = (
-        random_set.random_set_exact(select(case.weights, case.vectors, case.top_n + extra)) for extra in (0, 1)
+        distance.random_set_exact(select(case.weights, case.vectors, case.top_n + extra)) for extra in (0, 1)
     )
     return at_most(more, fewer, ROUNDING)
 
 
 def _exact(case: ClaimCase) -> Tensor:
-    return random_set.random_set_exact(case.selected)
+    return distance.random_set_exact(case.selected)
 
 
 def _random_printed(case: ClaimCase) -> Tensor:
     """E = main term + eps with 0 <= eps <= the printed bound."""
-    main = random_set.theorem1_random_printed(case.selected)
-    return between(_exact(case), main, main + random_set.theorem1_random_epsilon(case.selected))
+    main = distance.theorem1_random_printed(case.selected)
+    return between(_exact(case), main, main + distance.theorem1_random_epsilon(case.selected))
 
 
 def _random_corrected(case: ClaimCase, heaviest: int) -> Tensor:
-    bounds = random_set.theorem1_random_bounds(case.selected, heaviest)
+    bounds = distance.theorem1_random_bounds(case.selected, heaviest)
     return between(_exact(case), bounds.lower, bounds.upper, ROUNDING)
 
 
 def _random_epsilon(case: ClaimCase) -> Tensor:
-    main = random_set.theorem1_random_bounds(case.selected).lower
-    return at_most(_exact(case) - main, random_set.theorem1_random_epsilon(case.selected) + 1e-9 * main)
+    main = distance.theorem1_random_bounds(case.selected).lower
+    return at_most(_exact(case) - main, distance.theorem1_random_epsilon(case.selected) + 1e-9 * main)
 
 
 def _corollary2_corrected(case: ClaimCase) -> Tensor:
-    bounds = random_set.corollary2_bounds(case.selected)
+    bounds = distance.corollary2_bounds(case.selected)
     return between(_exact(case), bounds.lower, bounds.upper, ROUNDING)
 
 
@@ -103,7 +103,7 @@ def _corollary2_lower_end(case: ClaimCase) -> Tensor:
         rising = (N - 1) * middle < (1 + share) * total - share * n * middle
         low, high = torch.where(rising, middle, low), torch.where(rising, high, middle)
     meeting = (1 - N / n) * (N - 1) * high
-    return equals(random_set.corollary2_bounds(rows).lower, meeting, 1e-9 * total + ROUNDING)
+    return equals(distance.corollary2_bounds(rows).lower, meeting, 1e-9 * total + ROUNDING)
 
 
 def _relative(case: ClaimCase) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kernel import FUNCTIONS
-from attnorm.theory import entmax_worst_case, gradient
+from attnorm.theory import gradient
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, CaseSizes, Claim, ClaimCase, at_most, between, equals
 
 DOC = "docs/theory/gradient.md"
@@ -129,12 +129,12 @@ def _entmax(case: ClaimCase, bound: Callable[[int, float], float]) -> Tensor:
 
 def _entmax_worst(case: ClaimCase) -> Tensor:
     """No row exceeds the constant, and the row that is said to attain it does, for this very alpha and n."""
-    searched = _entmax(case, entmax_worst_case.entmax_worst_norm)
+    searched = _entmax(case, gradient.entmax_worst_norm)
     at_worst = []
     for alpha in ALPHAS:
-        worst = entmax_worst_case.entmax_worst_weights(case.keys, alpha)
+        worst = gradient.entmax_worst_weights(case.keys, alpha)
         norm = gradient.entmax_jacobian_norm(worst, alpha)
-        constant = entmax_worst_case.entmax_worst_norm(case.keys, alpha)
+        constant = gradient.entmax_worst_norm(case.keys, alpha)
         at_worst.append(equals(norm, torch.full_like(norm, constant), 1e-9).expand_as(case.dial))
     return torch.stack([searched, case.picked(at_worst)], -1)
 

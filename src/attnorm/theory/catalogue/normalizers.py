@@ -15,10 +15,9 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, entries, get
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, CaseSizes, Claim, ClaimCase, at_most
 from attnorm.theory.catalogue.dispersion import weights_between
-from attnorm.theory.dispersion import Bounds
-from attnorm.theory.lemma1 import lemma1_constants_of, not_covered
+from attnorm.theory.dispersion import Bounds, lemma1_constants_of, not_covered
+from attnorm.theory.frontier import outside_the_law
 from attnorm.theory.linearization import jacobian_norm
-from attnorm.theory.normalizer_frontier import outside_the_law
 
 FEW_ROWS = 4
 FAR = 20.0
