@@ -17,9 +17,8 @@ from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, size
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
-from attnorm.metrics.stacked_calls import size
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
 from attnorm.models.load import load

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from attnorm.metrics import binned, stacked_calls
+from attnorm.metrics import call as call_module
+from attnorm.metrics import summary
 
 ROOMS = ("attnorm.metrics.", "attnorm.theory.")
 
@@ -14,8 +15,8 @@ def as_on_gpu(patched: pytest.MonkeyPatch) -> None:
 
     Triton's interpreter would take minutes for the quantiles' kernel.
     """
-    patched.setattr(stacked_calls, "saves_time", lambda call: True)
-    patched.setattr(binned, "runs_triton", lambda device: False)
+    patched.setattr(call_module, "saves_time", lambda call: True)
+    patched.setattr(summary, "runs_triton", lambda device: False)
     for name, module in list(sys.modules.items()):
         if name.startswith(ROOMS) and hasattr(module, "runs_asynchronously"):
             patched.setattr(module, "runs_asynchronously", lambda tensor: True)

@@ -5,14 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, stacked
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.coverage import coverage_sums, measure_coverage
-from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.stacked_calls import stacked
-from attnorm.metrics.vectors import NULLS, NUMBERS, measure_vectors
+from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors
 from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
 from tests.metrics.test_rows import TOP_N, in_float64, same
 

@@ -8,11 +8,11 @@ import torch
 
 from attnorm.metrics import reference
 from attnorm.metrics.coverage import measure_coverage
-from attnorm.metrics.heaviest import heaviest, masses
-from attnorm.metrics.isotropy import PAIRED_VECTORS, isotropy
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import rows_block
+from attnorm.metrics.row_statistics import heaviest, masses
 from attnorm.metrics.sensitivity import measure_sensitivity
+from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.gradient import finite_difference_gain

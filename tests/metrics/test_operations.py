@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.coverage import coverage_sums
-from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.normalized import Choice
 from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.vectors import measure_vectors
+from attnorm.metrics.vectors import isotropy, measure_vectors
 
 LAYERS, HEADS, KEY_HEADS, KEYS = 4, 9, 3, 256
 ROWS = torch.arange(192, 256, 4)

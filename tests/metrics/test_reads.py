@@ -10,8 +10,7 @@ from torch import Tensor
 
 from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.heaviest import heaviest_keys
-from attnorm.metrics.reads import NO_KEY, measure_reads
+from attnorm.metrics.reads import NO_KEY, heaviest_keys, measure_reads
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from tests.metrics.calls import CALLS, HEADS, ROW_NORMALIZERS, make_call, window

@@ -12,8 +12,8 @@ from torch import Tensor
 from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.jacobian import has_closed_form
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
+from attnorm.metrics.sensitivity import has_closed_form
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.contract import Normalizer, Sink
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call

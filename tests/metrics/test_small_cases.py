@@ -8,19 +8,17 @@ import torch
 
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics import reference
-from attnorm.metrics.attention_statistics import statistics_of
+from attnorm.metrics.attention_statistics import compiled_statistics, statistics_of
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.isotropy import isotropy
-from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import RowsBlock
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.statistics_operator import compiled_statistics
+from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.summary import summarise
+from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get
 from tests.metrics.calls import make_call
 

@@ -15,8 +15,8 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.reference import dense_logits, dense_visible
+from attnorm.metrics.row_statistics import RowSums
 from attnorm.metrics.rows import _finished, measure_by_kernel
-from attnorm.metrics.softmax_rows import RowSums
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, stacked
 from attnorm.metrics.coverage import coverage_sums, measure_coverage
-from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
-from attnorm.metrics.stacked_calls import stacked
-from attnorm.metrics.vectors import NULLS, NUMBERS, measure_vectors, permutations_ahead
+from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors, permutations_ahead
 from tests.metrics.as_on_gpu import as_on_gpu
 from tests.metrics.calls import HEADS, KEY_HEADS, left_padding, make_call, window
 from tests.metrics.test_rows import in_float64

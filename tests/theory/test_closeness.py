@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics.null import separabilities
+from attnorm.metrics.nested_sets import separabilities
 from attnorm.monitor.separability_null import random_scores, separability_and_null
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import near_one, relative_weights, select

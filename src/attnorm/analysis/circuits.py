@@ -25,8 +25,8 @@ from torch import Tensor
 from attnorm.analysis.default_text import default_text
 from attnorm.analysis.verdicts.circuits import circuit_of, reach
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reads import measure_targets
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.targets import measure_targets
 from attnorm.models.describe import longest_context
 from attnorm.models.forward_pass import run
 from attnorm.models.load import BUNDLED, LoadedModel

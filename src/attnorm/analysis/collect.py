@@ -20,12 +20,11 @@ from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
 from attnorm.engines.threads import MOST_THREADS
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, can_be_stacked, outline, reads_heads, same_shape, size, stacked
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import length_bins
-from attnorm.metrics.stacked_calls import can_be_stacked, outline, reads_heads, same_shape, size, stacked
 from attnorm.normalizers.contract import Normalizer
 
 SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows

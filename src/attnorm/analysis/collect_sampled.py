@@ -17,14 +17,12 @@ from attnorm.analysis.sequences import Sequences, sequences, visible_keys
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, outline
 from attnorm.metrics.coverage import coverage_sums
-from attnorm.metrics.isotropy import isotropy
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.sampling import Source, length_bins, spread
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
-from attnorm.metrics.stacked_calls import outline
-from attnorm.metrics.vectors import measure_vectors, permutations_ahead
+from attnorm.metrics.vectors import isotropy, measure_vectors, permutations_ahead
 from attnorm.normalizers.contract import Normalizer
 
 Choices = Sequence[Normalizer | None]
@@ -74,7 +72,7 @@ def sampled_columns(
     settings: AnalysisSettings,
     ahead: Sequence[DrawnAhead] = (),
 ) -> Callable[[], ByNormalizer]:
-    """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.stacked_calls).
+    """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.call.stacked).
 
     ahead: the random numbers of each layer, where they have been drawn before.
 

@@ -1,7 +1,7 @@
 """Statistics of softmax rows from the sums of softmax_sums.py: eleven numbers per row are read once, the rest written.
 
-The formulas are those of metrics/softmax_rows.py and metrics/rows.py, which hundreds of small operations would evaluate
-one after the other. They are computed in float64: exp and log of float32 are approximations on a GPU.
+The formulas are those of metrics/row_statistics.py and metrics/rows.py, which hundreds of small operations would
+evaluate one after the other. They are computed in float64: exp and log of float32 are approximations on a GPU.
 """
 
 import triton

@@ -1,6 +1,6 @@
-"""The heaviest keys of chosen rows: which positions a head reads, and with what weight.
+"""What chosen rows read: their heaviest keys, and the weight of a known key that a task asks for.
 
-Only the chosen rows are computed, block by block, and only their `count` heaviest keys are kept.
+Only the chosen rows are computed, block by block, and of each row only these numbers are kept.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnorm.engines.threads import in_threads
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.heaviest import heaviest_keys
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 
@@ -55,3 +54,84 @@ def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tens
 
     in_threads(measure, call.key_BGKD.shape[1], device, whole=True)
     return {one.name: Reads(keys[one.name], weights[one.name]) for one in chosen}
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """Numbers of the target in every row, (B, H, R), in float64. A row that does not see its target has weight 0."""
+
+    weight: Tensor  # as the normalizer gives it: not rescaled to a row sum of 1
+    gap: Tensor  # nats: log of the target's weight over the mean weight of the other visible keys; may be infinite
+    heaviest: Tensor  # boolean: no visible key has more weight
+    n: Tensor  # visible keys
+
+
+@torch.no_grad()
+def measure_targets(
+    call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, targets: Tensor
+) -> dict[str, TargetWeights]:
+    """Measure one target key per row, by the normalizers' names.
+
+    rows: sorted query indices, (R,). targets: key indices, (B, R).
+    """
+    batch, heads = call.query_BHQD.shape[:2]
+    if targets.shape != (batch, len(rows)):
+        raise ValueError(f"expected targets of shape {(batch, len(rows))}, got {tuple(targets.shape)}.")
+    if not bool(((targets >= 0) & (targets < call.key_BGKD.shape[-2])).all()):
+        raise ValueError(f"expected targets from 0 to {call.key_BGKD.shape[-2] - 1}, got {targets.tolist()}.")
+    chosen = resolve_normalizers(call, normalizers)
+    device = call.query_BHQD.device
+    targets = targets.to(device)
+    shape = (batch, heads, len(rows))
+    found = {
+        one.name: TargetWeights(
+            weight=torch.zeros(shape, dtype=torch.float64, device=device),
+            gap=torch.full(shape, -torch.inf, dtype=torch.float64, device=device),
+            heaviest=torch.zeros(shape, dtype=torch.bool, device=device),
+            n=torch.zeros(shape, dtype=torch.long, device=device),
+        )
+        for one in chosen
+    }
+    for block in logit_blocks(call, rows, all_heads=True):
+        rows_view = rows_block(call, block)
+        view = rows_view.with_logits(rows_view.logits.double())  # a weight that float32 rounds to 0 has a gap too
+        visible = block.visible.expand(block.logits.shape)
+        column = targets[block.item, block.rows] - block.first_key
+        inside = (column >= 0) & (column < visible.shape[-1])
+        at = column.clamp(0, visible.shape[-1] - 1)[None, :, None].expand(visible.shape[0], -1, 1)
+        seen = visible.gather(-1, at).squeeze(-1) & inside
+        n = visible.sum(-1)
+        for one in chosen:
+            weights = as_normalizer(one, call).weights(view)[0].double().masked_fill(~visible, 0.0)
+            own = torch.where(seen, weights.gather(-1, at).squeeze(-1), 0.0)
+            others = weights.scatter(-1, at, 0.0).sum(-1)
+            where = (block.item, block.heads, block.rows)
+            numbers = found[one.name]
+            numbers.weight[where] = own
+            numbers.gap[where] = own.log() - others.log() + (n - 1).clamp(min=1).double().log()
+            numbers.heaviest[where] = seen & (own >= weights.amax(-1))
+            numbers.n[where] = n
+    return found
+
+
+def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Columns and weights (..., count) of the visible keys with the largest |weight|, the largest first.
+
+    Fewer where a row has fewer columns. Equal weights: the earlier column first, on every device. -1 and 0 stand for no
+    key: a row has fewer visible keys of weight other than 0, or its weights are not finite.
+    """
+    count = min(count, weights.shape[-1])
+    size = weights.abs().masked_fill(~visible, 0.0)
+    sound = size.sum(-1, keepdim=True).isfinite()
+    size = size.masked_fill(~sound, 0.0)
+    # topk may return any of several equal weights: it gives the threshold, the columns are counted from the left.
+    least = size.topk(count, dim=-1).values[..., -1:]
+    heavier, tied = size > least, size == least
+    chosen = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
+    every = torch.arange(size.shape[-1], device=size.device)
+    columns = torch.where(chosen, every, size.shape[-1]).topk(count, dim=-1, largest=False).values
+    order = size.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices
+    columns = columns.gather(-1, order)
+    values = weights.gather(-1, columns)
+    read = size.gather(-1, columns) > 0
+    return torch.where(read, columns, -1), torch.where(read, values, 0.0)

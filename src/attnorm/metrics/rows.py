@@ -17,12 +17,11 @@ from attnorm.engines.threads import in_threads
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.jacobian import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
+from attnorm.metrics.row_statistics import SetApart, row_sums, set_apart, softmax_statistics, weight_rows
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.softmax_rows import SetApart, row_sums, set_apart, softmax_statistics
-from attnorm.metrics.weight_rows import weight_rows
+from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32

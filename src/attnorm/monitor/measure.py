@@ -15,12 +15,11 @@ from torch.nn.functional import pad
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.inputs import without_autocast
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, stacked
 from attnorm.metrics.logits import GROUP, logit_blocks
 from attnorm.metrics.normalized import MODEL, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import spread
-from attnorm.metrics.stacked_calls import stacked
 from attnorm.monitor.sample import Sample
 from attnorm.monitor.separability_null import random_scores, separability_and_null
 from attnorm.normalizers.contract import Normalizer, ScaleRule
