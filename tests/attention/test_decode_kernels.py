@@ -108,7 +108,7 @@ types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "floor"), "fp32")
 rows = ("factor", "shift", "least", "parameters", "sink", "reference_out", "part", "total", "peak")
 types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
-for kernel in (decode.parts, decode.join):
+for kernel in (decode.decode_parts, decode.join_parts):
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=given)

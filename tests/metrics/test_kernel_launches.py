@@ -137,10 +137,10 @@ def test_the_kernel_of_the_sums_of_some_rows_with_everything() -> None:
 
 @pytest.mark.parametrize(("rows", "programs"), [(1, 1), (16, 1), (17, 2)])
 def test_the_kernel_that_counts_a_mask(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnorm.kernels import visible_keys
+    from attnorm.kernels import softmax_statistics
 
     kernel = Kept()
-    monkeypatch.setattr(visible_keys, "visible_keys", kernel)
+    monkeypatch.setattr(softmax_statistics, "visible_keys", kernel)
     mask = torch.ones(2, 3, 1, 23, dtype=torch.bool)
     n = _counted(mask, Visibility(mask, True, 20, 23), torch.arange(rows, dtype=torch.int32))
     assert n.shape == (2, 3, rows)

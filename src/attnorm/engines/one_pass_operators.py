@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.kernel_operator import kernel_operator
+from attnorm.engines.triton_support import kernel_operator
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass_attention import Form
@@ -141,10 +141,10 @@ def decode(
     sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
     softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import decode_attention
+    from attnorm.kernels import decode
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    return decode_attention.forward(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
+    return decode.forward(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
 
 
 @decode.register_fake

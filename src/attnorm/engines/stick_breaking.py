@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
-from attnorm.engines.kernel_operator import kernel_operator
-from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
+from attnorm.engines.triton_support import FEWEST_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 

@@ -4,18 +4,23 @@ A program takes one part of the keys of a key head, for all queries of all heads
 tile. A second kernel joins the parts of each row.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from attnorm.kernels.maps import LOG2E
+from attnorm.kernels.launch import padded
+from attnorm.kernels.maps import LOG2E, MAPS, Reference
 from attnorm.kernels.one_pass import fold, reference_of
+from attnorm.kernels.one_pass_attention import Form, OnePassLaunch
 from attnorm.kernels.one_pass_tiles import load_row
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
+FEWEST_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
 
 
 @triton.jit
-def parts(
+def decode_parts(
     q, k, v, mask, factor, shift, least, parameters, part_out, total_out, peak_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column,
@@ -69,7 +74,7 @@ def parts(
 
 
 @triton.jit
-def join(
+def join_parts(
     part, total, peak, sink, out, reference_out, heads, queries, v_width, splits, floor,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, SINK: tl.constexpr, LIFT: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -114,3 +119,43 @@ def join(
     if REFERENCE == 0:
         acc = acc * (1.0 / LIFT)
     tl.store(out + row * v_width + values, acc.to(out.dtype.element_ty), mask=values < v_width)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and reference of one_pass_attention.forward, for few queries."""
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
+    batch, heads, queries, keys, width = *q.shape[:3], k.shape[2], v.shape[-1]
+    rows, columns, warps, stages = tile(q, v, heads // k.shape[1] * queries)
+    begin = 0 if form.window is None else max(keys - queries - form.window + 1, 0) // columns * columns
+    programs = 2 * _processors(q) // (batch * k.shape[1])
+    span = max(FEWEST_SPLIT, triton.cdiv(keys - begin, max(programs, 1)))
+    span = triton.cdiv(span, columns) * columns
+    splits = triton.cdiv(keys - begin, span)
+    parts = torch.empty((batch, heads, queries, splits, width), dtype=torch.float32, device=q.device)
+    total, peak = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
+    out = torch.empty((*q.shape[:-1], width), dtype=torch.float32 if precise else q.dtype, device=q.device)
+    reference = call.rows(MAPS[form.map].reference != Reference.NONE)
+    names = ("REFERENCE", "NORMALISED", "SINK", "LIFT", "V_WIDTH")
+    with call.device:
+        decode_parts[(splits * batch * k.shape[1],)](
+            *call.tensors, parts, total, peak, *call.strides, *call.sizes, begin, span, splits, **call.constants,
+            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        join_parts[(batch * heads * queries,)](
+            parts, total, peak, call.sink, out, reference, heads, queries, width, splits, form.floor,
+            **{name: call.constants[name] for name in names}, num_warps=1 if width <= 64 else 4,
+        )  # fmt: skip
+    return out, reference
+
+
+def _processors(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+
+
+def tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
+    """Rows for all queries that share a key head, columns, warps, stages. Not yet timed on a GPU."""
+    wide = max(padded(q), padded(v)) * q.element_size() > 256
+    return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if q.element_size() > 2 else 3

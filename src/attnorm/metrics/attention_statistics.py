@@ -21,6 +21,8 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
+_NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
+
 
 @dataclass(frozen=True)
 class RescaledSoftmax(MeasuredNormalizer):
@@ -134,7 +136,6 @@ class AttentionStatistics(NamedTuple):
 
 
 _ROW_NUMBERS = [name for name in AttentionStatistics._fields if name not in ("n", "top_mass")]
-_NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
 
 
 def attention_statistics(

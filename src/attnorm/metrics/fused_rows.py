@@ -47,7 +47,7 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
 
 def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     """What the mask (b, h, 1 or Q, K) leaves of the keys, (b, h, R)."""
-    from attnorm.kernels.visible_keys import visible_keys
+    from attnorm.kernels.softmax_statistics import visible_keys
 
     queries, keys = visibility.queries, visibility.keys
     mask = mask.expand(*mask.shape[:2], queries, keys)
@@ -111,8 +111,7 @@ def fused_rows(
     factor: what the logits are multiplied by, broadcastable to (B, H, R, 1). learned_sink (H,): one more logit of each
     head that takes weight.
     """
-    from attnorm.kernels.softmax_root import softmax_root
-    from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_statistics
+    from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_root, softmax_statistics
 
     launch = _Launch.of(call, rows, factor)
     sums = launch.softmax_sums()

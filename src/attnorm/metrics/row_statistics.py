@@ -22,6 +22,11 @@ from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.metrics.logits import GROUP, LOW, LogitBlock, LogitWorkspace, too_few_to_wait
 from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
+# exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
+LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
+# Below this a sum of exponentials may have lost its digits to underflow.
+SMALLEST_SUM = 1e-30
+
 
 def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tensor:
     """The `count` largest of each row (rows, L), largest first; fewer where L is smaller. `scratch` is overwritten."""
@@ -40,12 +45,6 @@ def masses(weights: Tensor, top_n: Sequence[int]) -> Tensor:
     ordered = heaviest(weights, weights.shape[-1])
     sums = ordered.cumsum(-1)
     return torch.stack([sums[:, min(N, sums.shape[-1]) - 1] for N in top_n], -1)
-
-
-# exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
-LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
-# Below this a sum of exponentials may have lost its digits to underflow.
-SMALLEST_SUM = 1e-30
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from attnorm.theory.selection import at_least_float32
 KEY_BY_KEY = (Sigmoid, Relu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # of each head, the last among them, where it takes power iteration
+GPU_ELEMENTS = 2**25  # weights that are computed at once on a GPU, for several temperatures and steps
 
 
 def has_closed_form(normalizer: Normalizer) -> bool:
@@ -127,9 +128,6 @@ def _slope_of_each(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
         point = at.clone().requires_grad_()
         (slopes,) = torch.autograd.grad(function(point).sum(), point)
     return slopes
-
-
-GPU_ELEMENTS = 2**25  # weights that are computed at once on a GPU, for several temperatures and steps
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from attnorm.engines.triton_support import runs_triton
 from attnorm.kernels.launch import device_of
 
 BLOCK, WARPS = 2048, 16  # numbers per step of a program: its steps wait for each other, so few and wide ones
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,6 @@ def _by_sorting(
 def _per_bin(where: Tensor, values: Tensor, bins: int) -> Tensor:
     """Sums of values (lists, M) over the members of each bin, (lists, bins)."""
     return values.new_zeros(len(values), bins + 1).scatter_add_(1, where, values)[:, :bins]
-
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)

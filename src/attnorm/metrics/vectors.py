@@ -27,6 +27,28 @@ from attnorm.theory.selection import SelectedRows, at_least_float32
 # Pairs are compared among this many vectors of each head, so that no K x K array arises.
 PAIRED_VECTORS = 512
 CHECKED_VECTORS = 8
+Vectors = Literal["values", "inputs"]
+# Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
+# rest.
+NULL_ROWS = 16
+# Weights that are permuted at a time: of one set of vectors on a CPU, of several on a GPU.
+NULL_ELEMENTS = 2**19
+GPU_NULL_ELEMENTS = 2**23
+NUMBERS = (
+    "d_tilde",
+    "relative_distance",
+    "fixed_printed",
+    "fixed_tight",
+    "random_printed",
+    "random_lower",
+    "random_upper",
+    "separability",
+    "separability_sphere",
+    "separability_lower",
+    "separability_upper",
+)
+COMPARED = NUMBERS[7:]  # with the null, on the same rows
+NULLS = ("separability_null", "separability_null_low", "separability_null_high", "separability_sphere_null")
 
 
 @dataclass(frozen=True)
@@ -78,32 +100,6 @@ def _smallest_distance(x: Tensor, seen: Tensor, seed: int) -> Tensor:
     exact = torch.cdist(some, x, compute_mode="donot_use_mm_for_euclid_dist")
     pairs = pairs.gather(-2, closest.unsqueeze(-1).expand(*closest.shape, x.shape[-2]))
     return torch.where(pairs, exact, torch.inf).amin((-2, -1))
-
-
-Vectors = Literal["values", "inputs"]
-
-# Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
-# rest.
-NULL_ROWS = 16
-# Weights that are permuted at a time: of one set of vectors on a CPU, of several on a GPU.
-NULL_ELEMENTS = 2**19
-GPU_NULL_ELEMENTS = 2**23
-
-NUMBERS = (
-    "d_tilde",
-    "relative_distance",
-    "fixed_printed",
-    "fixed_tight",
-    "random_printed",
-    "random_lower",
-    "random_upper",
-    "separability",
-    "separability_sphere",
-    "separability_lower",
-    "separability_upper",
-)
-COMPARED = NUMBERS[7:]  # with the null, on the same rows
-NULLS = ("separability_null", "separability_null_low", "separability_null_high", "separability_sphere_null")
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from attnorm.normalizers.kernel import FUNCTIONS, Kernel, PositiveFunction
 from attnorm.normalizers.softmax import Softmax, Temperature
 from attnorm.theory.selection import at_least_float32, visible_keys
 
+Number = Tensor | float
+
 
 def positive_temperature(temperature: float | Tensor, like: Tensor | None = None) -> Tensor:
     """As a tensor of the dtype and device of `like`; without it a number becomes float64, a tensor stays as it is."""
@@ -38,9 +40,6 @@ def positive_temperature(temperature: float | Tensor, like: Tensor | None = None
     if not runs_asynchronously(value) and not bool((value > 0).all()):
         raise ValueError(f"temperature must be positive, got {float(value.min()):g}")
     return value
-
-
-Number = Tensor | float
 
 
 class Bounds(NamedTuple):

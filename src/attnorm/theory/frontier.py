@@ -33,6 +33,9 @@ from attnorm.theory.linearization import RowMap, power_iteration_norm
 GapForWeight = Callable[[float, int], float]
 # keys n -> Lipschitz constant of the map
 Lipschitz = Callable[[int], float]
+LENGTHS = (16, 64, 256, 1024, 4096, 32_768, 1_000_000)
+WEIGHTS = (0.5, 0.9)
+LONGEST_MEASURED = 4096  # keys up to which a Lipschitz constant is measured in seconds
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,6 @@ def _check(n: int, weight: float) -> None:
     _check_keys(n)
     if not 1 / n <= weight <= 1:
         raise ValueError(f"the leading token's weight lies in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")
-
-
-LENGTHS = (16, 64, 256, 1024, 4096, 32_768, 1_000_000)
-WEIGHTS = (0.5, 0.9)
-LONGEST_MEASURED = 4096  # keys up to which a Lipschitz constant is measured in seconds
 
 
 @dataclass(frozen=True, kw_only=True)

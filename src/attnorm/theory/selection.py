@@ -22,6 +22,8 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import runs_asynchronously
 
+_OF_ALL_SETS = ("n", "squares", "norms", "output", "along_output")
+
 
 @dataclass(frozen=True)
 class SelectedRows:
@@ -142,9 +144,6 @@ class SelectedRows:
         """A number per row, as the caller gave it, ready to meet this record's rows."""
         value = torch.as_tensor(given, dtype=self.weights.dtype, device=self.weights.device)
         return value.unsqueeze(-1) if self.one_row_per_set and value.dim() else value
-
-
-_OF_ALL_SETS = ("n", "squares", "norms", "output", "along_output")
 
 
 def select(
