@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models import output_check
+from attnorm.models import observe
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.output_check import TOLERANCE, _compared, check_output
+from attnorm.models.observe import TOLERANCE, _compared, check_output
 
 B, H, G, Q, K, D, E = 2, 4, 2, 3, 6, 5, 3
 
@@ -64,7 +64,7 @@ def test_the_four_numbers_are_those_of_attention_row_by_row(
     name: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parts > 1:  # as on a GPU
-        monkeypatch.setattr(output_check, "runs_asynchronously", lambda tensor: True)
+        monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: True)
     call = call_of(**CALLS[name])
     output, size, largest = by_rows(call)
     off = 0.25 * torch.eye(H, E, dtype=torch.float64).expand(B, H, E) * torch.tensor([1.0, 0.5])[:, None, None]
@@ -100,7 +100,7 @@ def test_the_audit_gives_up_right_above_its_tolerance(dtype: torch.dtype) -> Non
     for share, passes in ((0.999, True), (1.001, False)):
         numbers[1] = share * limit
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(output_check, "_compared", lambda call, output: numbers)
+            patched.setattr(observe, "_compared", lambda call, output: numbers)
             if passes:
                 check_output(call, output[:, None].to(dtype), "layer", "eager")
             else:

@@ -5,8 +5,8 @@ import torch
 import transformers
 from torch import nn
 
-from attnorm.models.dispatch import UnsupportedModel, _asks, attention_sites, supported_families
-from attnorm.models.observe import check_observable, observe
+from attnorm.models.dispatch import UnsupportedModel, _asks, attention_sites, check_observable, supported_families
+from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, tiny
 
 BY_THEMSELVES = {

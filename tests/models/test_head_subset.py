@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnorm.models.head_subset import ByHead, check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.layer_normalizer import ByHead, check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.normalizers import Normalizer, get
 from attnorm.normalizers.contract import Map
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models import output_check
+from attnorm.models import observe
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.output_check import TOLERANCE, check_output
+from attnorm.models.observe import TOLERANCE, check_output
 
 
 def call_of(dtype: torch.dtype, size: float) -> AttentionCall:
@@ -114,7 +114,7 @@ HIDDEN[0, 1, 2] = False
 def test_the_compared_numbers_are_those_of_loops(options: dict[str, Any]) -> None:
     call = random_call(**options)
     output = torch.randn(2, call.query_BHQD.shape[2], 4, 2, dtype=torch.float64)
-    found = output_check._compared(call, output).tolist()
+    found = observe._compared(call, output).tolist()
     assert found == pytest.approx(expected_numbers(call, output), rel=1e-9)
 
 
@@ -124,10 +124,10 @@ def test_rows_that_are_not_finite_are_not_compared() -> None:
     output[1, -1] = math.inf
     rest = random_call()
     expected = expected_numbers(replace(rest, **{n: getattr(rest, n)[:1] for n in PARTS}), torch.zeros_like(output[:1]))
-    found = output_check._compared(call, output).tolist()
+    found = observe._compared(call, output).tolist()
     assert found[0] == 1.0
     assert 0 < found[1] <= expected[1]
-    assert output_check._compared(call, torch.full_like(output, math.nan)).tolist()[0] == 0.0
+    assert observe._compared(call, torch.full_like(output, math.nan)).tolist()[0] == 0.0
 
 
 PARTS = ("query_BHQD", "key_BGKD", "value_BGKE")
@@ -163,13 +163,13 @@ def test_half_precision_may_round_the_largest_logit_twice() -> None:
 
 @pytest.mark.parametrize("keys", [1, 6, 256, 384])
 def test_a_product_by_parts_is_the_product(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_check, "runs_asynchronously", lambda tensor: True)
+    monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: True)
     weights, value = torch.randn(2, 3, 4, keys, dtype=torch.float64), torch.randn(2, 3, keys, 5, dtype=torch.float64)
-    torch.testing.assert_close(output_check._mixed(weights, value), weights @ value)
+    torch.testing.assert_close(observe._mixed(weights, value), weights @ value)
 
 
 def test_on_a_gpu_the_result_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_check, "runs_asynchronously", lambda tensor: True)
+    monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: True)
     call = call_of(torch.float32, 1.0)
     later = check_output(call, output_with(call, 3.0), "layer", "sdpa")
     with pytest.raises(UnsupportedModel):
@@ -197,4 +197,4 @@ def test_values_of_zero_have_no_error() -> None:
 )
 def test_logits_are_rounded_as_the_device_does(dtype: torch.dtype, cuda: bool, step: float) -> None:
     tensor = Mock(spec=torch.Tensor, dtype=dtype, is_cuda=cuda)
-    assert output_check._step(tensor) == step
+    assert observe._step(tensor) == step

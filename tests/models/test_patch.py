@@ -28,7 +28,7 @@ from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttenti
 import attnorm
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import KERNEL, NORMALIZER, UnsupportedModel, attention_sites
-from attnorm.models.head_subset import head_count
+from attnorm.models.layer_normalizer import head_count
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
 from attnorm.models.patch_state import device_of, recipe_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.models.picture import picture_of
+from attnorm.models.media import picture_of
 from attnorm.report.html.data import payload
 from tests.analysis.tiny_models import vit
 

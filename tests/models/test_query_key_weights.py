@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.query_key_weights import HeadRows, query_key_weights
+from attnorm.models.query_key_origin import HeadRows, query_key_weights
 
 HEADS, GROUPS, WIDTH, VALUE, INPUTS, LENGTH = 4, 2, 3, 5, 7, 6
 Make = Callable[[Tensor], tuple[Tensor, Tensor]]

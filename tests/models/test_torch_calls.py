@@ -307,7 +307,7 @@ def test_flex_attention_without_functions_and_with_a_causal_mask_needs_no_array(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_score_mod_over_too_many_scores_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.models.flex_calls.LARGEST", 100)
+    monkeypatch.setattr("attnorm.models.torch_functions.LARGEST", 100)
     q = torch.randn(1, 2, 33, 8)
     with pytest.raises(UnsupportedModel, match="score_mod"):
         seen_in(lambda: flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + i))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attnorm.metrics.reference import dense_weights
-from attnorm.models import flex_calls
+from attnorm.models import torch_functions
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import Visible
 from attnorm.models.torch_functions import (
@@ -164,15 +164,15 @@ def test_masks_and_scores_are_computed_up_to_a_number_of_scores(monkeypatch: pyt
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
 
     def masked() -> object:
-        return flex_calls._masked(block_mask, 4, 5, torch.device("cpu"))
+        return torch_functions._masked(block_mask, 4, 5, torch.device("cpu"))
 
     def scored() -> object:
-        return flex_calls._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, Visible(causal=False))
+        return torch_functions._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, Visible(causal=False))
 
     for call, name in ((masked, "mask_mod"), (scored, "score_mod")):
-        monkeypatch.setattr(flex_calls, "LARGEST", 2 * 3 * 4 * 5)
+        monkeypatch.setattr(torch_functions, "LARGEST", 2 * 3 * 4 * 5)
         call()
-        monkeypatch.setattr(flex_calls, "LARGEST", 2 * 3 * 4 * 5 - 1)
+        monkeypatch.setattr(torch_functions, "LARGEST", 2 * 3 * 4 * 5 - 1)
         with pytest.raises(UnsupportedModel, match=name):
             call()
 
@@ -183,7 +183,7 @@ def test_a_block_mask_is_read_for_every_item_and_head_over_several_blocks(batch:
         return (i + b) % (h + 2) <= j
 
     blocks = create_block_mask(rule, batch, heads, 8, 10, device="cpu", BLOCK_SIZE=2)
-    found = flex_calls._masked(blocks.as_tuple(), 8, 10, torch.device("cpu"))
+    found = torch_functions._masked(blocks.as_tuple(), 8, 10, torch.device("cpu"))
     where = itertools.product(range(batch), range(heads), range(8), range(10))
     expected = torch.tensor([(i + b) % (h + 2) <= j for b, h, i, j in where]).reshape(batch, heads, 8, 10)
     assert found.mask is not None
@@ -203,7 +203,7 @@ def test_a_score_mod_hides_what_it_sets_to_minus_infinity_beside_the_mask(
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 3, 4, 8, generator=generator) for _ in range(2))
     mask = None if rows is None else torch.tensor([True, True, False, True]).expand(1, 1, rows, 4)
-    found = flex_calls._scored(q, k, score, 0.5, Visible(causal=causal, mask=mask))
+    found = torch_functions._scored(q, k, score, 0.5, Visible(causal=causal, mask=mask))
     ordered = torch.ones(4, 4, dtype=torch.bool).tril()
     other = {"nothing": torch.ones(4, 4).bool(), "later keys": ordered, "one key": torch.arange(4) != 1}[hides]
     expected = (ordered if causal else True) & other & (True if mask is None else mask)

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from transformers import GPT2Config, LlamaConfig, T5Config
 
 import attnorm
+from attnorm.models.layer_normalizer import trained_length
 from attnorm.models.patch import patch, swap
-from attnorm.models.warm_start import trained_length
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import BUILT_IN
 from tests.models.tiny import llama, quiet_logits, tiny, tokens

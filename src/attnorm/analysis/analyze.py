@@ -31,11 +31,10 @@ from attnorm.analysis.settings import (
     whole_pictures,
 )
 from attnorm.analysis.verdicts import Thresholds
+from attnorm.models.dispatch import check_observable
 from attnorm.models.inputs import Text, texts_from
 from attnorm.models.load import BUNDLED, LoadedModel, load
-from attnorm.models.media import with_model_inputs
-from attnorm.models.observe import check_observable
-from attnorm.models.picture import PatchPicture, picture_of
+from attnorm.models.media import PatchPicture, picture_of, with_model_inputs
 
 __all__ = ["AnalysisProgress", "analyze"]
 

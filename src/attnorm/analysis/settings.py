@@ -180,7 +180,7 @@ def started_at_length(
     Only the option that depends on the length is set. Normalizers given as objects stay as they are. length: start
     at this length instead.
     """
-    from attnorm.models.warm_start import trained_length  # loads transformers
+    from attnorm.models.layer_normalizer import trained_length  # loads transformers
 
     names = {given} if isinstance(given, str) else set()
     if isinstance(given, Iterable) and not isinstance(given, str):

@@ -4,9 +4,13 @@ Every attention module of transformers asks `AttentionInterface.get_interface(na
 each call. While a model is observed, it gets the same kernel, wrapped to record its arguments first. The model keeps
 its own kernel name: what depends on that name - the masks (a registered attention function without a mask function of
 its name makes a decoder bidirectional), the eager function of its file, branches inside the model - stays as it was.
+
+A model may change its logits in a way that no argument of the call shows. Then every measured number would be wrong, so
+the output of the last query is rebuilt from the recorded call and compared with the kernel's output.
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from attnorm.engines.device_sync import arrival, runs_asynchronously, sent_to_cpu
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import (
     LayerNumbers,
@@ -27,16 +32,15 @@ from attnorm.models.dispatch import (
     what_works,
 )
 from attnorm.models.hf_call import POSITIONAL, MaskReader, read_call
-from attnorm.models.output_check import check_output
 from attnorm.models.private_names import in_backward_pass, is_compiled, replace_get_interface
 
-__all__ = ["check_observable", "observe"]
-
+MOST_PARTS = 256
+TOLERANCE = 0.02  # of the largest value: rounding stays far below, another formula far above
 # The parameters through which an attention module is given the states of another sequence.
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-
 _lock = threading.RLock()
 _watched: dict[nn.Module, tuple["_Observation", ...]] = {}  # attention module -> who observes it, the first one first
+_original: list[Any] = []  # AttentionInterface.get_interface, while it is replaced
 
 
 @contextmanager
@@ -51,7 +55,7 @@ def observe(
     """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
 
     The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
-    projected from. check: rebuild one row of every module (models.output_check); once per model is enough. on_output:
+    projected from. check: rebuild one row of every module (`check_output`); once per model is enough. on_output:
     also gets each call with its output (B, Q, H, E).
     Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
     """
@@ -165,9 +169,6 @@ class _Running:
     source: Any  # what they are projected from, if that is wanted
 
 
-_original: list[Any] = []  # AttentionInterface.get_interface, while it is replaced
-
-
 def _register(observation: _Observation) -> None:
     with _lock:
         if not _watched:
@@ -210,3 +211,81 @@ def _behind(key: Tensor, source: Any) -> Tensor | None:
     if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[:2] != (key.shape[0], key.shape[2]):
         return None
     return source.to(key.device)
+
+
+def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> Callable[[], None]:
+    """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values.
+
+    On a GPU, call the returned function later: it waits for the result and raises.
+    """
+    numbers = sent_to_cpu(_compared(call, output_BQHE))
+    wait = arrival(output_BQHE.device)
+    step = _step(call.query_BHQD)
+
+    def decide() -> None:
+        wait()
+        seen, error, size, largest = numbers.tolist()
+        # A kernel that keeps its logits in half precision rounds a large one by more than 1.
+        rounding = math.expm1(min(2 * largest * step, 50.0))
+        if seen and error > (TOLERANCE + rounding) * size:
+            raise UnsupportedModel(
+                f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax over the logits it was "
+                f"called with: the last query's output differs by {error:.3g} where values are up to {size:.3g}. It "
+                "changes logits or weights in a way that its arguments do not show, so attnorm would report wrong "
+                "numbers"
+            )
+
+    if runs_asynchronously(output_BQHE):
+        return decide
+    decide()
+    return lambda: None
+
+
+def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
+    """Whether any row can be compared, the largest difference, the largest value and the largest logit."""
+    logits_BHK, visible_BHK = _last_row(call)
+    sink = logits_BHK.new_full((*logits_BHK.shape[:2], 1), -torch.inf)
+    if call.sinks_H is not None:
+        sink = sink.copy_(call.sinks_H.to(sink)[None, :, None])
+    weights_BHK = torch.cat([logits_BHK.masked_fill(~visible_BHK, -torch.inf), sink], -1).softmax(-1)[..., :-1]
+    groups = call.value_BGKE.shape[1]
+    value_BGKE = call.value_BGKE.to(logits_BHK)
+    rebuilt_BHE = _mixed(weights_BHK.unflatten(1, (groups, -1)), value_BGKE).flatten(1, 2)
+    got_BHE = output_BQHE[:, -1].to(rebuilt_BHE)
+    seen_BH = visible_BHK.any(-1) & rebuilt_BHE.isfinite().all(-1) & got_BHE.isfinite().all(-1)
+    seen_BGK = visible_BHK.unflatten(1, (groups, -1)).any(2)
+    error = (rebuilt_BHE - got_BHE).abs().amax(-1).masked_fill(~seen_BH, 0.0).max()
+    size = value_BGKE.abs().amax(-1).masked_fill(~seen_BGK, 0.0).nan_to_num().max()
+    largest = logits_BHK.masked_fill(~visible_BHK, 0.0).abs().amax(-1).masked_fill(~seen_BH, 0.0).max()
+    return torch.stack([seen_BH.any().to(error), error, size, largest])
+
+
+def _mixed(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
+    """weights @ value. On a GPU the few rows of a product over many keys occupy few of its processors: by parts."""
+    parts = math.gcd(weights_BGrK.shape[-1], MOST_PARTS) if runs_asynchronously(value_BGKE) else 1
+    weights = weights_BGrK.unflatten(-1, (parts, -1)).movedim(-2, 2)
+    mixed: Tensor = (weights @ value_BGKE.unflatten(2, (parts, -1))).sum(2)
+    return mixed
+
+
+def _last_row(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Logits and visibility of the last query, both (B, H, K)."""
+    dtype = torch.float64 if call.query_BHQD.dtype == torch.float64 else torch.float32
+    query_BH1D = call.query_BHQD[:, :, -1:].to(dtype)
+    key_BGKD = call.key_BGKD.to(dtype)
+    query_BGrD = query_BH1D[:, :, 0].unflatten(1, (key_BGKD.shape[1], -1))
+    logits = (query_BGrD @ key_BGKD.mT).flatten(1, 2) * call.scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.bias is not None:
+        logits = logits + call.bias[..., -1, :].to(logits)
+    visible = torch.ones_like(logits, dtype=torch.bool)
+    if call.mask is not None:
+        visible = visible & call.mask[..., -1, :]
+    return logits, visible
+
+
+def _step(tensor: Tensor) -> float:
+    if tensor.dtype == torch.float32 and tensor.is_cuda:
+        return 2.0**-10  # TF32
+    return torch.finfo(tensor.dtype).eps

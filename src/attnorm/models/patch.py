@@ -18,8 +18,16 @@ from torch import nn
 from attnorm.mechanisms.differential_v2 import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
-from attnorm.models.head_subset import check_fit, checked_heads, head_count, on_heads, whole_number
 from attnorm.models.layer_input import check_readable
+from attnorm.models.layer_normalizer import (
+    build,
+    check_fit,
+    checked_heads,
+    head_count,
+    on_heads,
+    trained_length,
+    whole_number,
+)
 from attnorm.models.layer_recipe import SOFTMAX, is_recipe, layer_groups
 from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.patch_state import (
@@ -32,7 +40,6 @@ from attnorm.models.patch_state import (
     temporarily_unpatched,
 )
 from attnorm.models.recipe import Recipe
-from attnorm.models.warm_start import build, trained_length
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import as_normalizer
@@ -105,7 +112,7 @@ def patch(
     normalizer: a name, with its options as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
         {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
     layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
-    warm_start: start where the trained function changes least (attnorm.models.warm_start); given options win.
+    warm_start: start where the trained function changes least (attnorm.models.layer_normalizer); given options win.
     train_length: of the texts that the model was trained on, if not what its config says.
 
     >>> handle = patch(model, "ssmax")

@@ -17,9 +17,9 @@ from attnorm.attention import attend
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.models.dispatch import KERNEL as KERNEL
 from attnorm.models.dispatch import NORMALIZER, mask_kernel
-from attnorm.models.head_subset import ByHead
 from attnorm.models.hf_call import mask_as_given, read_call
 from attnorm.models.layer_input import READ, KeyGates, SecondQueries
+from attnorm.models.layer_normalizer import ByHead
 from attnorm.models.private_names import kernel_name
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from attnorm.files import atomic_replace
 from attnorm.models.dispatch import NORMALIZER, attention_sites
-from attnorm.models.head_subset import check_fit, checked_heads, on_heads
+from attnorm.models.layer_normalizer import check_fit, checked_heads, on_heads
 from attnorm.models.normalizer_files import SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.output_head import SAVED as SAVED_OUTPUT
 from attnorm.models.output_head import has_saved_output, restore_output

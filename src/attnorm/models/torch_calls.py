@@ -29,8 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from attnorm.metrics.call import AttentionCall, Kind
-from attnorm.models.flex_calls import read_flex_attention
-from attnorm.models.output_check import check_output
+from attnorm.models.observe import check_output
 from attnorm.models.private_names import (
     COMPILED_PREFIX,
     fast_encoder_layer,
@@ -41,6 +40,7 @@ from attnorm.models.private_names import (
     without_innermost_mode,
 )
 from attnorm.models.torch_functions import (
+    read_flex_attention,
     read_multi_head_attention,
     read_native_multi_head_attention,
     read_scaled_dot_product_attention,

@@ -25,7 +25,7 @@ from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable
 from attnorm.models.observe import observe
-from attnorm.models.query_key_weights import QueryKeyWeights, query_key_weights
+from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
 from attnorm.monitor.monitor import PREFIX, AttentionMonitor
 from attnorm.monitor.trainers import keep_off_the_terminal, lightning_clip_callback
 from attnorm.monitor.watch import trained_model
