@@ -17,9 +17,8 @@ from attnorm.analysis.stability import passages, same_numbers, stability
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds, judge
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
-from attnorm.analysis.verdicts.rules import Case
+from attnorm.analysis.verdicts.rules import NOTHING, Case, verdict_codes
 from attnorm.analysis.verdicts.thresholds import VERDICTS
-from attnorm.analysis.verdicts.vectorized import NOTHING, verdict_codes
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
 

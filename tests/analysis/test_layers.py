@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from attnorm.analysis import collect, layers, store
+from attnorm.analysis import collect, store
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.tables import TABLES
 from tests.analysis.tiny_models import diffllama, gpt2, ids
@@ -58,11 +58,11 @@ def stopped(folder: Path, model: PreTrainedModel, layer: int, **options: Any) ->
 
 SCRIPT = """
 import sys, time
-from attnorm.analysis import layers
+from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from tests.analysis.tiny_models import gpt2, ids
 
-layers.SECONDS_BETWEEN_WRITES = 0.0
+store.SECONDS_BETWEEN_WRITES = 0.0
 
 def progress(state):
     if state.layers_done == 3:
@@ -155,7 +155,7 @@ def test_layers_of_other_versions_are_not_used(
 ) -> None:
     stopped(tmp_path, gpt2(), 2)
     measured.clear()
-    monkeypatch.setattr(layers, "versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr(store, "versions", lambda: {"torch": "1.0"})
     analyze(gpt2(), ids(64), out=tmp_path, **OPTIONS)
     assert measured == [0, 1]
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from attnorm.analysis.collect_rows import pool_rows, row_columns, summarise_rows
 from attnorm.analysis.collect_sampled import ByNormalizer, DrawnAhead, draw_ahead, sampled_columns, sampled_weights
-from attnorm.analysis.layers import FinishedLayers, MeasuredLayer
 from attnorm.analysis.reads import Tokens, listed_reads, token_columns
-from attnorm.analysis.sequences import Sequences, sequences
 from attnorm.analysis.settings import AnalysisSettings
+from attnorm.analysis.store import FinishedLayers, MeasuredLayer
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
 from attnorm.engines.threads import MOST_THREADS
@@ -24,7 +23,7 @@ from attnorm.metrics.call import AttentionCall, can_be_stacked, outline, reads_h
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
-from attnorm.metrics.sampling import length_bins
+from attnorm.metrics.sampling import Sequences, length_bins, sequences
 from attnorm.normalizers.contract import Normalizer
 
 SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows

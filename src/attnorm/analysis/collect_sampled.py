@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.analysis.sequences import Sequences, sequences, visible_keys
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall, outline
 from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.logits import known_n
-from attnorm.metrics.sampling import Source, length_bins, spread
+from attnorm.metrics.sampling import Sequences, Source, length_bins, sequences, spread, visible_keys
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors, permutations_ahead
 from attnorm.normalizers.contract import Normalizer

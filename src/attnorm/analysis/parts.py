@@ -1,6 +1,6 @@
 """Measure the parts of a run one by one; each is written before the next one starts.
 
-The finished layers of a long part are written too (analysis/layers.py).
+The finished layers of a long part are written too (analysis/store.py).
 """
 
 import contextlib
@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
-from attnorm.analysis.layers import FinishedLayers
 from attnorm.analysis.plan import AnalysisPlan, PartPlan
 from attnorm.analysis.reads import token_texts
-from attnorm.analysis.sequences import query_masks
 from attnorm.analysis.settings import AnalysisSettings
+from attnorm.analysis.store import FinishedLayers
 from attnorm.metrics.normalized import MODEL
+from attnorm.metrics.sampling import query_masks
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.models.observe import observe

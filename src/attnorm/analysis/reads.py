@@ -13,13 +13,12 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from attnorm.analysis.sequences import one_sequence
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import one_sequence, spread
 from attnorm.normalizers.contract import Normalizer
 from attnorm.safe_text import visible
 

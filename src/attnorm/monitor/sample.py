@@ -13,11 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from attnorm.analysis.sequences import one_sequence
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.sampling import length_bins, spread
+from attnorm.metrics.sampling import length_bins, one_sequence, spread
 from attnorm.normalizers.contract import Mechanism
 
 Part = TypeVar("Part", bound=nn.Module)

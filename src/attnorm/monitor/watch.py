@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnorm.analysis.sequences import query_masks
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.sampling import query_masks
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.observe import observe
 from attnorm.monitor.measure import BROKEN, REPORTED, measure

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.analysis.reads import TopKeys, quoted, top_keys
-from attnorm.analysis.result import Analysis
-from attnorm.analysis.summary import measured_on
+from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number

@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
 from attnorm.analysis.verdicts.rows import Row
-from attnorm.analysis.verdicts.rules import judged_keys
+from attnorm.analysis.verdicts.rules import NOTHING, judged_keys, verdict_codes
 from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
-from attnorm.analysis.verdicts.vectorized import NOTHING, verdict_codes
 
 RESAMPLES = 400
 ENOUGH_WINDOWS = 4  # for a bootstrap over windows
