@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.bench import memory, normalizers, subprocess_measure, timing
+from attnorm.bench import attention, normalizers, subprocess_measure, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.subprocess_measure import peak_above
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import time_alternating
 
-linux_only = pytest.mark.skipif(not memory.RESET.exists(), reason="needs /proc/self/clear_refs")
+linux_only = pytest.mark.skipif(not subprocess_measure.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 @pytest.mark.as_installed
@@ -153,14 +153,14 @@ def test_memory_is_not_measured_where_the_kernel_keeps_its_mark(
 
 @linux_only
 def test_a_process_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.sys, "executable", "false")
+    monkeypatch.setattr(attention.sys, "executable", "false")
     notes: list[str] = []
-    assert list(memory.measure_footprints(quick=True, notes=notes)) == []
+    assert list(attention.measure_footprints(quick=True, notes=notes)) == []
     assert "entmax15 was not measured: exit code 1" in notes[0]
 
 
 def test_without_procfs_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "RESET", Path("/nowhere/clear_refs"))
+    monkeypatch.setattr(attention, "RESET", Path("/nowhere/clear_refs"))
     notes: list[str] = []
-    assert list(memory.measure_footprints(quick=True, notes=notes)) == []
+    assert list(attention.measure_footprints(quick=True, notes=notes)) == []
     assert "Linux" in notes[0]

@@ -1,5 +1,8 @@
-"""Benchmark attention() on a CPU: against torch SDPA, and against the dense form of each normalizer."""
+"""Benchmark attention() on a CPU: time against torch SDPA and the dense form of each normalizer, and peak memory."""
 
+import json
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention
-from attnorm.bench.results import Ratio
+from attnorm.bench.results import Footprint, Ratio
+from attnorm.bench.subprocess_measure import MEGABYTE, RESET, peak_above, run_and_read_json
 from attnorm.bench.timing import Call, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
@@ -21,6 +25,8 @@ RESCALED = 1 / 1.15  # promised speedup over SDPA: at most 15 % slower
 ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
 WIDTH = 64
 WAYS = {"forward": False, "forward + backward": True}  # whether with backward
+PROMISED_MB = 400.0
+MEMORY_HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -175,3 +181,63 @@ def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bo
     mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal else None
     weights: Tensor = normalizer(logits, mask)
     return weights @ v
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    forward_mb: float
+    backward_mb: float
+    seconds: float
+
+
+def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Footprint]:
+    """Yield the footprint of every normalizer that runs in blocks of queries, causal."""
+    if not RESET.exists():
+        notes.append("memory is not measured: it needs /proc/self/clear_refs, which only Linux has")
+        return
+    length = 1024 if quick else 16_384
+    for name in ["entmax15"] if quick else blocked_normalizers():
+        try:
+            measured = memory_in_new_process(name, length)
+        except RuntimeError as error:
+            notes.append(f"the memory of {name} was not measured: {error}")
+            continue
+        yield Footprint(
+            what=name,
+            setting=f"L = {length:,}, causal, {MEMORY_HEADS} heads, width {WIDTH}, float32",
+            dense_mb=MEMORY_HEADS * length * length * 4 / MEGABYTE,
+            target_mb=None if quick else PROMISED_MB,
+            **asdict(measured),
+        )
+
+
+def memory_in_new_process(name: str, length: int) -> MemoryUse:
+    """Measure `name` at this length in a new process."""
+    threads = torch.get_num_threads()
+    code = f"from attnorm.bench.attention import report_memory; report_memory({name!r}, {length}, {threads})"
+    return MemoryUse(**run_and_read_json(code))
+
+
+def report_memory(name: str, length: int, threads: int) -> None:
+    """Run in the new process: measure, and print JSON."""
+    torch.set_num_threads(threads)
+    sys.stdout.write(json.dumps(asdict(measure_memory(name, length))))
+
+
+def measure_memory(name: str, length: int) -> MemoryUse:
+    normalizer = get(name)
+
+    def run(queries: int, backward: bool) -> None:
+        q, k, v = (t[..., :queries, :].requires_grad_(backward) for t in inputs)
+        with torch.set_grad_enabled(backward):
+            output = attention(q, k, v, normalizer, causal=True)
+        if backward:
+            torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+
+    inputs = [torch.randn(1, MEMORY_HEADS, length, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    for backward in (False, True):
+        run(min(64, length), backward)  # libraries load and thread pools start outside the measurement
+    start = time.perf_counter()
+    forward = peak_above(lambda: run(length, False))
+    both = peak_above(lambda: run(length, True))
+    return MemoryUse(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)

@@ -9,11 +9,9 @@ from typing import Literal
 import torch
 
 from attnorm.bench.analyze import measure_analysis
-from attnorm.bench.attention import compare_attention
-from attnorm.bench.cuda_analysis import measure_cuda_analysis
-from attnorm.bench.cuda_attention import compare_cuda
+from attnorm.bench.attention import compare_attention, measure_footprints
+from attnorm.bench.cuda import compare_cuda, measure_cuda_analysis
 from attnorm.bench.linear import measure_linear
-from attnorm.bench.memory import measure_footprints
 from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import (
