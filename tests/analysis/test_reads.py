@@ -16,7 +16,7 @@ from attnorm.analysis.reads import listed_rows, token_text, top_keys
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import OPTIONAL, SCHEMAS
 from attnorm.models.load import load
-from attnorm.report.terminal_heads import analysis_summary
+from attnorm.report.terminal import analysis_summary
 from attnorm.safe_text import visible
 from tests.models.tiny import llama, tiny, tokens
 

@@ -24,7 +24,7 @@ def main() -> None:
     import attnorm.evaluation.run
     import attnorm.experiments.run
     import attnorm.report.html.page
-    import attnorm.report.terminal_heads
+    import attnorm.report.terminal
     import attnorm.training.clrs.run
     import attnorm.training.lm
     import attnorm.training.retrieval.run  # noqa: F401

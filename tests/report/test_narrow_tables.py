@@ -11,8 +11,7 @@ from attnorm.cli import health
 from attnorm.cli.health import examine, health_tables
 from attnorm.cli.normalizer_table import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth
-from attnorm.report.terminal_compare import comparison_tables
-from attnorm.report.terminal_heads import analysis_summary
+from attnorm.report.terminal import analysis_summary, comparison_tables
 
 
 def rendered(what: RenderableType) -> str:

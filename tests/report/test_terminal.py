@@ -10,8 +10,7 @@ from rich.console import Console, RenderableType
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import Thresholds
-from attnorm.report.terminal_compare import comparison_tables
-from attnorm.report.terminal_heads import STYLE, analysis_summary
+from attnorm.report.terminal import STYLE, analysis_summary, comparison_tables
 from attnorm.report.vocabulary import VERDICTS
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 

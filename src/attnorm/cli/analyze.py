@@ -123,12 +123,12 @@ def analyze(
 def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, report: Path | None) -> None:
     """Print the summary, or JSON, to stdout, and where the files are to stderr."""
     if as_json:
-        from attnorm.report.analysis_json import analysis_as_dict
+        from attnorm.report.selection import analysis_as_dict
 
         files = {"folder": None if folder is None else str(folder), "report": None if report is None else str(report)}
         show_json({**analysis_as_dict(analysis), **files})
     else:
-        from attnorm.report.terminal_heads import analysis_summary
+        from attnorm.report.terminal import analysis_summary
 
         show(analysis_summary(analysis))
     if folder is not None:

@@ -86,11 +86,11 @@ def compare(
             analyses = {name: run.judged(run.thresholds.changed(threshold)) for name, run in analyses.items()}
         comparison = side_by_side(analyses)
     if as_json:
-        from attnorm.report.analysis_json import finite
+        from attnorm.report.selection import finite
 
         show_json(finite(comparison.as_dict()))
     else:
-        from attnorm.report.terminal_compare import comparison_tables
+        from attnorm.report.terminal import comparison_tables
 
         show(comparison_tables(comparison))
 

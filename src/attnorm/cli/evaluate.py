@@ -89,7 +89,7 @@ def show_evaluation(found: "Evaluation", *, as_json: bool) -> None:
 
 
 def _table(found: "Evaluation") -> Table:
-    from attnorm.evaluation.page import number
+    from attnorm.evaluation.result import number
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in (

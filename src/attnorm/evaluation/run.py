@@ -14,9 +14,17 @@ from torch import nn
 from attnorm.analysis.default_text import default_text
 from attnorm.evaluation.documents import Scores
 from attnorm.evaluation.harness import Harness, all_tasks, require_lm_eval
-from attnorm.evaluation.own_tasks import check_model, score_pass_keys, score_perplexity, token_ids
 from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart
-from attnorm.evaluation.tasks import PERPLEXITY, Item, items_of, needs_lm_eval
+from attnorm.evaluation.tasks import (
+    PERPLEXITY,
+    Item,
+    check_model,
+    items_of,
+    needs_lm_eval,
+    score_pass_keys,
+    score_perplexity,
+    token_ids,
+)
 from attnorm.files import read_text, text_name, write_json
 from attnorm.models.describe import longest_context
 from attnorm.models.layer_recipe import is_recipe

@@ -32,7 +32,7 @@ from attnorm.experiments.figure_style import save, style
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback, paper_setting
 from attnorm.files import atomic_replace, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
-from attnorm.report.analysis_json import finite
+from attnorm.report.selection import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
 
 OUTCOME = "outcome.json"

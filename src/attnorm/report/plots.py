@@ -25,8 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from attnorm.analysis.result import Analysis
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.head_curves import head_curves
-from attnorm.report.head_maps import COLOURS, heat_map, verdict_map
+from attnorm.report.head_figures import COLOURS, head_curves, heat_map, verdict_map
 from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows
 from attnorm.report.vocabulary import ACCENT, INK, LETTERING, PALE, PANEL_METRICS, VERDICTS
 from attnorm.safe_text import visible

@@ -1,5 +1,9 @@
-"""Select rows of an analysis for page, figures and tables, and read columns as numbers."""
+"""Parts of an analysis for page, figures, tables and JSON, and columns read as numbers.
 
+JSON has the verdict and one object per head; quantiles and curves are in the Parquet files only.
+"""
+
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +13,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
+from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS
+from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 from attnorm.metrics.normalized import MODEL
 
 DISTANCES = ("fixed_printed", "fixed_tight", "random_printed", "random_lower", "random_upper")
+COUNTS = ("kv_head", "rows", "broken_rows", "n_low", "n_high")
 
 
 def default_choice(analysis: Analysis) -> dict[str, Any]:
@@ -67,3 +74,26 @@ def distinct(table: pa.Table, name: str) -> list[Any]:
     """Return distinct values in order of appearance; lengths by size, None (a whole input) first."""
     values = list(dict.fromkeys(table.column(name).to_pylist()))
     return sorted(values, key=lambda length: length or 0) if name == "length" else values
+
+
+def analysis_as_dict(analysis: Analysis) -> dict[str, Any]:
+    names = [*(name for name, _ in HEAD_KEY), *COUNTS, *PER_ROW, *PER_HEAD, *(name for name, _ in VERDICT_COLUMNS)]
+    value: dict[str, Any] = finite(
+        {
+            "verdict": analysis.verdict.as_dict(),
+            "manifest": analysis.manifest,
+            "heads": analysis.heads.select(names).to_pylist(),
+        }
+    )
+    return value
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities by None, at any depth, because JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return value

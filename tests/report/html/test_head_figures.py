@@ -7,8 +7,7 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from attnorm.report.head_curves import head_curves
-from attnorm.report.head_maps import heat_map, verdict_map
+from attnorm.report.head_figures import head_curves, heat_map, verdict_map
 from attnorm.report.plots import save_figures, worst_head
 from attnorm.report.selection import chosen_rows, default_choice
 from attnorm.report.vocabulary import LETTERING

@@ -1,4 +1,4 @@
-"""An analysis in the terminal: the verdict, a grid of layers x heads, the worst heads, what heads read, what to try.
+"""Analyses in the terminal: verdict, grid of heads, worst heads and advice of one; what differs between several.
 
 Every cell of the grid has letters too, so that it can be read without colours.
 """
@@ -13,12 +13,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison, Side
 from attnorm.analysis.reads import TopKeys, quoted, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative
 from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
+from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
 from attnorm.report.selection import chosen_rows
 from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
@@ -40,6 +42,7 @@ WORST = 8
 RANK = {word.name: rank for rank, word in enumerate(VERDICTS)}
 PER_LAYER = "keys in use"  # heading of the column next to the grid
 READING_HEADS, READ_KEYS, LONGEST_TOKEN = 5, 4, 14  # size of the table of read tokens; characters of a token
+CHANGES = 10
 
 
 def analysis_summary(analysis: Analysis) -> RenderableType:
@@ -222,3 +225,76 @@ def _sharpness(row: Row) -> float:
     ratio = row.get("entropy_ratio")
     on_sink = (row.get("sink_mass") or 0.0) > 0.5  # such a head reads little else than the first key
     return (2.0 if ratio is None or ratio != ratio else float(ratio)) + (1.0 if on_sink else 0.0)
+
+
+def comparison_tables(comparison: Comparison) -> RenderableType:
+    parts: list[RenderableType] = [_sides(comparison.sides)]
+    for label in comparison.matched:
+        changes = [change for change in comparison.changes if change.label == label]
+        parts += [_changes(comparison.sides[0], label, changes, comparison.changed_verdicts[label])]
+    parts += [Text(f"note: {note}", style="yellow") for note in comparison.notes]
+    return Group(*parts)
+
+
+def _sides(sides: Sequence[Side]) -> Table:
+    table = titled_table("Heads per verdict, and median (quartiles) over heads", "")
+    for side in sides:
+        table.add_column(side.label, justify="right", overflow="fold")
+    table.add_row("heads", *(str(side.heads) for side in sides))
+    table.add_row("longest rows, keys", *(f"{side.longest:,}" for side in sides))
+    if len({side.normalizer for side in sides}) > 1:
+        table.add_row("normalizer", *(side.normalizer for side in sides))
+    table.add_section()
+    for word in VERDICTS:
+        counts = [side.counts[word.name] for side in sides]
+        if any(counts):
+            table.add_row(Text(word.label, style=STYLE[word.name]), *(str(count) if count else "." for count in counts))
+    table.add_section()
+    for name in METRICS:
+        if any(side.quartiles[name] for side in sides):
+            table.add_row(BY_NAME[name].label, *(_quartiles(name, side) for side in sides))
+    return table
+
+
+def _quartiles(name: str, side: Side) -> str:
+    found = side.quartiles[name]
+    if found is None:
+        return "-"
+    low, middle, high = (number_words(name, value) for value in found)
+    return f"{middle} ({low} .. {high})"
+
+
+def number_words(name: str, value: float) -> str:
+    return keys(value) if BY_NAME[name].unit == "keys" else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+
+
+def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -> RenderableType:
+    """Return a table of the largest changes; heads with another verdict come first."""
+    moved = sorted(changes, key=lambda change: (change.verdicts[0] == change.verdicts[1], -change.size))
+    shown = [change for change in moved if change.size > 0 or change.verdicts[0] != change.verdicts[1]][:CHANGES]
+    title = f"{label} against {first.label}: {changed} of {len(changes)} heads have another verdict"
+    if not shown:
+        return Text(f"{title}; no head changed.", style="bold")
+    table = titled_table(title)
+    table.add_column("head", no_wrap=True)
+    table.add_column("verdict", min_width=max(len(word.label) for word in VERDICTS))
+    for name in CHANGE_METRICS:
+        table.add_column(BY_NAME[name].label, justify="right", min_width=len("0.00 -> 0.00"))
+    for change in shown:
+        numbers = [change.numbers.get(name) for name in CHANGE_METRICS]
+        table.add_row(
+            f"{'' if change.kind == 'decoder' else change.kind + ' '}layer {change.layer} head {change.head}",
+            _verdicts(change),
+            *(
+                "-" if pair is None else " -> ".join(number_words("entropy_ratio", value) for value in pair)
+                for pair in numbers
+            ),
+        )
+    return table
+
+
+def _verdicts(change: Change) -> Text:
+    before, after = (verdict_word(name) for name in change.verdicts)
+    if before == after:
+        return Text(before.label, style="dim")
+    return Text.assemble(before.label, " -> ", (after.label, STYLE.get(after.name, "")))
