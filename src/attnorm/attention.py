@@ -11,9 +11,8 @@ from torch import Tensor
 from attnorm.engines import fused
 from attnorm.engines.blocked import blocked, with_weights
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.graph import is_exporting
 from attnorm.normalizers.registry import resolve_for_call
 
 if TYPE_CHECKING:

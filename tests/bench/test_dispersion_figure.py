@@ -11,7 +11,7 @@ from PIL import Image
 
 from attnorm.bench.dispersion import Curve, Dispersion, percent
 from attnorm.bench.figures import dispersion_figure, merged, save_dispersion_figure
-from attnorm.line_labels import spread, wrapped
+from attnorm.figures import spread, wrapped
 
 LENGTHS = tuple(2**power for power in range(4, 18))
 

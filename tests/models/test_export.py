@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnorm
-from attnorm.normalizers.graph import is_exporting
+from attnorm.normalizers.block import is_exporting
 
 TRACED, LONGER = 9, 70
 

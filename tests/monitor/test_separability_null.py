@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnorm.monitor.separability_null import _sources, random_scores, separability_and_null
+from attnorm.monitor.measure import _sources, random_scores, separability_and_null
 from attnorm.theory.geometry import separability
 from attnorm.theory.selection import select
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers import Normalizer, get
-from attnorm.normalizers.checks import CHECKS, gradients, masking, precision, promises, shapes
+from attnorm.normalizers.checks import CHECKS, independence, numerics, promises
 from attnorm.normalizers.checks.subject import CheckedNormalizer, exceeds, some_mask
 from attnorm.normalizers.declaration import Row
 
@@ -24,7 +24,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
         allowed.append(limit)
         return exceeds(found, limit)
 
-    for module in (gradients, masking, precision, promises, shapes):
+    for module in (independence, numerics, promises):
         monkeypatch.setattr(module, "exceeds", spy)
 
     def run(check: str, subject: CheckedNormalizer) -> list[float]:

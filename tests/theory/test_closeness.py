@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.nested_sets import separabilities
-from attnorm.monitor.separability_null import random_scores, separability_and_null
+from attnorm.monitor.measure import random_scores, separability_and_null
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import near_one, relative_weights, select
 from tests.theory.reference.separability import in_the_ball, rounding

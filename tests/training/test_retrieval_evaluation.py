@@ -8,9 +8,8 @@ import torch
 
 from attnorm.training.retrieval import evaluate as evaluation
 from attnorm.training.retrieval.data import Sets
-from attnorm.training.retrieval.evaluate import sets_at
+from attnorm.training.retrieval.evaluate import sets_at, summarise
 from attnorm.training.retrieval.model import Retrievers
-from attnorm.training.retrieval.records import summarise
 from tests.training.retrieval_stack import learned, outcomes, trained
 
 

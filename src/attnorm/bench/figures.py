@@ -22,8 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, shown
 from attnorm.bench.results import Growth
-from attnorm.figure_files import INK, LETTERING, PALE, save_figure_files
-from attnorm.line_labels import spread, wrapped
+from attnorm.figures import INK, LETTERING, PALE, save_figure_files, spread, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3

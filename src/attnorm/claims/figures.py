@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.claims.tables import MEASURED, label
-from attnorm.figure_files import INK, PALE, save_figure_files
-from attnorm.line_labels import spread, wrapped
+from attnorm.figures import INK, PALE, save_figure_files, spread, wrapped
 from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import ROUNDING, Finding
 

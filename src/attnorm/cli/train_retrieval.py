@@ -84,9 +84,8 @@ def retrieval(
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
     with usage_errors():
-        from attnorm.training.retrieval.evaluate import Trials
+        from attnorm.training.retrieval.evaluate import Trials, summarise
         from attnorm.training.retrieval.recipe import RetrievalRecipe
-        from attnorm.training.retrieval.records import summarise
         from attnorm.training.retrieval.run import train_retrieval
 
         usual = _QUICK if quick else _FULL
@@ -109,7 +108,7 @@ def retrieval(
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
         return
-    from attnorm.training.retrieval.records import tables
+    from attnorm.training.retrieval.evaluate import tables
 
     show(tables(task, rows))
     say(f"wrote {out}")

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attnorm.engines.inputs import HALF, Inputs, transformed, without_autocast
-from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.graph import is_exporting
 
 # Elements of one block's logits. Backward of the widest maps holds about forty arrays of this size, 4 MB each. A GPU
 # needs larger blocks to be busy, and has the memory.

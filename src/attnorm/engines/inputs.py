@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnorm.normalizers.block import Positions, check_mask
+from attnorm.normalizers.block import Positions, check_mask, is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule
-from attnorm.normalizers.graph import is_exporting
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT16_ROOM = 2.0**8

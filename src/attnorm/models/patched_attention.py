@@ -21,9 +21,8 @@ from attnorm.models.hf_call import mask_as_given, read_call
 from attnorm.models.layer_input import READ, KeyGates, SecondQueries
 from attnorm.models.layer_normalizer import ByHead
 from attnorm.models.private_names import kernel_name
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
-from attnorm.normalizers.graph import is_exporting
 
 READABLE = ("sdpa", "eager")
 

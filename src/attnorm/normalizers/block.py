@@ -150,3 +150,8 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
         raise ValueError(
             f"mask of shape {tuple(mask.shape)} does not broadcast to logits of {tuple(logits_shape)}{hint}"
         )
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. torch.compiler.is_exporting() of torch 2.11 is true inside torch.compile too."""
+    return torch.compiler._is_exporting_flag

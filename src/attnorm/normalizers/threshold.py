@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnorm.normalizers.graph import is_exporting
+from attnorm.normalizers.block import is_exporting
 
 
 class Newton(NamedTuple):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
-from attnorm.figure_files import save_figure_files
+from attnorm.figures import save_figure_files
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.layer_recipe import write_recipe_file
 from attnorm.search.plan import COMMAND, SearchPlan

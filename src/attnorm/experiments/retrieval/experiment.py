@@ -28,9 +28,8 @@ from attnorm.experiments.retrieval.plan import (
 from attnorm.experiments.retrieval.tables import accuracy_table, fragments, scale_table
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import write_text
-from attnorm.training.retrieval.evaluate import OWN
+from attnorm.training.retrieval.evaluate import OWN, RECORDS, Mean
 from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.records import RECORDS, Mean
 
 TRAINING, TABLES = "training", "tables"
 CLOSE, NEAR = 6.0, 15.0  # points: as printed, and of the same kind

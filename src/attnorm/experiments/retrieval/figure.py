@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.retrieval.lines import RetrievalLine, Scale
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
-from attnorm.line_labels import spread
+from attnorm.figures import spread
 from attnorm.training.retrieval.evaluate import OWN
 
 CHANCE = 10.0  # %

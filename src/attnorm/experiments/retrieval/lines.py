@@ -24,9 +24,8 @@ import torch
 from attnorm.experiments.retrieval.plan import BASELINE, PAPERS_RECIPE, Found, Section, Training
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.data import CLASSES
-from attnorm.training.retrieval.evaluate import OWN
+from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarise
 from attnorm.training.retrieval.model import normalizer_for
-from attnorm.training.retrieval.records import Mean, Record, RetrievalRow, mean_of, summarise
 
 HALF = 0.5  # of the weight
 LARGEST_MARGIN = 1e3

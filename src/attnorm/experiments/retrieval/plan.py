@@ -21,10 +21,9 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import chosen_device
-from attnorm.training.retrieval.evaluate import SIZES, Trials
+from attnorm.training.retrieval.evaluate import RECORDS, SIZES, Record, Trials
 from attnorm.training.retrieval.model import run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.records import RECORDS, Record
 from attnorm.training.retrieval.run import RetrievalProgress, train_retrieval
 
 Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]

@@ -7,8 +7,7 @@ import pyarrow as pa
 
 from attnorm.experiments.retrieval.lines import RetrievalLine, Scale, compared
 from attnorm.experiments.retrieval.plan import PRINTED_ADAPTIVE, PRINTED_SOFTMAX, SECTIONS, Section
-from attnorm.training.retrieval.evaluate import OWN
-from attnorm.training.retrieval.records import Mean
+from attnorm.training.retrieval.evaluate import OWN, Mean
 
 ALPHA = 0.05
 MARKS = (

@@ -45,43 +45,6 @@ SETS = (
 _JUDGED = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
 
 
-def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[str, Any]:
-    """Encode a column as a dictionary for JSON.
-
-    {"all": v} if all values are equal, {"levels": [...], "bytes": ...} if there are few values, else {"half": ...} with
-    a scale. logarithmic: store the logarithm to base 10, for columns with values such as 1e30.
-    """
-    finite = np.where(np.isfinite(values), values, np.nan)
-    levels, indices = np.unique(finite, return_inverse=True)  # NaN counts as one value
-    if len(levels) <= 1:
-        return {"all": _rounded(float(levels[0])) if len(levels) else None}
-    if len(levels) <= FEW:
-        return {"levels": [_rounded(float(level)) for level in levels], "bytes": _text(indices.astype(np.uint8))}
-    if logarithmic:
-        finite = np.log10(finite, out=np.full_like(finite, np.nan), where=finite > 0)
-    scale = float(np.nanmax(np.abs(finite))) / LARGEST or 1.0
-    return {"half": _text((finite / scale).astype("<f2")), "scale": scale, "logarithmic": logarithmic}
-
-
-def packed_whole(values: NDArray[np.integer[Any]]) -> dict[str, Any]:
-    """Encode integers from 0 on without rounding."""
-    levels, indices = np.unique(values, return_inverse=True)
-    if len(levels) <= 1:
-        return {"all": int(levels[0]) if len(levels) else None}
-    if len(levels) <= FEW:
-        return {"levels": levels.tolist(), "bytes": _text(indices.astype(np.uint8))}
-    width = 2 if int(levels[-1]) < 2**16 else 4
-    return {"whole": _text(values.astype(f"<u{width}")), "width": width}
-
-
-def _rounded(value: float) -> float | None:
-    return None if np.isnan(value) else float(f"{value:.6g}")
-
-
-def _text(array: NDArray[Any]) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
-
-
 def payload(analysis: Analysis) -> dict[str, Any]:
     """Return the JSON value that the page embeds."""
     heads = analysis.heads
@@ -257,3 +220,40 @@ def _ranks_that_fit(reads: pa.Table, limit: int) -> int:
 def _first_window(table: pa.Table) -> pa.Table:
     """Select the first window of each text, so that the page stays small."""
     return table.filter(pc.equal(table["window"], pc.min(table["window"]))) if table.num_rows else table
+
+
+def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[str, Any]:
+    """Encode a column as a dictionary for JSON.
+
+    {"all": v} if all values are equal, {"levels": [...], "bytes": ...} if there are few values, else {"half": ...} with
+    a scale. logarithmic: store the logarithm to base 10, for columns with values such as 1e30.
+    """
+    finite = np.where(np.isfinite(values), values, np.nan)
+    levels, indices = np.unique(finite, return_inverse=True)  # NaN counts as one value
+    if len(levels) <= 1:
+        return {"all": _rounded(float(levels[0])) if len(levels) else None}
+    if len(levels) <= FEW:
+        return {"levels": [_rounded(float(level)) for level in levels], "bytes": _text(indices.astype(np.uint8))}
+    if logarithmic:
+        finite = np.log10(finite, out=np.full_like(finite, np.nan), where=finite > 0)
+    scale = float(np.nanmax(np.abs(finite))) / LARGEST or 1.0
+    return {"half": _text((finite / scale).astype("<f2")), "scale": scale, "logarithmic": logarithmic}
+
+
+def packed_whole(values: NDArray[np.integer[Any]]) -> dict[str, Any]:
+    """Encode integers from 0 on without rounding."""
+    levels, indices = np.unique(values, return_inverse=True)
+    if len(levels) <= 1:
+        return {"all": int(levels[0]) if len(levels) else None}
+    if len(levels) <= FEW:
+        return {"levels": levels.tolist(), "bytes": _text(indices.astype(np.uint8))}
+    width = 2 if int(levels[-1]) < 2**16 else 4
+    return {"whole": _text(values.astype(f"<u{width}")), "width": width}
+
+
+def _rounded(value: float) -> float | None:
+    return None if np.isnan(value) else float(f"{value:.6g}")
+
+
+def _text(array: NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")

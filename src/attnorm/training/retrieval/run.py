@@ -24,7 +24,7 @@ from attnorm.provenance import now, versions
 from attnorm.run_folder import only_process, require_only
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.retrieval.data import Task, find_task
-from attnorm.training.retrieval.evaluate import Trials, records_of
+from attnorm.training.retrieval.evaluate import RECORDS, Record, Trials, records_of
 from attnorm.training.retrieval.model import (
     FOLDER,
     TrainedSeeds,
@@ -35,7 +35,6 @@ from attnorm.training.retrieval.model import (
     trained_seeds_name,
 )
 from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.records import RECORDS, Record
 from attnorm.training.retrieval.train import CHECKPOINTS, METRICS, Journal, check_recipe, train
 
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ function fromHalf(bits) {
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }
 
-// The inverse of `pack` in data.py.
+// The inverse of `packed` in data.py.
 function unpack(column, count) {
   const missing = (value) => (value === null ? NaN : value);
   if ("all" in column) return new Array(count).fill(missing(column.all));

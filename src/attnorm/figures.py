@@ -1,10 +1,30 @@
-"""Labels beside the ends of lines: moved apart as little as possible, so that each stays near its line."""
+"""What figures of several rooms share: colours, fonts, reproducible files, and labels beside the ends of lines.
+
+Text is drawn as paths and files have no date: the same numbers give the same bytes.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from scipy.optimize import isotonic_regression
+import matplotlib
+from matplotlib.figure import Figure
+
+INK, PALE = "#1b2129", "#8b939d"
+LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
+
+
+def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
+    """Write NAME.svg and NAME.png to the folder; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    with matplotlib.rc_context(LETTERING):
+        figure = draw()
+        figure.savefig(svg, metadata={"Date": None})
+        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
+    return [svg, png]
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:
@@ -13,6 +33,8 @@ def spread(wanted: Sequence[float], heights: Sequence[float], *, highest: float 
     Add to every wanted centre the room that the labels above it take: labels do not overlap if these sums never rise.
     That is an isotonic regression. No centre lies above `highest`.
     """
+    from scipy.optimize import isotonic_regression
+
     if len(wanted) != len(heights):
         raise ValueError(f"each label needs a height, got {len(wanted)} labels and {len(heights)} heights")
     if not wanted:
