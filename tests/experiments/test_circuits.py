@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnorm.experiments.circuits.experiment import EXPERIMENT, NamedHead, judge_claims, lengths_of, summary
+from attnorm.experiments.circuits import EXPERIMENT, NamedHead, judge_claims, lengths_of, summary
 from attnorm.experiments.experiment import Outcome
 from attnorm.experiments.subject import ExperimentSubject
 from tests.analysis.planted import planted
@@ -52,7 +52,7 @@ def test_a_planted_head_loses_its_key_with_the_length_and_hard_attention_keeps_i
 def test_finished_lengths_are_not_measured_again(
     subject: ExperimentSubject, parts: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnorm.experiments.circuits.experiment.measure_circuits", None)
+    monkeypatch.setattr("attnorm.experiments.circuits.measure_circuits", None)
     again = EXPERIMENT.run(subject, lambda *_: None, parts)
     assert again.tables["curves"].equals(outcome.tables["curves"])
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attnorm.experiments.attention_rows import LastRows
-from attnorm.experiments.fig3.experiment import findings, summary
-from attnorm.experiments.fig3.measure import Separabilities, measure
+from attnorm.experiments.fig3 import Separabilities, findings, measure, summary
 from tests.experiments.test_fig2 import silent, synthetic
 
 TOP_N = (2, 8, 16)

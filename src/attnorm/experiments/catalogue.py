@@ -34,7 +34,7 @@ PAPERS = {
     "fig2": ExperimentEntry(
         "attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"
     ),
-    "fig3": ExperimentEntry("attnorm.experiments.fig3.experiment", "separability of the selected keys, with its nulls"),
+    "fig3": ExperimentEntry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
     "fig4": ExperimentEntry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
     "dispersion": ExperimentEntry(
         "attnorm.experiments.dispersion.experiment",
@@ -55,7 +55,7 @@ PAPERS = {
 # Questions behind the papers: they run only by name.
 MORE = {
     "circuits": ExperimentEntry(
-        "attnorm.experiments.circuits.experiment",
+        "attnorm.experiments.circuits",
         "induction, previous-token and retrieval heads against length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),

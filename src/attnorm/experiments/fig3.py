@@ -6,6 +6,9 @@ compared with permuted weights, with random directions (Assumption 1, "isotropic
 printed and as corrected.
 """
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,140 @@ import pyarrow as pa
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from attnorm.experiments.attention_rows import last_rows
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
-from attnorm.experiments.fig3.measure import Separabilities, measure
+from attnorm.engines.threads import one_thread
+from attnorm.experiments.attention_rows import LastRows, last_rows
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.theory.geometry import (
+    minimum_separation,
+    nearest_outsider,
+    on_sphere,
+    separability,
+    theorem2_bounds,
+    theorem2_printed,
+    xi,
+)
+from attnorm.theory.selection import SelectedRows
 
 LENGTH, QUICK_LENGTH = 1024, 512
 TOP_N = (2, 4, 8, 16, 32, 64, 128, 256)
 TURN = 16  # the N up to which the paper sees a decline
 SATURATED = (0.7, 0.85)
 CLOSE = 0.05  # separabilities that differ by less are the same
+IDEAL: dict[str, Any] = {
+    "color": "#3d7d4c", "linestyle": (0, (3, 1, 1, 1)), "marker": "P", "markersize": 4.5, "linewidth": 1.2
+}  # fmt: skip
+LOWEST = -0.3
+
+
+@dataclass(frozen=True)
+class Separabilities:
+    """Every head, (heads, len(top_n)): the measured share, its nulls, and Theorem 2."""
+
+    top_n: tuple[int, ...]
+    draws: int  # of each null
+    measured: Floats
+    permuted: Floats  # the weights permuted over the keys, r computed again
+    isotropic: Floats  # random directions (Assumption 1), r computed again
+    isotropic_fixed: Floats  # the same with r fixed at the measured one: what Theorem 2 is about
+    fixed_error: Floats  # its standard error
+    lower: Floats  # corrected bounds for that r
+    upper: Floats
+    printed_lower: Floats
+    printed_upper: Floats
+    certain: Floats  # 1 where r >= max xi: all N keys are inside, as they are for all vectors so far apart
+
+    @property
+    def slack(self) -> Floats:
+        """Return the tolerance of the mean of the draws with r fixed; if all agree, by the rule of three."""
+        return np.asarray(4 * self.fixed_error + 3 / (self.draws * np.array(self.top_n)))
+
+    def table(self, vectors: str) -> pa.Table:
+        heads, columns = self.measured.shape
+        numbers = {name: value.ravel() for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return pa.table(
+            {
+                "vectors": [vectors] * (heads * columns),
+                "head": np.repeat(np.arange(heads), columns),
+                "top_n": np.tile(self.top_n, heads),
+                **numbers,
+            }
+        )
+
+
+@one_thread()
+def measure(
+    layers: Sequence[LastRows],
+    top_n: tuple[int, ...],
+    draws: int,
+    generator: torch.Generator,
+    progress: ProgressCallback,
+    what: str,
+) -> Separabilities:
+    """Measure all layers; progress is called after each."""
+    found: dict[str, list[Floats]] = {}
+    for index, layer in enumerate(layers):
+        every = layer.selected(max(top_n))
+        radii = _at_each(every, top_n, nearest_outsider)
+        numbers = {
+            "measured": _at_each(every, top_n, separability),
+            **_theorem2(layer, every, top_n),
+            **_nulls(layer, top_n, radii, draws, generator),
+        }
+        for name, value in numbers.items():
+            found.setdefault(name, []).append(np.asarray(value.flatten(0, -2).numpy(), dtype=np.float64))
+        progress(f"separability of vectors {what}", index + 1, len(layers))
+    return Separabilities(top_n, draws, **{name: np.concatenate(values) for name, values in found.items()})
+
+
+def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return both forms of the bounds, with the radius of each row treated as fixed in advance.
+
+    They hold for a_i x_i with x_i on the unit sphere, so the length of a vector is moved into its weight.
+    """
+    unit, lengths = on_sphere(layer.vectors), torch.linalg.vector_norm(layer.vectors, dim=-1)
+    every = SelectedRows(every.weights * lengths.unsqueeze(-2), unit, every.visible, every.indices, False)
+    delta = minimum_separation(unit).unsqueeze(-1).expand(every.weights.shape[:-1])
+    columns = []
+    for N in top_n:
+        rows = every.with_indices(every.indices[..., :N])
+        r = nearest_outsider(rows)
+        certain = (r >= xi(rows, 1.0, delta).amax(-1)).double()
+        columns.append(torch.stack([*theorem2_bounds(rows, r, 1.0), *theorem2_printed(rows, r, 1.0, delta), certain]))
+    return dict(
+        zip(("lower", "upper", "printed_lower", "printed_upper", "certain"), torch.stack(columns, -1), strict=True)
+    )
+
+
+def _at_each(every: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
+    """Return a number of every row for each N, in the last dimension."""
+    return torch.stack([number(every.with_indices(every.indices[..., :N])) for N in top_n], -1)
+
+
+def _nulls(
+    layer: LastRows, top_n: tuple[int, ...], radii: Tensor, draws: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return the nulls of theory.geometry.separability_null, with one draw for all N and both radii."""
+    lengths = torch.linalg.vector_norm(layer.vectors, dim=-1, keepdim=True)
+    permuted, isotropic, fixed = [], [], []
+    for _ in range(draws):
+        shuffled = layer.permuted(generator).selected(max(top_n))
+        permuted.append(_at_each(shuffled, top_n, separability))
+        normal = torch.randn(layer.vectors.shape, generator=generator, dtype=torch.float64)
+        drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
+        chosen = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
+        isotropic.append(torch.stack([separability(rows) for rows in chosen], -1))
+        fixed.append(torch.stack([separability(rows, radii[..., index]) for index, rows in enumerate(chosen)], -1))
+    with_fixed = torch.stack(fixed)
+    return {
+        "permuted": torch.stack(permuted).mean(0),
+        "isotropic": torch.stack(isotropic).mean(0),
+        "isotropic_fixed": with_fixed.mean(0),
+        "fixed_error": with_fixed.std(0) / math.sqrt(draws),
+    }
 
 
 def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -82,12 +207,12 @@ def findings(sphere: Separabilities, raw: Separabilities) -> tuple[ExperimentFin
 
 def summary(sphere: Separabilities, raw: Separabilities) -> str:
     medians = _medians(sphere)
-    last = sphere.top_n[-1]
+    last, null = sphere.top_n[-1], float(np.median(sphere.permuted[:, -1]))
     above = _above_null(sphere)
     return (
         f"On the sphere the median share of distinguishable keys goes from {medians[0]:.2f} at N = {sphere.top_n[0]} "
         f"to {_at(sphere, TURN):.2f} at N = {TURN} and {medians[-1]:.2f} at N = {last}; with the values as they are it "
-        f"ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {_null(sphere)[-1]:.2f} at "
+        f"ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {null:.2f} at "
         f"N = {last}, uniform directions {np.median(sphere.isotropic[:, -1]):.2f}; at N = {TURN} {above:.0%} of the "
         f"heads separate clearly more keys than their own permutation. The level is no limit of attention: theory "
         "allows every value from 0 to 1. Compare each head with its own null."
@@ -200,18 +325,13 @@ def _chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
         "A drop of N_s / N to 70-80 % means that the head has saturated its geometric capacity (Conclusions)",
         f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(phrases),
         "does not" if medians < 0.1 else "partly",
-        "Weights that are independent of the vectors fall as well, and as far: compare a head with its own null."
-        if medians < 0.1
-        else "Weights that are independent of the vectors fall as well, and further: compare a head with its own null.",
+        f"Weights that are independent of the vectors fall as well, and {'as far' if medians < 0.1 else 'further'}: "
+        "compare a head with its own null.",
     )
 
 
 def _medians(found: Separabilities) -> list[float]:
     return [float(value) for value in np.median(found.measured, axis=0)]
-
-
-def _null(found: Separabilities) -> list[float]:
-    return [float(value) for value in np.median(found.permuted, axis=0)]
 
 
 def _at(found: Separabilities, top_n: int) -> float:
@@ -225,16 +345,6 @@ def _above_null(found: Separabilities) -> float:
 
 def _curve(found: Separabilities) -> str:
     return ", ".join(f"{value:.2f} at N = {N}" for N, value in zip(found.top_n, _medians(found), strict=True))
-
-
-IDEAL: dict[str, Any] = {
-    "color": "#3d7d4c",
-    "linestyle": (0, (3, 1, 1, 1)),
-    "marker": "P",
-    "markersize": 4.5,
-    "linewidth": 1.2,
-}
-LOWEST = -0.3
 
 
 def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
