@@ -300,7 +300,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward
+from attnorm.kernels import extremes, one_pass, one_pass_backward, order_statistics
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -317,7 +317,7 @@ types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
+    searches = (extremes.extreme_logits, extremes.sum_by_key, order_statistics.kth_largest) if capability == 90 else ()
     for kernel in (one_pass.forward, *backward, *searches):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from attnorm.evaluation.documents import Scores, mean_interval, paired
+from attnorm.evaluation.result import Scores, mean_interval, paired
 
 
 def scores(values: list[float], names: str = "abcdefghijklmnopqrstuvwxyz") -> Scores:

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.cli import app
 from attnorm.evaluation import run as evaluation_run
-from attnorm.evaluation.documents import Scores
-from attnorm.evaluation.result import Evaluation, side_by_side
+from attnorm.evaluation.result import Evaluation, Scores, side_by_side
 from attnorm.models.load import load
 from attnorm.training.lm.data import validation_windows
 from attnorm.training.lm.evaluate import validation_loss

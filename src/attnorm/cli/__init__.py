@@ -15,7 +15,6 @@ from attnorm.cli import (
     doctor,
     evaluate,
     normalizers,
-    report,
     reproduce,
     search,
     stability,
@@ -34,9 +33,9 @@ app = typer.Typer(
     epilog="Example: attnorm analyze --out run",
 )
 for command in (
-    analyze.analyze, compare.compare, report.report, evaluate.evaluate, normalizers.normalizers, normalizers.dispersion,
-    normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, search.search, bench.bench,
-    doctor.doctor, stability.stability,
+    analyze.analyze, compare.compare, analyze.report, evaluate.evaluate, normalizers.normalizers,
+    normalizers.dispersion, normalizers.frontier, verify.verify, reproduce.reproduce, sweep.sweep, search.search,
+    bench.bench, doctor.doctor, stability.stability,
 ):  # fmt: skip
     add_command(app, command)
 app.add_typer(train.train)

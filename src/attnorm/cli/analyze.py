@@ -1,4 +1,4 @@
-"""attnorm analyze: measure and judge every attention head of a model."""
+"""attnorm analyze: measure and judge every attention head of a model; attnorm report: write its report again."""
 
 import re
 from pathlib import Path
@@ -147,3 +147,39 @@ def _normalizers(value: str) -> list[str]:
     except TypeError as error:
         raise ValueError(str(error)) from None
     return names
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that analyze --out wrote.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML file (default: DIR/report.html).")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for SVG and PDF figures: verdicts, main metrics, worst head."),
+    ] = None,
+    threshold: options.Judging = None,
+    as_json: Json = False,
+) -> None:
+    """Write the HTML report of a saved analysis again; nothing is measured.
+
+    --threshold judges the saved numbers again for this report; the tables in DIR do not change.
+
+    Exit codes: 0 written; 1 no disk space; 2 DIR holds no finished analysis.
+
+    Example: attnorm report run --figures figures
+    """
+    from attnorm.analysis.result import Analysis
+
+    with failures(writes_to=out or folder / REPORT):
+        analysis = Analysis.load(folder)
+        if threshold:
+            analysis = analysis.judged(analysis.thresholds.changed(threshold))
+        page = analysis.save_html(out or folder / REPORT)
+    drawn: list[Path] = []
+    if figures is not None:
+        from attnorm.report.plots import save_figures
+
+        with failures(writes_to=figures):
+            drawn = save_figures(analysis, figures)
+    show_analysis(analysis, as_json, folder, page)
+    if drawn:
+        say(f"figures: {len(drawn)} files in {figures}")

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from attnorm.evaluation.documents import Scores
+from attnorm.evaluation.result import Scores
 from attnorm.evaluation.tasks import DOWNLOADED, OFFLINE, RULER, Item
 from attnorm.models.load import LoadedModel
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from attnorm.analysis.default_text import default_text
-from attnorm.evaluation.documents import Scores
 from attnorm.evaluation.harness import Harness, all_tasks, require_lm_eval
-from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart
+from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart, Scores
 from attnorm.evaluation.tasks import (
     PERPLEXITY,
     Item,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnorm.evaluation.documents import Scores
+from attnorm.evaluation.result import Scores
 from attnorm.models.forward_pass import predicts_next_token, reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.suggest import did_you_mean

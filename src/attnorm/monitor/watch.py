@@ -17,8 +17,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.sampling import query_masks
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.observe import observe
-from attnorm.monitor.measure import BROKEN, REPORTED, measure
-from attnorm.monitor.sample import Sample, Sampler
+from attnorm.monitor.measure import BROKEN, REPORTED, Sample, Sampler, measure
 from attnorm.normalizers.contract import Mechanism
 
 HELD_BYTES = 2**28  # of samples, before they are measured and freed

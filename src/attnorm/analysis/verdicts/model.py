@@ -1,38 +1,285 @@
 """The verdict on a model, in words: which heads select, is the ceiling binding, what to try.
 
-Heads are judged in judge.py by the numbers in thresholds.py; here their verdicts are counted, sentences.py has the
-words. The headline and the counts rest on what is always measured; saturation is a sentence of its own.
+Heads are judged in judge.py by the numbers in thresholds.py; here their verdicts are counted and put into words. The
+headline and the counts rest on what is always measured; saturation is a sentence of its own.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
-from attnorm.analysis.verdicts.ceiling import Ceiling, Rate, ceiling, rate
+from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate, ceiling, rate
 from attnorm.analysis.verdicts.circuits import circuit_sentences
-from attnorm.analysis.verdicts.rows import Row, by_view, head_rows, representative
-from attnorm.analysis.verdicts.sentences import (
-    caveats,
-    ceiling_sentences,
-    confidence_sentences,
-    headline,
-    length_sentences,
-    rate_sentences,
-    reading_sentences,
-    saturation_sentences,
-    text_sentences,
-    threshold_sentences,
-    too_short,
-    window_sentences,
+from attnorm.analysis.verdicts.rows import Row, by_view, head_id, head_rows, keys, number, representative
+from attnorm.analysis.verdicts.rules import is_selecting
+from attnorm.analysis.verdicts.thresholds import (
+    DIFFERS,
+    DISPERSED,
+    SATURATION,
+    SELECTING,
+    UNDECIDED,
+    VERDICTS,
+    Thresholds,
+    thresholds_of,
 )
-from attnorm.analysis.verdicts.thresholds import SATURATION, VERDICTS, Thresholds
 from attnorm.analysis.verdicts.what_if import Advice
+
+FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
+FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
+_SPREADS = ("logit_spread", "logit_spread_q50", "logit_spread_without_sink", "logit_spread_without_sink_q50")
+_CURVE = [*(name for name, _ in HEAD_KEY), "n", *_SPREADS]
+
+
+def headline(
+    seeing_all: Sequence[Row],
+    windowed: Sequence[Row],
+    limit: Ceiling | None,
+    runs: str | None,
+    thresholds: Thresholds,
+    *,
+    texts: int = 0,
+) -> str:
+    """About the heads that see every key; a broken one of any kind comes first. texts: how many, where several."""
+    if not seeing_all:
+        return "No head was measured."
+    counts = Counter(row["verdict"] for row in seeing_all)
+    total, longest = len(seeing_all), max(row["n_high"] or 0 for row in seeing_all)
+    select = sum(is_selecting(row, thresholds) for row in seeing_all)
+    keeping_up = sum(counts[name] for name in SELECTING) - select
+    inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
+    view = " without a window" if windowed else ""
+    parts = [
+        f"{select} of {total} heads{view} still select among {longest:,} keys"
+        + (f" on most of {texts} texts" if texts > 2 else " on both texts" if texts else "")
+        + (f" ({', '.join(inside)})" if inside else "")
+    ]
+    broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
+    if broken:
+        parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
+    others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", UNDECIDED, DIFFERS, None)
+    rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
+    rest += [_counted(counts, name) for name in others if counts[name]]
+    if rest:
+        parts.append(", ".join(rest))
+    if limit is not None:
+        who = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
+        if limit.heads < total and limit.beyond:  # the others run what has no ceiling
+            several = f"{who}{'' if who == 'all' else ' of the'} {limit.heads} heads that have one"
+            who = several if limit.heads > 1 else "the only head that has one"
+        whose = "the" if runs is None else f"{runs}'s"
+        parts.append(f"{whose} ceiling binds for {who}")
+    return "; ".join(parts) + "."
+
+
+def window_sentences(windowed: Sequence[Row]) -> list[str]:
+    """What the heads do of which the headline does not speak."""
+    parts = []
+    for n, rows in groupby(sorted(windowed, key=_keys_seen), key=_keys_seen):
+        counts = Counter(row["verdict"] for row in rows)
+        total = counts.total()
+        listed = ", ".join(_counted(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
+        parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({listed})")
+    return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
+
+
+def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
+    """How the counted heads fare at each length, where a text was measured at several."""
+    normalizers = {row["normalizer"] for row in counted}
+    wanted = {head_id(row) for row in counted}
+    measured = [row for row in heads if row["normalizer"] in normalizers and head_id(row) in wanted]
+    lengths = sorted({row["length"] for row in measured if row["length"] is not None})
+    if len({(row["text"], row["length"]) for row in measured}) == len({row["text"] for row in measured}):
+        return []
+    parts: list[str] = []
+    for length in lengths:
+        rows, _ = representative([row for row in measured if row["length"] == length])
+        select = sum(is_selecting(row, thresholds) for row in rows)
+        dispersed = sum(row["verdict"] in DISPERSED for row in rows)
+        units = (" tokens", " heads") if not parts else ("", "")
+        parts.append(
+            f"at {length:,}{units[0]}: {select} of {len(rows)}{units[1]} select, {dispersed} "
+            f"{'is' if dispersed == 1 else 'are'} dispersed"
+        )
+    sentence = "; ".join(parts)
+    return [f"{sentence[0].upper()}{sentence[1:]}."]
+
+
+def _keys_seen(row: Row) -> int:
+    seen: int = row["n_high"]
+    return seen
+
+
+def _counted(counts: Mapping[str | None, int], name: str | None) -> str:
+    words = {None: "not judged", DIFFERS: "with verdicts that differ between texts"}
+    return f"{counts[name]} {words.get(name, name)}"
+
+
+def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
+    if limit is None:
+        who = "what runs here" if runs is None else f"{runs} on these logits"
+        return [f"Whether a ceiling binds is not known: no head has a horizon, which {who} would have to obey."]
+    now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
+    sentence = (
+        f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
+        f"their horizon, the length after which {runs or 'a head that has one'} can give no key half of the weight."
+    )
+    if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
+        return [sentence]
+    when = f"With the spread of the logits as it is now the ceiling binds {_for_heads(limit.horizons)}"
+    if later := _for_heads(limit.binding, limit.horizons):
+        when += f"; if it keeps growing with n as it does inside the text, {later}"
+    when += "."
+    trained = manifest.get("model", {}).get("max_positions")
+    made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
+    return [sentence, when + made_for]
+
+
+def _for_heads(lengths: Sequence[float], known: Sequence[float] = ()) -> str:
+    """From which length on for 10, 50 and 90 % of the heads, without the clauses that `known` gives as well."""
+    clauses, before = _clauses(lengths), _clauses(known)
+    return ", ".join(clause for clause in clauses if clause not in before)
+
+
+def _clauses(lengths: Sequence[float]) -> list[str]:
+    """Those that no length in use reaches together."""
+    reached = [
+        f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {keys(length)} keys"
+        for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=bool(lengths))
+        if length < FARTHEST
+    ]
+    if not reached:
+        return ["for less than a tenth of the heads at any length in use"] if lengths else []
+    beyond = {1: ["for half at no length in use"], 2: ["for nine tenths at no length in use"]}.get(len(reached), [])
+    return [*reached, *beyond]
+
+
+def rate_sentences(slopes: Rate | None) -> list[str]:
+    if slopes is None:
+        return ["The rate test needs rows of several lengths; this run has none."]
+    low, middle, high = slopes.quartiles
+    sentence = (
+        f"Rate test: the effective gap grows by {middle:.2f} per e-fold of n in the median head (quartiles {low:.2f} "
+        f"to {high:.2f}); {slopes.keeping_up} of {slopes.heads} heads keep up with the context (0.9 or more), "
+        f"{slopes.below_half} are nearer to dispersing as theory predicts (below 0.5)."
+    )
+    if slopes.without_sink is not None and abs(slopes.without_sink - middle) >= 0.1:
+        sentence += f" Without the first key the median is {slopes.without_sink:.2f}."
+    return [sentence]
+
+
+def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
+    """Loss per token and first token of each text."""
+    sentences = []
+    several = len(manifest.get("reading") or {}) > 1
+    for text, one in (manifest.get("reading") or {}).items():
+        parts = []
+        if one.get("loss") is not None:
+            parts.append(f"{one['loss']:.2f} nats per token (perplexity {keys(one['perplexity'])})")
+        if one.get("first_token") is not None:
+            parts.append(f"the first token is {one['first_token']!r}")
+        if parts:
+            sentences.append(f"Loss of the model{f' on {text!r}' if several else ''}: {'; '.join(parts)}.")
+    return sentences if any("nats" in sentence for sentence in sentences) else []
+
+
+def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
+    """Each text's own headline; the headline above counts what holds over them."""
+    shown = [
+        f"On {text!r}: {words[0].lower() if words[0].isupper() else words[0]}{words[1:]}"
+        for text, words in texts.items()
+    ]
+    more = [f"{len(shown) - limit} more texts are in the tables."] if len(shown) > limit else []
+    return [*shown[:limit], *more]
+
+
+def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    """What the verdicts rest on: windows, and how many heads are too close to a threshold."""
+    known = [row for row in heads if number(row, "confidence") is not None and row["verdict"] not in ("broken", None)]
+    if not known:
+        return []
+    windows = max((text.get("windows") or 1 for text in manifest.get("texts", [])), default=1)
+    rest = f"{windows} windows of the text" if windows > 1 else "one window of the text"
+    unsure = sum(row["verdict"] == UNDECIDED for row in known)
+    whole = [row for row in known if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
+    agree = f"; all windows agree on {len(whole)}" if windows > 1 else ""
+    return [
+        (
+            f"Confidence: judged over {rest}, {len(known) - unsure} of {len(known)} heads have a verdict that holds in "
+            f"{thresholds.confidence:.0%} of resamples or more, {unsure} are undecided{agree}."
+        )
+    ]
+
+
+def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    if not heads:
+        return []
+    answers = Counter(row.get("saturation") or "not judged" for row in heads)
+    if all(number(row, "saturation_excess") is None for row in heads):
+        measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
+        why = "no head uses enough keys" if measured else "measure it with --metrics vectors"
+        return [f"Saturation: not judged ({why})."]
+    powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
+    typical = f", median power {median(powers):.0%}" if powers else ""
+    return [
+        (
+            f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
+            "better than with permuted values (90% interval of the excess below "
+            f"{thresholds.saturation_margin:g}{typical}), "
+            f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
+        )
+    ]
+
+
+def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> list[str]:
+    """Where verdicts rest on other thresholds than the default ones, or on other ones than when it was measured."""
+    sentences = []
+    if changed := thresholds.differences(Thresholds()):
+        changes = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
+        sentences.append(f"Judged by thresholds other than the default: {changes}.")
+    first = manifest.get("first_thresholds")
+    if again := thresholds.differences(thresholds_of(first)) if first is not None else {}:
+        changes = ", ".join(f"{name} was {value:g}" for name, (_, value) in again.items())
+        sentences.append(f"The verdicts were made again from the saved numbers; when these were measured, {changes}.")
+    return sentences
+
+
+def too_short(heads: Sequence[Row]) -> list[str]:
+    longest = max((row["n_high"] or 0 for row in heads), default=0)
+    if not 0 < longest < FEW_KEYS:
+        return []
+    few = f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to say well whether a head selects"
+    return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
+
+
+def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
+    sentences = []
+    all_rows = manifest.get("settings", {}).get("rows") == "all"
+    if changing:
+        who = "1 head gets" if changing == 1 else f"{changing} heads get"
+        sentences.append(f"{who} different verdicts from different texts; a verdict counts if most texts give it.")
+    rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
+    if rows and min(rows) < FEW_ROWS:
+        few = (
+            f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
+        )
+        sentences.append(f"Verdicts rest on {few} per head; {'a longer text' if all_rows else '--rows all'} is surer.")
+    missing = Counter(
+        reason
+        for row in heads
+        for reason in ("sensitive (no Jacobian norm)", "frozen (no Jacobian norm)")
+        if reason in (row["evidence"] or "")
+    )
+    for reason, count in missing.items():
+        sentences.append(f"Not judged on {count} of {len(heads)} heads: {reason}.")
+    return sentences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +364,6 @@ def _by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds) -> 
         seeing_all, windowed = by_view(chosen, own)
         found[text] = headline(seeing_all, windowed, None, runs, thresholds)
     return found
-
-
-_SPREADS = ("logit_spread", "logit_spread_q50", "logit_spread_without_sink", "logit_spread_without_sink_q50")
-_CURVE = [*(name for name, _ in HEAD_KEY), "n", *_SPREADS]
 
 
 def _runs(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import Advice, WhatIf
-from attnorm.analysis.verdicts.sentences import threshold_sentences
+from attnorm.analysis.verdicts.model import threshold_sentences
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
 from attnorm.report.selection import chosen_rows, column, default_choice
