@@ -3,6 +3,8 @@
 Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both.
 """
 
+import base64
+import hashlib
 import unicodedata
 
 _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
@@ -32,6 +34,11 @@ def visible_lines(text: str) -> str:
 def escaped_json(text: str) -> str:
     """Return the same JSON with hidden characters in its strings as \\u escapes."""
     return "".join(_json_escape(character) if _is_hidden(character) else character for character in text)
+
+
+def policy_hash(text: str) -> str:
+    """Return the name under which a Content-Security-Policy allows this style sheet or script, and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json_escape(character: str) -> str:

@@ -1,7 +1,5 @@
 """What an evaluation found: scores document by document, intervals, paired changes, and its HTML page."""
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +16,7 @@ from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.lines import holm
 from attnorm.files import write_text
 from attnorm.run_folder import read_record
+from attnorm.safe_text import policy_hash
 
 Interval = tuple[float, float]
 SIGNIFICANT = 0.05
@@ -252,9 +251,8 @@ def render(rows: Sequence[EvaluationRow], first: str, command: str) -> str:
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     here = Path(__file__).parent
     style = (here / "page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return template.from_string((here / "page.html.j2").read_text(encoding="utf-8")).render(
-        policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        policy=f"default-src 'none'; style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         command=command,
         rows=[{"row": row, "drawn": _drawn(row, _range(row, rows))} for row in rows],

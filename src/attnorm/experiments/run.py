@@ -8,9 +8,7 @@ OUT/NAME/               one finished experiment, complete or absent:
 OUT/parts/NAME-KEY/     intermediate results from which an interrupted experiment resumes; some are removed at the end
 """
 
-import base64
 import contextlib
-import hashlib
 import json
 import shutil
 import time
@@ -34,6 +32,7 @@ from attnorm.files import atomic_replace, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.selection import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
+from attnorm.safe_text import policy_hash
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
@@ -259,7 +258,6 @@ def render_index(records: list[dict[str, Any]]) -> str:
         Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("index.html.j2", "index.css")
     )
     counts = Counter(finding["verdict"] for record in records for finding in record["findings"])
-    digest = base64.b64encode(hashlib.sha256(style_sheet.encode()).digest()).decode()
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(template)
     return page.render(
         records=records,
@@ -267,5 +265,5 @@ def render_index(records: list[dict[str, Any]]) -> str:
         total=counts.total(),
         marks=MARKS,
         style=Markup(style_sheet),  # unescaped: the policy allows exactly these bytes
-        policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file:; base-uri 'none'",
+        policy=f"default-src 'none'; style-src {policy_hash(style_sheet)}; img-src 'self' file:; base-uri 'none'",
     )

@@ -4,8 +4,6 @@ The table, the failures and the counts are HTML. The script draws the chart and 
 Content-Security-Policy allows only this style and this script.
 """
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from attnorm.files import write_text
+from attnorm.safe_text import policy_hash
 from attnorm.sweep.folder import ItemState
 
 HERE = Path(__file__).parent
@@ -48,8 +47,8 @@ def render(
     template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":"), "ensure_ascii": False}
     counts = Counter(each.state for each in states)
     return template.from_string(_asset("page.html.j2")).render(
-        policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
-        "form-action 'none'",
+        policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
         title=title,
@@ -98,7 +97,3 @@ def cell(value: Any) -> str:
 @cache
 def _asset(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

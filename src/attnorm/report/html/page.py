@@ -5,8 +5,6 @@ folder can run code or fetch anything. Headline, advice, table, explanations and
 JavaScript; heat map, curves, sorting and filters are drawn by the script.
 """
 
-import base64
-import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from attnorm.analysis.store import write_file
 from attnorm.report.html import page_text
 from attnorm.report.html.data import payload
 from attnorm.report.vocabulary import VERDICTS
+from attnorm.safe_text import policy_hash
 
 HERE = Path(__file__).parent
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "print")
@@ -33,8 +32,8 @@ def render(analysis: Analysis) -> str:
         _templates()
         .get_template("page.html.j2")
         .render(
-            policy=f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
-            "base-uri 'none'; form-action 'none'",
+            policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
+            "img-src data:; base-uri 'none'; form-action 'none'",
             style=style,
             script=script,
             data=payload(analysis),
@@ -56,10 +55,6 @@ def _joined(folder: str, suffix: str, names: tuple[str, ...]) -> str:
     parts = [(HERE / folder / f"{name}.{suffix}").read_text(encoding="utf-8") for name in names]
     text = "\n".join(parts)
     return f'(() => {{\n"use strict";\n{text}\n}})();' if suffix == "js" else text
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @cache
