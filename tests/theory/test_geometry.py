@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import integrate
 from torch import Tensor
 
-from attnorm.theory import anisotropy, geometry, isotropic_law
+from attnorm.theory import geometry, isotropic_law
 from attnorm.theory.selection import SelectedRows, select
 from tests.theory.strategies import ClaimCase, cases
 
@@ -328,10 +328,10 @@ def test_norm_moments_equal_those_over_all_assignments(case: ClaimCase, size: in
     size = min(size, n)
     a, vectors = case.weights[:size], case.vectors + shift
     rows = select(case.weights, vectors, 1)
-    moments = anisotropy.population_moments(rows)
+    moments = geometry.population_moments(rows)
     for function, choices in (
-        (anisotropy.permuted_norm_moments, list(itertools.permutations(range(n), size))),
-        (anisotropy.independent_norm_moments, list(itertools.product(range(n), repeat=size))),
+        (geometry.permuted_norm_moments, list(itertools.permutations(range(n), size))),
+        (geometry.independent_norm_moments, list(itertools.product(range(n), repeat=size))),
     ):
         norms = all_norms(vectors, a, choices)
         mean, variance = function(power_sums(a), moments)
@@ -344,7 +344,7 @@ def test_population_moments_equal_their_definitions_for_masked_rows() -> None:
     vectors = torch.randn(9, 4, dtype=torch.float64) * torch.tensor([3.0, 1, 1, 0.1]) + torch.tensor([5.0, 0, 0, 0])
     mask = torch.ones(3, 9, dtype=torch.bool).tril(5)
     rows = select(torch.rand(3, 9, dtype=torch.float64), vectors, 2, mask)
-    moments = anisotropy.population_moments(rows)
+    moments = geometry.population_moments(rows)
     for q in range(3):
         x = vectors[mask[q]]
         m = x.mean(0)
@@ -371,7 +371,7 @@ def test_the_anisotropic_bounds_bracket_the_expectation_over_all_permutations(ca
         y = a[:, None] * case.vectors[list(chosen)]
         inside.append(((y.sum(0) - y).norm(dim=-1) <= radius).double().mean())
     expected = float(torch.stack(inside).mean())
-    lower, upper = anisotropy.anisotropic_bounds(case.rows, radius, "permuted")
+    lower, upper = geometry.anisotropic_bounds(case.rows, radius, "permuted")
     assert float(lower) <= expected + 1e-7
     assert expected <= float(upper) + 1e-7
 
@@ -384,7 +384,7 @@ def test_the_anisotropic_bounds_bracket_the_expectation_over_independent_draws(c
     draws = case.vectors[torch.tensor(list(itertools.product(range(n), repeat=N)))] * a[:, None]
     expected = float(((draws.sum(1, keepdim=True) - draws).norm(dim=-1) <= radius).double().mean())
     rows = select(case.weights, case.vectors, N)
-    lower, upper = anisotropy.anisotropic_bounds(rows, radius, "independent")
+    lower, upper = geometry.anisotropic_bounds(rows, radius, "independent")
     assert float(lower) <= expected + 1e-7
     assert expected <= float(upper) + 1e-7
 
@@ -395,7 +395,7 @@ def test_on_the_sphere_the_anisotropic_bounds_become_those_of_theorem2() -> None
     weights = torch.softmax(torch.randn(2 * d, dtype=torch.float64), -1)
     rows = select(weights, vectors, 4)
     for radius in (0.1, 0.3, 0.6):
-        general = anisotropy.anisotropic_bounds(rows, radius, "independent")
+        general = geometry.anisotropic_bounds(rows, radius, "independent")
         isotropic = geometry.theorem2_bounds(rows, radius, 1.0)
         assert float(general.lower) == pytest.approx(float(isotropic.lower), abs=1e-12)
         assert float(general.upper) == pytest.approx(float(isotropic.upper), abs=1e-12)
@@ -412,7 +412,7 @@ def test_the_isotropic_bounds_are_wrong_for_anisotropic_vectors_and_the_general_
     null = geometry.separability_null(rows, 100, "permuted", radius, rng)
     assert null.mean == 0
     assert geometry.theorem2_bounds(rows, radius, 1.0).lower > 0.9
-    assert anisotropy.anisotropic_bounds(rows, radius).upper < 0.05
+    assert geometry.anisotropic_bounds(rows, radius).upper < 0.05
 
 
 # Nulls, batches, gradients, refusals
@@ -450,8 +450,8 @@ def test_batched_rows_equal_rows_one_by_one() -> None:
         for function in (
             lambda x, r: geometry.theorem2_printed(x, r, 1.0, 0.1),
             lambda x, r: geometry.theorem2_bounds(x, r, 1.0),
-            lambda x, r: anisotropy.anisotropic_bounds(x, r, "permuted"),
-            lambda x, r: anisotropy.anisotropic_bounds(x, r, "independent"),
+            lambda x, r: geometry.anisotropic_bounds(x, r, "permuted"),
+            lambda x, r: geometry.anisotropic_bounds(x, r, "independent"),
         ):
             for many, one in zip(function(rows, radius), function(alone, r), strict=True):
                 assert torch.allclose(many[q], one)
@@ -467,7 +467,7 @@ def test_rows_too_short_are_nan_among_others() -> None:
         geometry.nearest_outsider(rows),
         *geometry.theorem2_printed(rows, 0.3, 1.0, 0.1),
         *geometry.theorem2_bounds(rows, 0.3, 1.0),
-        *anisotropy.anisotropic_bounds(rows, 0.3),
+        *geometry.anisotropic_bounds(rows, 0.3),
         torch.from_numpy(geometry.theorem2_exact(rows, 0.3, 1.0).probability),
     )
     for values in found:
@@ -481,7 +481,7 @@ def test_gradients_of_xi_moments_and_bounds() -> None:
 
     def quantities(z: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         rows = select(torch.softmax(z, -1), x, 3)
-        bounds = geometry.theorem2_bounds(rows, 0.9, 1.0).lower, anisotropy.anisotropic_bounds(rows, 0.1).upper
+        bounds = geometry.theorem2_bounds(rows, 0.9, 1.0).lower, geometry.anisotropic_bounds(rows, 0.1).upper
         return geometry.nearest_outsider(rows), geometry.xi(rows, 1.0, 0.3), *bounds
 
     assert torch.autograd.gradcheck(quantities, (logits, vectors))
@@ -503,4 +503,4 @@ def test_unknown_kinds_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'shuffled'"):
         geometry.separability_null(rows, 2, "shuffled")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'both'"):
-        anisotropy.anisotropic_bounds(rows, 0.1, "both")  # type: ignore[arg-type]
+        geometry.anisotropic_bounds(rows, 0.1, "both")  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import torch
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory import (
-    anisotropy,
     claims,
     coverage,
     dispersion,
@@ -133,8 +132,8 @@ OTHERS = [
     Mutant("cantelli-markov", geometry, "cantelli_bounds", "upper", lower_upper),
     Mutant("theorem-2-moments", geometry, "isotropic_moments", "mean", mean),
     Mutant("theorem-2-moments", geometry, "isotropic_moments", "variance", variance),
-    Mutant("anisotropic-moments", anisotropy, "permuted_norm_moments", "variance", variance),
-    Mutant("anisotropic-moments-independent", anisotropy, "independent_norm_moments", "variance", variance),
+    Mutant("anisotropic-moments", geometry, "permuted_norm_moments", "variance", variance),
+    Mutant("anisotropic-moments-independent", geometry, "independent_norm_moments", "variance", variance),
     Mutant("lemma-2-corrected", gradient, "lemma2_corrected", "more", times(1.01)),
     Mutant("lemma-2-corrected", gradient, "lemma2_corrected", "less", times(0.99)),
     Mutant("corollary-3-corrected", gradient, "corollary3_corrected", "2.02 for 2", times(2 / 2.02)),

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnorm.theory import anisotropy, geometry
+from attnorm.theory import geometry
 from attnorm.theory.catalogue.claim import (
     EXACTLY,
     NEARLY,
@@ -130,7 +130,7 @@ def _dealt(case: ClaimCase, draws: Literal["permuted", "independent"], ways: lis
     few = case.rows(slice(FEW_ROWS))
     rows = few.selected
     radius = few.dial.sqrt() * rows.distances.mean((-2, -1))
-    bounds = anisotropy.anisotropic_bounds(rows, radius, draws)
+    bounds = geometry.anisotropic_bounds(rows, radius, draws)
     dealt = SelectedRows(
         rows.weights.expand(len(ways), *rows.weights.shape),
         rows.vectors[:, torch.tensor(ways)].transpose(0, 1),
@@ -157,10 +157,10 @@ def _row_moments(case: ClaimCase, *, repeats: bool) -> Tensor:
     rows, keys = few.selected, range(case.keys)
     draws = itertools.product(keys, repeat=case.top_n) if repeats else itertools.permutations(keys, case.top_n)
     dealt = rows.vectors[:, torch.tensor(list(draws))].transpose(0, 1)
-    moments = anisotropy.population_moments(rows)
-    each = anisotropy.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
+    moments = geometry.population_moments(rows)
+    each = geometry.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
     power_sums = tuple(geometry.without_each(rows.chosen_weights**p)[0] for p in range(1, 5))
-    formula = anisotropy.independent_norm_moments if repeats else anisotropy.permuted_norm_moments
+    formula = geometry.independent_norm_moments if repeats else geometry.permuted_norm_moments
     return case.padded(_same_moments(rows, dealt, formula(power_sums, each)))
 
 
