@@ -13,7 +13,7 @@ from attnorm.kernels.launch import padded
 from attnorm.kernels.maps import LOG2E, MAPS, Reference
 from attnorm.kernels.one_pass import fold, reference_of
 from attnorm.kernels.one_pass_attention import Form, OnePassLaunch
-from attnorm.kernels.one_pass_tiles import load_row
+from attnorm.kernels.tiles import load_row
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
 FEWEST_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys

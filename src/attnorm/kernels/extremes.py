@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import no_rule
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
+from attnorm.kernels.tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LOG2E
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys, selected, store_tile
+from attnorm.kernels.tiles import key_range, load_row, load_tile, logits, seen_keys, selected, store_tile
 
 
 @triton.jit

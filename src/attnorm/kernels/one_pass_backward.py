@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LN2, LOG2E
-from attnorm.kernels.one_pass_tiles import (
+from attnorm.kernels.tiles import (
     capped,
     key_range,
     load_row,

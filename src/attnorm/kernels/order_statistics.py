@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import no_rule
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, logits, seen_keys
+from attnorm.kernels.tiles import key_range, load_row, load_tile, logits, seen_keys
 
 EARLY = tl.constexpr(10)  # passes of interpolation; 64 rows of normal numbers need three or four
 NEAR = tl.constexpr(16)  # places from the k-th at which the logits next to the probe lead to it

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnorm.kernels.launch import device_of, in_rows, padded
-from attnorm.kernels.one_pass_tiles import load_tile
+from attnorm.kernels.tiles import load_tile
 
 ROWS = 64
 

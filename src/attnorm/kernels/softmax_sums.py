@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LOG2E
-from attnorm.kernels.one_pass_tiles import capped, load_row, load_tile
+from attnorm.kernels.tiles import capped, load_row, load_tile
 
 # The columns of the result. Extremes are natural logits before the factor; the sums are over keys other than the first
 # and the largest, e = exp(z - runner_up) with z = factor * logit.

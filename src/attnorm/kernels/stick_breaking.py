@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import log2
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, seen_keys, store_tile
+from attnorm.kernels.tiles import key_range, load_row, load_tile, seen_keys, store_tile
 
 SPENT = tl.constexpr(160.0)  # bits: nothing is left
 GROUP = tl.constexpr(8)  # tiles between two looks at what is left; a loop of fixed length keeps the loads ahead

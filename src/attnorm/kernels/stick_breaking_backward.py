@@ -16,7 +16,6 @@ deterministic.
 import triton
 import triton.language as tl
 
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, query_range, store_tile
 from attnorm.kernels.stick_breaking import (
     GROUP,
     SPENT,
@@ -26,6 +25,7 @@ from attnorm.kernels.stick_breaking import (
     weights_of,
     without_own_keys,
 )
+from attnorm.kernels.tiles import key_range, load_row, load_tile, query_range, store_tile
 
 CHUNK = tl.constexpr(128)
 

@@ -14,8 +14,7 @@ Thresholds are relative to the largest logit of their row, the peak.
 import triton
 import triton.language as tl
 
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, seen_keys, store_tile
-from attnorm.kernels.threshold_tiles import list_tiles, rise, tilted
+from attnorm.kernels.tiles import key_range, list_tiles, load_row, load_tile, rise, seen_keys, store_tile, tilted
 
 
 @triton.jit

@@ -9,8 +9,17 @@ deterministic.
 import triton
 import triton.language as tl
 
-from attnorm.kernels.one_pass_tiles import key_range, load_row, load_tile, query_range, seen_keys, store_tile
-from attnorm.kernels.threshold_tiles import list_tiles, rise, tilted
+from attnorm.kernels.tiles import (
+    key_range,
+    list_tiles,
+    load_row,
+    load_tile,
+    query_range,
+    rise,
+    seen_keys,
+    store_tile,
+    tilted,
+)
 
 
 @triton.jit
