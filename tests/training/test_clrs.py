@@ -5,6 +5,7 @@ import lzma
 import math
 import time
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,29 @@ def test_a_softmax_model_is_also_tested_with_both_adaptive_temperatures(data: Cl
     assert result["test_loss"][OWN] != result["test_loss"]["adaptive_temperature"]
     cells = {(one["algorithm"], one["size"]) for one in result["entropy"][OWN]}
     assert cells == {(one.algorithm, one.size) for one in few.test}
+
+
+def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
+    data: ClrsData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=count))
+    few = replace(data, test=data.test[::9], held_out=data.held_out[:4])
+    recipe = replace(with_normalizer(TINY, "ssmax"), layers=2)
+    lengths = {padded([one]).inputs.shape[1] for one in (*few.train, *few.test)}
+    plain, compiled = (
+        train_clrs(tmp_path / str(flag), ClrsBase(), recipe, few, device="cpu", compiled=flag)["result"]
+        for flag in (False, True)
+    )
+    assert plain["held_out_loss"] == pytest.approx(compiled["held_out_loss"], rel=1e-4)
+    assert plain["test_loss"][OWN] == pytest.approx(compiled["test_loss"][OWN], rel=1e-4)
+    assert len(lengths) > 2
+    assert len(graphs) <= 4  # training and tests, whatever the length; one more of each for a single example
 
 
 def test_all_heads_are_replaced_in_training(data: ClrsData, tmp_path: Path) -> None:

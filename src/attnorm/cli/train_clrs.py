@@ -85,6 +85,9 @@ def clrs(
     ] = None,
     device: Device = None,
     dense: Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks: faster on a GPU after the first steps.")
+    ] = False,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
     save_model: Annotated[
         bool, typer.Option("--save-model", help="Also write the model as a Hugging Face folder, DIR/model.")
@@ -135,7 +138,7 @@ def clrs(
         data = prepare_data(*questions, base.tokenizer(), held_out=chosen["held_out"], source=source)
         record = train_clrs(
             out, base, recipe, data, tests, device=device, attention="dense" if dense else "engine",
-            checkpoint_every=checkpoint_every, save_model=save_model,
+            compiled=compiled, checkpoint_every=checkpoint_every, save_model=save_model,
             report=lambda stage, done, total, entry: progress(
                 stage, done, total, detail=f"loss {entry['loss']:.3f}" if entry else ""
             ),

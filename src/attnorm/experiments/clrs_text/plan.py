@@ -45,6 +45,8 @@ class ClrsPlan:
     dense: tuple[str, ...] = ()
     """Normalizers that are computed over the whole matrix of weights, where that is faster."""
     dtype: str = "bfloat16"
+    compiled: bool = True
+    """Compile the blocks, on a GPU."""
 
     def recipe(self, label: str, *, rate: float, steps: int, seed: int, coefficients: Sequence[float]) -> ClrsRecipe:
         """coefficients: for REFITTED."""
@@ -59,7 +61,7 @@ class ClrsPlan:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that decide the record of an item; which items there are does not."""
-        chosen = ("normalizers", "repeated", "seeds", "dense")
+        chosen = ("normalizers", "repeated", "seeds", "dense", "compiled")
         return {name: value for name, value in asdict(self).items() if name not in chosen}
 
     def only(self, names: Sequence[str]) -> "ClrsPlan":

@@ -20,6 +20,7 @@ from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, r
 from attnorm.training.clrs.model import ClrsBase
 from attnorm.training.clrs.run import REFITTED, ClrsTests, OutOfTimeError, train_clrs
 from attnorm.training.clrs.train import NotFiniteError
+from attnorm.training.device import chosen_device
 
 RECORDS = "clrs-text.jsonl"
 RUNS = "runs"
@@ -168,6 +169,7 @@ def _finish(
         record = train_clrs(
             workspace.folder / RUNS / item.name, workspace.base, recipe, workspace.data, tests, device=device,
             attention="dense" if item.label in plan.dense else "engine", deadline=deadline,
+            compiled=plan.compiled and chosen_device(device).type == "cuda",
         )  # fmt: skip
     except OutOfTimeError:
         return None

@@ -26,7 +26,7 @@ from attnorm.training.clrs.evaluate import Matches, answer_entropy, bits_by_cell
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.clrs.train import ClrsRun
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
-from attnorm.training.lm.attention import Attention, check_attention, in_training
+from attnorm.training.lm.attention import Attention, check_attention, without_compiled_blocks
 from attnorm.training.lm.export import training_versions
 from attnorm.training.lm.model import RECORD, check_normalizer
 from attnorm.training.lm.run import open_run
@@ -68,6 +68,7 @@ def train_clrs(
     *,
     device: str | None = None,
     attention: Attention = "engine",
+    compiled: bool = False,
     checkpoint_every: int | None = None,
     deadline: float = math.inf,
     save_model: bool = False,
@@ -78,6 +79,7 @@ def train_clrs(
     Args:
         device: Default: a GPU if there is one.
         attention: How patched layers compute attention while training, as in `train_lm`.
+        compiled: Compile every block once, for all lengths; the first steps take longer.
         checkpoint_every: Steps between checkpoints (default: only where training is stopped).
         deadline: As `time.monotonic` counts; training stops there.
 
@@ -101,7 +103,7 @@ def train_clrs(
         if record["result"]:
             return record
         with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
-            run = ClrsRun(out, base, recipe, data, accelerator, attention=attention)
+            run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
             report("training", run.step, recipe.steps, None)
             for entry in run.steps(deadline, stop, checkpoint_every):
                 report("training", run.step, recipe.steps, entry)
@@ -112,7 +114,7 @@ def train_clrs(
         report("testing", 0, 1, None)
         result = {
             "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
-            **measure(run.model, recipe, data, tests, torch_device, attention),
+            **measure(run, tests),
             **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
             "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
             "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type,
@@ -127,14 +129,13 @@ def train_clrs(
     return record
 
 
-def measure(
-    model: Any, recipe: ClrsRecipe, data: ClrsData, tests: ClrsTests, device: torch.device, attention: Attention
-) -> dict[str, Any]:
+def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
     """Return the held-out loss and, by test normalizer, exact matches (algorithm -> size -> bits) and entropies."""
     began = time.monotonic()
+    model, recipe, data, device = run.model, run.recipe, run.data, run.device
 
     def answered(examples: Sequence[EncodedExample]) -> tuple[Matches, float]:
-        with in_training(model, attention=attention):
+        with run.in_training():
             return check_answers(model, examples, device, recipe.dtype, recipe.tokens_at_once)
 
     matches, loss = answered(data.held_out)
@@ -143,7 +144,8 @@ def measure(
         "held_out_exact": round(float(matches.mean()), 5),
     }
     if tests.test:
-        coefficients = fitted_coefficients(model, data.held_out, device) if REFITTED in tests.others else ()
+        with without_compiled_blocks(model, run.schedule):
+            coefficients = fitted_coefficients(model, data.held_out, device) if REFITTED in tests.others else ()
         if coefficients:
             result["coefficients"] = list(coefficients)
         result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
@@ -153,7 +155,8 @@ def measure(
                 result["exact"][name] = bits_by_cell(data.test, found)
                 result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
                 if tests.observed:
-                    result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
+                    with without_compiled_blocks(model, run.schedule):
+                        result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
 
 

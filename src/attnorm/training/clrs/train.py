@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from attnorm.training.clrs.data import ClrsData, EncodedExample, groups_by_lengt
 from attnorm.training.clrs.evaluate import answer_logits
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.attention import Attention, in_training
+from attnorm.training.lm.attention import Attention, compile_blocks, in_training
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate
 
@@ -36,11 +37,14 @@ class ClrsRun:
 
     def __init__(
         self, out: Path, base: ClrsBase, recipe: ClrsRecipe, data: ClrsData, accelerator: "Accelerator",
-        *, attention: Attention = "engine",
+        *, attention: Attention = "engine", compiled: bool = False,
     ) -> None:  # fmt: skip
         self.out, self.recipe, self.data, self.accelerator, self.attention = out, recipe, data, accelerator, attention
         self.model = base.build(recipe, accelerator.device)
         self.schedule = recipe.as_lm()
+        self.device, self.compiled = accelerator.device, compiled
+        if compiled:
+            compile_blocks(self.model, self.schedule, any_length=True)
         self.optimizer = accelerator.prepare(make_optimizer(self.model, self.schedule))
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         out.mkdir(parents=True, exist_ok=True)
@@ -57,8 +61,12 @@ class ClrsRun:
         Raises:
             NotFiniteError: The loss is not finite.
         """
-        with in_training(self.model, attention=self.attention):
+        with self.in_training():
             yield from self._steps(deadline, stop, checkpoint_every)
+
+    def in_training(self) -> AbstractContextManager[None]:
+        """How attention is computed, in training and in the tests."""
+        return in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=self.recipe.dtype)
 
     def _steps(self, deadline: float, stop: StopRequest, checkpoint_every: int | None) -> Iterator[dict[str, float]]:
         self.model.train()
