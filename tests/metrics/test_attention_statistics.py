@@ -182,6 +182,26 @@ def test_a_compiled_function_keeps_one_graph() -> None:
     torch.testing.assert_close(doubled, 2 * expected.entropy)
 
 
+@pytest.mark.parametrize("name", ["entmax15", "softpick"])
+def test_compiled_code_measures_other_maps_outside_the_graph(name: str) -> None:
+    q, k = draw()
+    found = torch.compile(lambda q, k: attnorm.attention_statistics(2 * q, k, name, causal=True), backend="eager")(q, k)
+    torch.testing.assert_close(found, attnorm.attention_statistics(2 * q, k, name, causal=True), equal_nan=True)
+
+
+@pytest.mark.parametrize("queries", [K, 5])
+def test_hidden_states_are_those_of_the_last_keys(queries: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(B, H, queries, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
+    states = torch.randn(B, queries, 6, generator=generator)
+    learned = attnorm.get("asentmax", heads=H, width=6)
+    for parameter in learned.parameters():
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    weights = attnorm.attention(q, k, k, learned, causal=True, hidden_states=states, return_weights=True)[1].detach()
+    found = attnorm.attention_statistics(q, k, learned, causal=True, hidden_states=states)
+    torch.testing.assert_close(found.max_weight, weights.amax(-1))
+
+
 def test_the_operator_is_sound() -> None:
     q, k = draw()
     factor = torch.rand(B, H, Q, 1)

@@ -34,7 +34,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _trainer(every: int, *loggers: Logger) -> Any:
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
-    return SimpleNamespace(fit_loop=loop, log_every_n_steps=every, is_global_zero=True, loggers=[*loggers])
+    return SimpleNamespace(
+        fit_loop=loop, global_step=0, log_every_n_steps=every, is_global_zero=True, loggers=[*loggers]
+    )
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from attnorm.models.observe import observe
 from attnorm.monitor.alerts import AlertThresholds
 from attnorm.monitor.monitor import AttentionMonitor
+from attnorm.monitor.qk_clip import QKClip
 from tests.models.tiny import llama, tokens
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -96,6 +97,22 @@ def test_at_the_steps_of_the_loss(tmp_path: Path, module: type[Any], options: di
         pytest.approx(monitor.numbers)
     )
     assert {(alert.kind, alert.step) for alert in monitor.alerts} >= {("dispersion", steps[0])}
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [(Module, {}), (Module, {"accumulate_grad_batches": 2}), (TwoOptimizers, {"max_steps": 12})],
+    ids=["plain", "accumulation", "two optimizers"],
+)
+def test_qk_clip_scales_weights_after_every_optimizer_step(
+    tmp_path: Path, module: type[Any], options: dict[str, Any]
+) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    clip = QKClip(tau=0.01)
+    _trainer(clip.lightning(), logger=CSVLogger(tmp_path), **options).fit(module(), _batches())
+    assert clip.clips[0].step == 0
+    assert [step for name, step, _ in _of_csv(tmp_path) if name == "attn/qk_clip/clipped_heads"] == [1, 3, 5]
 
 
 def test_every_logger_gets_the_numbers(tmp_path: Path) -> None:

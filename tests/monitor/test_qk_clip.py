@@ -218,8 +218,9 @@ def test_in_lightning_weights_are_scaled_after_optimizer_steps(accumulated: int)
     for batch in range(2 * accumulated):
         callback.on_train_batch_start(trainer, module, None, batch)
         module["inner"](input_ids=tokens(2, 32)).logits.mean().backward()
-        trainer.fit_loop.epoch_loop._batches_that_stepped += (batch + 1) % accumulated == 0
+        trainer.global_step += (batch + 1) % accumulated == 0
         callback.on_train_batch_end(trainer, module, None, None, batch)
+        trainer.fit_loop.epoch_loop._batches_that_stepped += (batch + 1) % accumulated == 0
         assert bool(clip.clips) == (batch + 1 >= accumulated)
     assert [*logger.heard] == [0, 1]
     assert logger.heard[0]["attn/qk_clip/clipped_heads"] > 0

@@ -72,7 +72,8 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
         known = all_of_lm_eval()
         for name in unknown:
             if name not in known:
-                raise ValueError(f"unknown task {name!r}; {did_you_mean(name, _close(name, known))}")
+                more = "" if known else ". Other tasks of lm-eval need pip install 'attnorm[eval]'"
+                raise ValueError(f"unknown task {name!r}; {did_you_mean(name, _close(name, known))}{more}")
     if not lengths or min(lengths) < 2:
         raise ValueError(f"expected lengths of at least 2 tokens, got {', '.join(map(str, lengths)) or 'none'}")
     items = []

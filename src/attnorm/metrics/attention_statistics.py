@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
 from attnorm.metrics.call import AttentionCall
@@ -21,27 +22,40 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
+_measure_rows = torch.compiler.disable(measure_rows)  # blocks of rows in NumPy, which no graph can hold
 _NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
 
 
 class AttentionStatistics(NamedTuple):
     """One number per row, each of shape (B, H, Lq); z are the logits of the n visible keys, w their weights.
 
-    NaN where a number is not defined: in rows that see no key, and everywhere for a number that the map does not have.
-    Entropy, effective keys and top masses are those of p = |w| / sum |w|.
+    n: visible keys
+    max_logit, min_logit: max z and min z, with scale and soft cap, before the normalizer's own factor
+    logsumexp: log of what softmax divides by, its factor and its learned sink included; NaN for other maps
+    entropy: -sum p log p in nats, of p = |w| / sum |w|
+    effective_keys: 1 / sum p^2
+    max_weight: max |w|
+    sink_mass: p of the first visible key; with a learned sink its w and what the sink took, 1 - sum w
+    row_sum: sum w
+    jacobian_norm: largest singular value of dw/dz; for maps without a closed form (softpick, sa_softmax,
+        stick_breaking, a rule that reads the row) in 8 rows of each head only, NaN in the others
+    top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
+
+    NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits and
+    row_sum), and everywhere for a number that the map does not have.
     """
 
-    n: Tensor  # visible keys
-    max_logit: Tensor  # max z, with scale and soft cap, before the normalizer's own factor
-    min_logit: Tensor  # min z
-    logsumexp: Tensor  # log of what softmax divides by: its factor and its learned sink included; NaN for other maps
-    entropy: Tensor  # -sum p log p, in nats
-    effective_keys: Tensor  # 1 / sum p^2
-    max_weight: Tensor  # max |w|
-    sink_mass: Tensor  # weight of the first visible key, and of the learned sink where there is one
-    row_sum: Tensor  # sum w
-    jacobian_norm: Tensor  # largest singular value of dw/dz
-    top_mass: Tensor  # (B, H, Lq, len(top_n)): sum of the N largest p for each N of top_n
+    n: Tensor
+    max_logit: Tensor
+    min_logit: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    effective_keys: Tensor
+    max_weight: Tensor
+    sink_mass: Tensor
+    row_sum: Tensor
+    jacobian_norm: Tensor
+    top_mass: Tensor
 
     def reshaped(self, shape: Sequence[int]) -> "AttentionStatistics":
         """With rows of this shape, in the dimensions of the queries that they belong to."""
@@ -70,7 +84,7 @@ def attention_statistics(
     output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: for which
     N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
     a CUDA device softmax and its rescalings run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3.
-    Under torch.compile they are one operator.
+    Under torch.compile they are one operator; other maps are measured outside the graph.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
@@ -95,7 +109,7 @@ def statistics_of(
     wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling() and MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
         return AttentionStatistics._make(compiled_statistics(inputs, normalizer, wanted, top_n))
-    (found,) = measure_rows(
+    (found,) = _measure_rows(
         _call(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None,
         on_weights=on_weights,
     ).values()  # fmt: skip
@@ -133,8 +147,14 @@ def _call(inputs: Inputs) -> AttentionCall:
         mask=mask,
         softcap=inputs.softcap,
         positions=_positions(inputs),
-        inputs_BKC=inputs.hidden_states if inputs.queries == inputs.keys else None,
+        inputs_BKC=_states(inputs),
     )
+
+
+def _states(inputs: Inputs) -> Tensor | None:
+    """The hidden states of the queries, which are the last keys; those of earlier keys are not read."""
+    before = inputs.keys - inputs.queries
+    return None if inputs.hidden_states is None or before < 0 else pad(inputs.hidden_states, (0, 0, before, 0))
 
 
 def _positions(inputs: Inputs) -> Positions | None:

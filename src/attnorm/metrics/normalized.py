@@ -145,10 +145,10 @@ def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:
 
 
 def query_states(call: AttentionCall, block: LogitBlock) -> Tensor | None:
-    """The layer input of the block's queries, (1, r, width), where it is known: in self-attention without a cache."""
-    if call.inputs_BKC is None or call.kind == "cross" or _offset(call):
+    """The layer input of the block's queries, (1, r, width), where it is known: in self-attention, the last keys'."""
+    if call.inputs_BKC is None or call.kind == "cross" or _offset(call) < 0:
         return None
-    return call.inputs_BKC[block.item, block.queries][None].to(block.logits.dtype)
+    return call.inputs_BKC[block.item, block.queries + _offset(call)][None].to(block.logits.dtype)
 
 
 def _offset(call: AttentionCall) -> int:

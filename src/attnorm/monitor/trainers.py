@@ -49,6 +49,7 @@ def lightning_clip_callback(clip: Any) -> Any:
         def __init__(self) -> None:
             self.clip = clip
             self._begun = -1
+            self._updates = 0  # of all optimizers before this step
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self._begun = -1  # steps restart at 0
@@ -57,10 +58,10 @@ def lightning_clip_callback(clip: Any) -> Any:
             step = _step(trainer)
             if step != self._begun:  # an accumulated batch is one step
                 clip.begin(pl_module)
-                self._begun = step
+                self._begun, self._updates = step, trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if _step(trainer) == self._begun:
+            if trainer.global_step == self._updates:  # Lightning counts the batch that stepped only after this call
                 return
             clip.finish(self._begun)
             due = trainer.log_every_n_steps and (self._begun + 1) % trainer.log_every_n_steps == 0
