@@ -220,6 +220,19 @@ def test_forget_equals_x_transformers() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::UserWarning:fla")
+def test_forget_equals_fla() -> None:
+    peer = pytest.importorskip("fla.ops.forgetting_attn.naive", reason="fla-core is not installed")
+    ours = Forget(heads=4, width=WIDTH, bias=1.0)
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    x = torch.randn(2, 9, WIDTH)
+    with torch.no_grad():
+        theirs = peer.naive_forgetting_attn(*(t.transpose(1, 2) for t in (q, k, v)), ours.log_gates(x).transpose(1, 2))
+        found = attnorm.attention(q, k, v, ours, causal=True, hidden_states=x)
+    torch.testing.assert_close(found, theirs.transpose(1, 2))
+
+
 def test_forget_decodes_with_a_cache_of_log_gates() -> None:
     mechanism = Forget(heads=4, width=WIDTH, bias=1.0).double()
     q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
