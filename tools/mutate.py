@@ -9,10 +9,12 @@ Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and
 Before the mutants of an area, each of its test files runs once, unchanged, to record which lines each test runs
 (OUT/calls, once per version of the test file and of the sources that it runs). A mutant is put into the imported
 function and tried on the tests that run its statement and pass. One that acts on import is imported in a new process
-and tried on the tests that run a line which names the constant. Up to --test-seconds, tests in files named after the
-source file come first, cheap tests before expensive ones, and one case of each test before further cases of the same
-test; the first failure ends the run. Processes that tests start run the original code. A mutant that uses ten times the
-processor time of its tests is endless and counts as killed. One that reaches --timeout on the clock is not decided.
+and tried on the tests that name the constant, or the function with the default, or run a line which does. Up to
+--test-seconds, tests in files named after the source file come first, cheap tests before expensive ones, and one case
+of each test before further cases of the same test; the first failure ends the run. A survivor is tried a second time,
+on the further tests that fit into --further-seconds. Processes that tests start run the original code. A mutant that
+uses ten times the processor time of its tests is endless and counts as killed. One that reaches --timeout on the clock
+is not decided.
 
 OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
 with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in
@@ -42,7 +44,7 @@ from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRe
 # Folders of src/attnorm, and those of tests/ that run their code.
 AREAS = {
     "theory": ["theory", "metrics"], "normalizers": ["normalizers", "attention", "models"],
-    "engines": ["attention", "models"], "metrics": ["metrics", "analysis", "monitor"],
+    "engines": ["attention", "models", "metrics"], "metrics": ["metrics", "analysis", "monitor"],
     "models": ["models", "analysis", "monitor"],
 }  # fmt: skip
 PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
@@ -87,8 +89,14 @@ class Journal:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         return {entry["mutant"]: entry["outcome"] for entry in map(json.loads, lines)}
 
-    def add(self, mutant: Mutant, outcome: str, seconds: float, tests: int, failed: str) -> None:
-        entry = {"mutant": mutant.name, "outcome": outcome, "seconds": round(seconds, 1), "tests": tests}
+    def add(self, mutant: Mutant, outcome: str, seconds: float, tests: int, failed: str, again: bool) -> None:
+        entry = {
+            "mutant": mutant.name,
+            "outcome": outcome,
+            "seconds": round(seconds, 1),
+            "tests": tests,
+            "again": again,
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**entry, "failed": failed}) + "\n")
         self.printed.write(f"{outcome:9} {seconds:6.1f} s  {tests:4} tests  {mutant.name}  {failed}\n")
@@ -97,11 +105,11 @@ class Journal:
 
 def try_mutants(
     mutants: list[Mutant], journal: Journal, given: argparse.Namespace, ends: float
-) -> dict[str, list[str]]:
+) -> dict[str, list[list[str]]]:
     """Collect the tests of an area once and try its mutants, in a fork; return those to import, with their tests."""
     calls = given.out / "calls"
     later = calls / f"later.{os.getpid()}"
-    selected: dict[str, list[str]] = {}
+    selected: dict[str, list[list[str]]] = {}
 
     def work(session: MutantSession, tests: CallRecords) -> None:
         for mutant in mutants:
@@ -109,16 +117,22 @@ def try_mutants(
                 break
             start = time.monotonic()
             function = function_at(mutant.file, mutant.line, mutant.column)
-            chosen = tests.of(mutant, function, given.test_seconds)
-            processor = 60 + 10 * sum(tests.seconds[test] for test in chosen)
-            code, failed = 0, ""
-            if chosen:
-                alive = not tests.needs_import(mutant, function)
-                code, failed = session.try_on(mutant, chosen, processor) if alive else (IMPORT_IT, "")
-            if code == IMPORT_IT:
-                selected[mutant.name] = chosen
+            rounds = tests.rounds(mutant, function, given.test_seconds, given.further_seconds)
+            if rounds and tests.needs_import(mutant, function):
+                selected[mutant.name] = rounds
                 continue
-            journal.add(mutant, OUTCOMES[code], time.monotonic() - start, len(chosen), failed)
+            code, failed, tried = 0, "", 0
+            for chosen in rounds:
+                processor = 60 + 10 * sum(tests.seconds[test] for test in chosen)
+                code, failed = session.try_on(mutant, chosen, processor)
+                tried += len(chosen)
+                if code:
+                    break
+            if code == IMPORT_IT:
+                selected[mutant.name] = rounds
+                continue
+            again = tried > len(rounds[0]) if rounds else False
+            journal.add(mutant, OUTCOMES[code], time.monotonic() - start, tried, failed, again)
         later.write_text(json.dumps(selected), encoding="utf-8")
 
     def session() -> int:
@@ -129,12 +143,12 @@ def try_mutants(
     code = in_a_fork(session, float("inf"), float("inf"))
     if code not in (0, 5):
         raise RuntimeError(f"pytest ended with code {code}. See {given.out}/pytest.*.txt")
-    found: dict[str, list[str]] = json.loads(later.read_text(encoding="utf-8"))
+    found: dict[str, list[list[str]]] = json.loads(later.read_text(encoding="utf-8"))
     later.unlink()
     return found
 
 
-def try_imported(mutant: Mutant, tests: list[str], journal: Journal, given: argparse.Namespace) -> None:
+def try_imported(mutant: Mutant, rounds: list[list[str]], journal: Journal, given: argparse.Namespace) -> None:
     """Try a mutant that acts on import: in a fork that has imported nothing of attnorm yet."""
     start = time.monotonic()
     log = given.out / f"pytest.{os.getpid()}.txt"
@@ -146,13 +160,18 @@ def try_imported(mutant: Mutant, tests: list[str], journal: Journal, given: argp
 
         return in_a_fork(work, 600, given.timeout)
 
-    code = run(tests)
-    if code == USAGE_ERROR:  # a test is not found: its id depends on what was changed
-        code = run(sorted({test.partition("::")[0] for test in tests}))
+    code, tried = 0, 0
+    for tests in rounds:
+        code = run(tests)
+        if code == USAGE_ERROR:  # a test is not found: its id depends on what was changed
+            code = run(sorted({test.partition("::")[0] for test in tests}))
+        tried += len(tests)
+        if code:
+            break
     text = log.read_text(encoding="utf-8", errors="replace")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
-    outcome = OUTCOMES.get(code, "killed")
-    journal.add(mutant, outcome, time.monotonic() - start, len(tests), failed[1] if failed else "")
+    outcome, again = OUTCOMES.get(code, "killed"), tried > len(rounds[0])
+    journal.add(mutant, outcome, time.monotonic() - start, tried, failed[1] if failed else "", again)
 
 
 def main() -> int:
@@ -166,7 +185,10 @@ def main() -> int:
     parser.add_argument("--shard", default="1/1", help="which part of the mutants, e.g. 2/4 (default: 1/1)")
     parser.add_argument("--target", type=float, default=0.95, help="least share killed (default: 0.95)")
     parser.add_argument(
-        "--test-seconds", type=float, default=60.0, help="most processor time of its tests (default: 60)"
+        "--test-seconds", type=float, default=20.0, help="most processor time of its tests (default: 20)"
+    )
+    parser.add_argument(
+        "--further-seconds", type=float, default=120.0, help="the same when a survivor is tried again (default: 120)"
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds on the clock per mutant (default: 1800)")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which none is begun")

@@ -1,7 +1,10 @@
 """Every FlexAttention recipe against the blocked engine in float64, under every kind of mask."""
 
 import math
+from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +136,66 @@ def test_sums_of_no_keys_are_zero() -> None:
     output = torch.tensor([[math.nan, 1.0], [2.0, 3.0]])
     log_sum = torch.tensor([[-math.inf], [math.log(4.0)]])
     torch.testing.assert_close(flex._scaled_by_sum(output, log_sum), torch.tensor([[0.0, 0.0], [8.0, 12.0]]))
+
+
+@pytest.mark.parametrize("name", ["relu", "softpick"])
+@torch.no_grad()
+def test_logits_of_exactly_0_get_no_weight(name: str) -> None:
+    """Of relu none, of softpick e^0 - 1 = 0."""
+    inputs = inputs_of("all")
+    q = inputs.q_BHQD.clone()
+    q[:, :, 1] = 0
+    found = flex.flex(replace(inputs, q_BHQD=q), get(name))
+    assert not found[:, :, 1].any()
+    assert found[:, :, 0].any()
+
+
+@pytest.mark.parametrize("recipe", ["kernel", "sigmoid with a bias", "relu squared", "scale_invariant"])
+@torch.no_grad()
+def test_float64_keeps_its_digits(recipe: str) -> None:
+    normalizer, inputs = RECIPES[recipe], inputs_of("causal")
+    assert isinstance(normalizer, Normalizer)
+    torch.testing.assert_close(flex.flex(inputs, normalizer), blocked(inputs, normalizer), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "queries", "options"),
+    [
+        (False, 5, None),
+        (True, 127, {"FORCE_USE_FLEX_ATTENTION": True}),
+        (True, 128, None),
+        (True, 200, None),
+    ],
+)
+def test_few_queries_on_a_gpu_run_the_general_kernel(
+    on_gpu: bool, queries: int, options: dict[str, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def run(*_: Tensor, **given: Any) -> tuple[Tensor, Any]:
+        asked.append(given)
+        config = torch._dynamo.config
+        assert config.recompile_limit == config.accumulated_recompile_limit == 1024
+        return torch.ones(2, dtype=torch.bfloat16), SimpleNamespace(lse=torch.zeros(3))
+
+    monkeypatch.setattr(flex, "_compiled" if on_gpu else "flex_attention", (lambda: run) if on_gpu else run)
+    q: Any = SimpleNamespace(is_cuda=on_gpu)
+    inputs: Any = SimpleNamespace(queries=queries, k_BGKD=q, v_BGKE=q, scale=0.5, groups=2)
+    monkeypatch.setattr(flex, "_block_mask", lambda _: None)
+    output, log_sum = flex._FlexCall(inputs, q, q, None).attend(None)
+    assert asked[0]["kernel_options"] == options
+    assert asked[0]["enable_gqa"]
+    assert output.dtype == torch.float32
+    assert log_sum.shape == (3, 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2, 2), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1)])
+@torch.no_grad()
+def test_masks_of_two_items_heads_queries_and_keys(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, 2, WIDTH, generator=generator, dtype=torch.float64) for heads in (2, 1, 1))
+    for _ in range(4):
+        mask = torch.rand(shape, generator=generator) < 0.5
+        inputs = validate_inputs(q, k, v, mask=mask, causal=False, scale=0.3, positions=None)
+        found, expected = (engine(inputs, get("sigmoid")) for engine in (flex.flex, blocked))
+        torch.testing.assert_close(found, expected)

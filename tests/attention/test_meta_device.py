@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from attnorm.engines import fused
+from attnorm.engines import fused, one_pass_operators, sparse, stick_breaking
 from attnorm.engines.inputs import validate_inputs
 
 CALLS = [
@@ -79,3 +79,81 @@ def test_widths_on_cuda_are_padded_to_a_multiple_of_8(
             output = fused._attend(inputs, inputs.k_BGKD, inputs.v_BGKE, None)
         assert seen.pop() == (expected, expected, expected)
         assert output.shape == (2, 4, 3, values)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Q, K, V = empty(2, 6, 5, 4), empty(2, 3, 7, 4), empty(2, 3, 7, 8)
+ROWS, SINK, OUTPUT = empty(2, 6, 5, dtype=torch.float32), empty(6, dtype=torch.float32), empty(2, 6, 5, 8)
+NOTHING = empty(0, dtype=torch.float32)
+
+
+def shapes(found: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(one.shape), one.dtype) for one in (found if isinstance(found, tuple) else (found,))]
+
+
+def like(*tensors: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return shapes(tensors)
+
+
+def options(map_: str) -> tuple[Any, ...]:
+    """map, power, floor, rule, softcap, causal, window, scale"""
+    return (map_, 1, 0.0, "none", None, True, None, 0.5)
+
+
+def test_shapes_of_logits_that_are_compared() -> None:
+    found = one_pass_operators.extreme_logits.operator(Q, K, None, None, None, True, None, 0.5)
+    assert shapes(found) == [((2, 6, 5), dtype) for dtype in (torch.float32,) * 2 + (torch.int32,) * 2]
+    count = ROWS.to(torch.int32)
+    assert shapes(one_pass_operators.least_of_top.operator(Q, K, None, None, count, None, True, None, 0.5)) == like(
+        ROWS
+    )
+    assert shapes(one_pass_operators.row_dots.operator(Q, Q)) == like(ROWS)
+    index = ROWS.to(torch.int64)
+    assert shapes(one_pass_operators._sum_by_key.operator(Q.float(), index, 7, 2)) == [((2, 3, 7, 4), torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("map_", "scaled", "normalised"), [("softmax", True, False), ("sigmoid", False, False), ("relu", False, False)]
+)
+@pytest.mark.parametrize("precise", [False, True])
+def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: bool) -> None:
+    output = OUTPUT.float() if precise else OUTPUT
+    decoded = one_pass_operators.decode.operator(Q, K, V, *[None] * 5, *options(map_), precise)
+    assert shapes(decoded) == like(output, ROWS if scaled else NOTHING)
+    found = one_pass_operators.forward.operator(Q, K, V, *[None] * 6, *options(map_), precise)
+    assert shapes(found) == like(output, ROWS if scaled else NOTHING, ROWS if normalised else NOTHING)
+
+
+@pytest.mark.parametrize("factor", [None, ROWS])
+@pytest.mark.parametrize("shift", [None, ROWS])
+@pytest.mark.parametrize("sink", [None, SINK])
+def test_shapes_of_the_gradients_of_one_pass(
+    factor: torch.Tensor | None, shift: torch.Tensor | None, sink: torch.Tensor | None
+) -> None:
+    found = one_pass_operators._backward.operator(
+        OUTPUT, None, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING, *options("softmax")
+    )
+    rows = [NOTHING if one is None else one for one in (factor, shift, sink)]
+    assert shapes(found) == like(Q, K, V, *rows)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+@pytest.mark.parametrize("factor", [None, ROWS])
+def test_shapes_of_stick_breaking(rest: bool, factor: torch.Tensor | None) -> None:
+    found = stick_breaking._forward.operator(Q, K, V, None, factor, rest, True, None, 0.5)
+    assert shapes(found) == like(OUTPUT, ROWS if rest else NOTHING)
+    grads = stick_breaking._backward.operator(OUTPUT, Q, K, V, None, factor, ROWS, rest, True, None, 0.5)
+    assert shapes(grads) == like(Q, K, V, NOTHING if factor is None else ROWS)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("factor", [None, ROWS])
+def test_shapes_of_the_gradients_of_sparse_attention(learned: bool, factor: torch.Tensor | None) -> None:
+    live = empty(3, dtype=torch.uint8)
+    grads = sparse._backward.operator(
+        OUTPUT, Q, K, V, None, factor, ROWS, None, OUTPUT, ROWS, live, True, 0.5, "entmax", learned
+    )
+    assert shapes(grads) == like(Q, K, V, NOTHING if factor is None else ROWS, ROWS if learned else NOTHING)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_visible, row_statistics
+from attnorm.metrics.reference import dense_visible, row_statistics, vector_numbers
 
 ROWS = torch.tensor([[True, True, True], [True, False, True]])  # a mask with a row for each of two queries
 
@@ -38,3 +38,9 @@ def test_a_row_has_numbers_only_where_logits_and_weights_are_finite(logit: float
     logits, weights = torch.tensor([1.0, logit]), torch.tensor([1.0, weight])
     assert row_statistics(logits, weights, torch.tensor([True, True]), (1,)) == {}
     assert row_statistics(logits, weights, torch.tensor([True, False]), (1,))["row_sum"] == 1.0
+
+
+def test_a_selected_key_as_close_as_the_closest_of_the_others_is_distinguishable() -> None:
+    """Weights 1/2, 1/4, 1/4 of one vector: the last two keys lie equally far from the sum of the first two."""
+    found = vector_numbers(torch.tensor([0.5, 0.25, 0.25]), torch.ones(3, 1), 2)
+    assert found["separability"] == 1.0

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnorm.metrics import reference
+from attnorm.metrics import reference, sensitivity, vectors
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import rows_block
 from attnorm.metrics.row_statistics import heaviest, masses
 from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy
+from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.gradient import finite_difference_gain
@@ -120,6 +120,21 @@ def test_sensitivity_depends_on_neither_threads_nor_the_size_of_the_blocks(
         torch.set_num_threads(threads)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, equal_nan=True)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_blocks_are_smaller_where_more_arrays_like_the_logits_are_made(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sensitivity: one array for each step and one without; vectors on a GPU: two in float64 for every N."""
+    asked: list[int] = []
+    for module in (sensitivity, vectors):
+        monkeypatch.setattr(module, "runs_asynchronously", lambda _: on_gpu)
+        monkeypatch.setattr(module, "logit_blocks", lambda *_, copies, **__: asked.append(copies) or iter(()))
+    call, rows = make_call(9, batch=1), torch.arange(9)
+    measure_sensitivity(call, [None], rows, (0.5, 1.0), (0.1, 0.2, 0.4))
+    measure_vectors(call, [None], rows, (1, 2, 3))
+    assert asked == [4 if on_gpu else 8, 6 if on_gpu else 1]
 
 
 def test_sensitivity_of_rows_that_see_nothing_or_are_broken_is_undefined() -> None:

@@ -25,7 +25,12 @@ class Kept:
         self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments, **constants: self.launches.append((grid, arguments, constants))
+        def launch(*arguments: Any, **constants: Any) -> None:
+            numbers = [*grid, *(one for one in constants.values() if not isinstance(one, str))]
+            assert all(isinstance(one, int) for one in numbers), "Triton takes whole numbers"
+            self.launches.append((grid, arguments, constants))
+
+        return launch
 
 
 def call_of(
@@ -74,6 +79,27 @@ def test_which_arguments_the_kernels_behind_the_sums_read() -> None:
     flags = [[constants[name] for name in ("FACTORED", "SINK", "IMPROVE")] for _, _, constants in kernel.launches]
     assert flags == [[False, True, True], [True, False, False]]
     assert kernel.launches[0][1][4] is poles
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_the_arrays_that_the_statistics_are_written_into(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnorm.kernels import softmax_statistics
+    from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS
+
+    kernel, sums = Kept(), torch.zeros(5, 2, 6, 4)
+    monkeypatch.setattr(softmax_statistics, "softmax_statistics", kernel)
+    monkeypatch.setattr(_Launch, "softmax_sums", lambda _: sums)
+    monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, 0)
+    names = [NUMBERS[0], MORE_NUMBERS[0]] if more else [NUMBERS[0]]
+    found = fused_rows.fused_rows(call_of(4, 4), torch.arange(4), names)
+    assert list(found.values) == names
+    ((_, arguments, constants),) = kernel.launches
+    numbers, others, wide, n, broken = arguments[5:10]
+    lengths = [len(NUMBERS), len(MORE_NUMBERS) if more else 0, len(WIDE_NUMBERS) if more else 0]
+    assert [one.shape for one in (numbers, others, wide)] == [(length, 2, 6, 4) for length in lengths]
+    assert [one.dtype for one in (others, wide, n, broken)] == [torch.float32, torch.float64, torch.int64, torch.uint8]
+    assert n.shape == broken.shape == (2, 6, 4)
+    assert constants["MORE"] is more
 
 
 def test_no_rows_launch_nothing() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnorm.metrics import reference
+from attnorm.metrics import logits, reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
@@ -180,6 +180,41 @@ def test_the_size_of_the_blocks_does_not_matter(kind: str, elements: int) -> Non
         same(cut.values[name], whole.values[name], 2e-6, name)
 
 
+@pytest.mark.parametrize(
+    ("all_heads", "options", "rows", "heads"),
+    [
+        (False, {}, 3, 1),  # 3 * 64 logits of 32 keys, of two heads that share a key head
+        (True, {}, 6, 2),  # four times as many, of four heads
+        (False, {"copies": 2}, 1, 1),
+        (False, {"block_elements": 128}, 2, 1),
+    ],
+)  # fmt: skip
+def test_how_many_logits_a_block_has(
+    all_heads: bool, options: dict[str, int], rows: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed number for each thread, of which at most three count here."""
+    monkeypatch.setattr(logits, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(logits, "MOST_THREADS", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    query, key = torch.zeros(1, 4, 24, 8), torch.zeros(1, 2, 32, 8)
+    call = AttentionCall(0, "decoder", query, key, key, 1.0, causal=False)
+    blocks = list(logits.logit_blocks(call, torch.arange(24), all_heads=all_heads, **options))
+    assert [block.logits.shape for block in blocks] == [(2 * heads, rows, 32)] * len(blocks)
+    assert len(blocks) * heads * rows == 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"),
+    [([0, 127, 128], [[0, 127], [128]]), ([99, 199, 200], [[99, 199], [200]]), ([63, 126, 127], [[63, 126, 127]])],
+)
+def test_rows_of_a_block_see_at_most_128_keys_or_twice_as_many_as_the_first(
+    rows: list[int], blocks: list[list[int]]
+) -> None:
+    call = make_call(210, batch=1)
+    found = list(logits.logit_blocks(call, torch.tensor(rows), all_heads=True, block_elements=10**7))
+    assert [block.queries.tolist() for block in found] == blocks
+
+
 def test_some_rows_are_the_rows_among_all() -> None:
     call = CALLS["long"]
     some = torch.tensor([0, 3, 64, 65, 250, 299])
@@ -193,6 +228,13 @@ def test_a_norm_without_closed_form_is_measured_on_a_few_rows_and_unknown_on_oth
     norms = measured(make_call(40, batch=1), name).values["jacobian_norm"]
     assert (~norms.isnan()).sum(-1).eq(POWER_ROWS).all()
     assert not norms[..., -1].isnan().any()
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("function", ["polynomial", "softplus", "elu+1", "exp"])
+def test_norms_of_kernels_whose_values_are_small_or_large(function: str, size: float) -> None:
+    call, normalizer = in_float64(make_call(6, batch=1, size=size)), get("kernel", function=function)
+    check_jacobian(call, measured(call, normalizer), normalizer, 1e-9)
 
 
 def test_a_map_without_a_gradient_has_no_norm() -> None:

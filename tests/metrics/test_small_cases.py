@@ -1,6 +1,7 @@
 """Sizes of one, and shapes that broadcast: what a general case does not show."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
 from attnorm.metrics.normalized import RowsBlock
-from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.rows import _few_rows, measure_rows
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.summary import summarise
 from attnorm.metrics.vectors import isotropy
@@ -173,3 +174,39 @@ def test_sizes_of_tiles_are_powers_of_two_that_tensor_cores_take(dtype: torch.dt
     assert warps in (4, 8)
     # Keys of every stage in flight, beside the queries, have to fit into 227 KB of shared memory.
     assert (rows + stages * keys) * width * dtype.itemsize <= 227 * 1024
+
+
+def test_a_horizon_that_float64_cannot_hold_is_infinite() -> None:
+    assert reference._horizon(3.0) == pytest.approx(1 + math.e**3)
+    assert reference._horizon(708.9) == pytest.approx(math.exp(708.9))
+    assert reference._horizon(709.0) == reference._horizon(709.5) == reference._horizon(1e4) == math.inf
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 40])
+def test_blocks_share_out_the_rows_whose_norm_takes_power_iteration(size: int) -> None:
+    """Eight of forty rows, evenly spaced with the last among them: 4, 9, 14, ..."""
+    found = []
+    for start in range(0, 40, size):
+        block = SimpleNamespace(rows=slice(start, min(start + size, 40)), queries=torch.arange(size))
+        found += [start + row for row in _few_rows(block, 40).tolist()]  # type: ignore[arg-type]
+    assert found == list(range(4, 40, 5))
+
+
+@pytest.mark.parametrize("elements", [1, 10**7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_with_parameters_of_their_own_are_measured_in_blocks_of_any_size(elements: int, masked: bool) -> None:
+    mask = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
+    one, normalizer = make_call(6, batch=1, mask=mask), get("entmax", alpha=1.5, learned=True, heads=4)
+    with torch.no_grad():
+        normalizer.map.theta.copy_(torch.tensor([-2.0, -1.0, 1.0, 2.0]))
+    (found,) = measure_rows(one, [normalizer], torch.arange(6), (1,), block_elements=elements).values()
+    weights = reference.dense_weights(one, normalizer)
+    torch.testing.assert_close(found.values["max_weight"].nan_to_num().double(), weights.amax(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "on_gpu", "few"), [(1, True, True), (FEW_ROWS, True, True), (FEW_ROWS + 1, True, False), (1, False, False)]
+)
+def test_only_a_gpu_computes_few_rows_without_looking_at_them(rows: int, on_gpu: bool, few: bool) -> None:
+    queries = torch.empty(rows, device="meta" if on_gpu else "cpu")
+    assert too_few_to_wait(queries) is few

@@ -143,8 +143,9 @@ def test_a_config_without_its_weights_is_noticed(tmp_path: Path) -> None:
     patch(model, "entmax15")
     model.save_pretrained(tmp_path / "patched")
     LlamaForCausalLM.from_pretrained(tmp_path / "patched").save_pretrained(tmp_path / "again")
-    with pytest.warns(UserWarning, match=r"again.*softmax"):
+    with pytest.warns(UserWarning, match=r"again.*softmax") as warned:
         loaded = load(tmp_path / "again", device="cpu").model
+    assert Path(warned[0].filename).name == "load.py"  # where the weights are read
     assert not patched_modules(loaded)
     assert not hasattr(loaded.config, "attnorm")
     with pytest.raises(FileNotFoundError, match="again"):

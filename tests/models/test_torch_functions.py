@@ -232,7 +232,8 @@ def test_biases_of_keys_and_values_are_appended_together(given: str) -> None:
     assert call.key_BGKD.shape[2] == call.value_BGKE.shape[2] == (5 if given == "both" else 4)
 
 
-def test_given_keys_and_values_replace_the_projected_ones() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_given_keys_and_values_replace_the_projected_ones(masked: bool) -> None:
     torch.manual_seed(0)
     module = torch.nn.MultiheadAttention(8, 2)
     query, other = torch.randn(3, 2, 8), torch.randn(5, 2, 8)
@@ -241,9 +242,28 @@ def test_given_keys_and_values_replace_the_projected_ones() -> None:
         8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0, module.out_proj.weight,
         module.out_proj.bias,
     )  # fmt: skip
-    options = {"static_k": keys, "static_v": values}
+    mask = torch.tensor([[False, True, False, False, True]] * 3) if masked else None  # True hides
+    options = {"static_k": keys, "static_v": values, "attn_mask": mask}
     _, weights = F.multi_head_attention_forward(query, other, other, *arguments, average_attn_weights=False, **options)
     call = read_multi_head_attention(query, other, other, *arguments, **options)
     torch.testing.assert_close(dense_weights(call).float(), weights, rtol=1e-4, atol=1e-5)
     assert torch.equal(call.key_BGKD, keys.reshape(2, 2, 5, 4))
     assert torch.equal(call.value_BGKE, values.reshape(2, 2, 5, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_sequences_are_padded_with_zeros_that_no_query_sees() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(8, 2)
+    sequences = [torch.randn(3, 8), torch.randn(2, 8)]
+    nested = torch.nested.nested_tensor(sequences)
+    call = read_native_multi_head_attention(
+        nested, nested, nested, 8, 2, module.in_proj_weight, module.in_proj_bias, module.out_proj.weight,
+        module.out_proj.bias,
+    )  # fmt: skip
+    assert call.mask is not None
+    assert call.mask.expand(2, 1, 1, 3).squeeze((1, 2)).tolist() == [[True] * 3, [True, True, False]]
+    own = torch.nn.functional.linear(torch.zeros(8), module.in_proj_weight, module.in_proj_bias).reshape(3, 2, 4)
+    for found, expected in zip((call.query_BHQD, call.key_BGKD, call.value_BGKE), own, strict=True):
+        assert found.shape == (2, 2, 3, 4)
+        torch.testing.assert_close(found[1, :, 2], expected)

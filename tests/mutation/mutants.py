@@ -5,6 +5,7 @@ import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -181,23 +182,59 @@ def statement_at(path: Path, line: int, column: int) -> tuple[int, int]:
 
 
 def uses_of(mutant: Mutant) -> Iterator[tuple[str, int]]:
-    """Path and number of the lines that name what a change outside functions acts on: a constant or a field."""
-    source = mutant.file.read_bytes()
-    targets = [
-        target.attr if isinstance(target, ast.Attribute) else target.id
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= mutant.line <= (node.end_lineno or 0)
-        for listed in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        for target in ast.walk(listed)
-        if isinstance(target, ast.Name | ast.Attribute)
-    ]
-    if not targets:
-        return
-    named = re.compile(rf"\b({'|'.join(targets)})\b")
-    for path in sorted((ROOT / "src" / "attnorm").rglob("*.py")):
-        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if named.search(text):
-                yield path.relative_to(ROOT).as_posix(), number
+    """Path and number of the lines that name what a change outside functions acts on."""
+    if names := changed_names(mutant):
+        named = re.compile(rf"\b({'|'.join(sorted(names))})\b")
+        for path in sorted((ROOT / "src" / "attnorm").rglob("*.py")):
+            for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if named.search(text):
+                    yield path.relative_to(ROOT).as_posix(), number
+
+
+def changed_names(mutant: Mutant) -> set[str]:
+    """What a change outside functions acts on: a constant and others made of it, a field, a function with a default."""
+    tree = ast.parse(mutant.file.read_bytes())
+    function = function_at(mutant.file, mutant.line, mutant.column)
+    found = {function.outermost.rpartition(".")[2]} if function.name and function.runs_once else set[str]()
+    found -= {"__init__", "<lambda>"}
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for node in assigned:
+        if node.lineno <= mutant.line <= (node.end_lineno or 0):
+            found |= _names(*_targets(node))
+    while True:
+        made = [node for node in tree.body if node in assigned and node.value and _names(node.value) & found]
+        more = found.union(*(_names(*_targets(node)) for node in made))
+        if more == found:
+            return found
+        found = more
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    every = [one for node in nodes for one in ast.walk(node)]
+    names = {one.id for one in every if isinstance(one, ast.Name)}
+    return names | {one.attr for one in every if isinstance(one, ast.Attribute)}
+
+
+@cache
+def names_by_test(path: Path) -> dict[str, set[str]]:
+    """The names that each function of a test file uses, itself or through what the file defines."""
+    defined: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        arguments = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        if isinstance(node, ast.FunctionDef):
+            defined[node.name] = _names(node) | arguments  # an argument may be a fixture
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.col_offset == 0 and node.value:
+            for name in _names(*_targets(node)):
+                defined.setdefault(name, set()).update(_names(node.value))
+    while True:
+        wider = {name: used.union(*(defined.get(one, set()) for one in used)) for name, used in defined.items()}
+        if wider == defined:
+            return defined
+        defined = wider
 
 
 def import_as(mutant: Mutant) -> None:

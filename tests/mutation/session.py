@@ -21,7 +21,16 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.mutants import ROOT, Function, Mutant, put_into_functions, statement_at, uses_of
+from tests.mutation.mutants import (
+    ROOT,
+    Function,
+    Mutant,
+    changed_names,
+    names_by_test,
+    put_into_functions,
+    statement_at,
+    uses_of,
+)
 
 SOURCE = str(ROOT / "src" / "attnorm") + os.sep
 IMPORTS = "imports"  # stands for a test: what importing and collecting the tests calls
@@ -98,15 +107,22 @@ class CallRecords:
         around = [".<locals>.".join(names[:count]) for count in range(1, len(names) + 1)]
         return function.runs_once or any(f"{mutant.path}:{name}" in self.at_import for name in around)
 
+    def rounds(self, mutant: Mutant, function: Function, first: float, further: float) -> list[list[str]]:
+        """The tests to try on a mutant, and those to try if it survives: of up to so many seconds together."""
+        chosen = self.of(mutant, function, first)
+        others = [test for test in self.of(mutant, function, further) if test not in set(chosen)]
+        return [tests for tests in (chosen, others) if tests]
+
     def of(self, mutant: Mutant, function: Function, most_seconds: float) -> list[str]:
         """The tests to try on a mutant, in the order in which to try them: near, cheap and different ones first."""
         counts: dict[str, int] = defaultdict(int)
         costs: dict[str, float] = {}
-        for test in sorted(self._that_run(mutant, function), key=lambda test: (self.seconds[test], test)):
+        naming = self._that_name(mutant, function)
+        for test in sorted(self._that_run(mutant, function) | naming, key=lambda test: (self.seconds[test], test)):
             file, _, case = test.partition("::")
             same = file + case.partition("[")[0]  # the parameters of one test notice mostly the same
             counts[same] += 1
-            away = 1 if Path(mutant.path).stem in file else 3
+            away = 1 if Path(mutant.path).stem in file or test in naming else 3
             costs[test] = (self.seconds[test] + 0.02) * counts[same] * away
         chosen, total = list[str](), 0.0
         for test in sorted(costs, key=lambda test: (costs[test], test)):
@@ -124,9 +140,19 @@ class CallRecords:
             running = set[str]().union(*(self.by_line[mutant.path, line] for line in range(first, last + 1))) & called
         else:
             running = set[str]().union(*(self.by_line[place] for place in uses_of(mutant)))
+            if function.name:
+                running &= called
         if self.needs_import(mutant, function):
             return running or called or self.by_file[mutant.path]
         return running
+
+    def _that_name(self, mutant: Mutant, function: Function) -> set[str]:
+        """The tests that themselves name the constant, or call by its name the function whose default is changed."""
+        names = changed_names(mutant) if function.runs_once else set[str]()
+        if not names:
+            return set()
+        called = self.by_function[f"{mutant.path}:{function.name}"] if function.name else set(self.seconds)
+        return {test for test in called if names & _names_in(test)}
 
 
 class MutantSession:
@@ -231,6 +257,12 @@ class MutantSession:
             if fixturedef.scope != "function":
                 _add(self._by_fixture.setdefault(fixturedef.argname, {}), self._recorder.seen)
             _add(self._recorder.seen, before)
+
+
+def _names_in(test: str) -> set[str]:
+    file, _, case = test.partition("::")
+    path = ROOT / file
+    return names_by_test(path).get(case.partition("[")[0].rpartition("::")[2], set()) if path.exists() else set()
 
 
 def _add(lines: dict[str, set[int]], more: dict[str, set[int]]) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from attnorm.theory import coverage
-from tests.mutation import equivalents
+from tests.mutation import equivalents, mutants, session
 from tests.mutation.mutants import (
     ROOT,
     Function,
     Mutant,
+    changed_names,
     function_at,
     mutants_of,
     put_into_functions,
@@ -124,6 +125,51 @@ def test_a_changed_constant_is_tried_on_the_tests_that_run_a_line_which_names_it
     assert all("MOST_HEADS" in (ROOT / place).read_text().splitlines()[line - 1] for place, line in used)
 
 
+TESTS = """
+CASES = [rule.LIMIT]
+
+
+def start():
+    return rule.cut()
+
+
+def test_by_a_call():
+    start()
+
+
+def test_by_a_table():
+    assert CASES
+
+
+def test_neither():
+    pass
+"""
+
+
+def test_a_changed_constant_or_default_is_tried_on_the_tests_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(session, "ROOT", tmp_path)
+    rule, tests = tmp_path / "src/attnorm/rule.py", tmp_path / "tests/test_all.py"
+    for path, text in ((rule, SOURCE + "\nDOUBLE = 2 * LIMIT\n"), (tests, TESTS)):
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+    function = "src/attnorm/rule.py:Rule.cut"
+    names = ["test_by_a_call", "test_by_a_table", "test_neither"]
+    lines = {"test_by_a_call": {function: [16]}, "test_by_a_table": {}, "test_neither": {function: [16]}}
+    records = CallRecords([{f"tests/test_all.py::{one}": {"seconds": 1.0, "lines": lines[one]} for one in names}])
+    changed = {one.change: one for one in mutants_of(rule)}
+    limit, default = changed["3 to 4"], changed["+ to -"]
+    assert changed_names(limit) == {"LIMIT", "DOUBLE"}
+    assert records.of(limit, Function(), 1.0) == ["tests/test_all.py::test_by_a_table"]
+    assert changed_names(default) == {"cut"}
+    in_default = Function("Rule.cut", "Rule.cut", True)
+    assert records.of(default, in_default, 1.0) == ["tests/test_all.py::test_by_a_call"]
+    first, further = records.rounds(default, in_default, 1.0, 2.0)
+    assert (len(first), len(further), set(first) & set(further)) == (1, 1, set())
+
+
 def test_the_statement_of_a_place_ends_before_the_body(tmp_path: Path) -> None:
     path = tmp_path / "rule.py"
     path.write_text(
@@ -169,13 +215,13 @@ import mutate
 mutate.AREAS = {"theory": ["theory/test_coverage.py"]}
 out = pathlib.Path(sys.argv[1])
 (out / "calls").mkdir()
-given = argparse.Namespace(out=out, test_seconds=60.0, timeout=600.0)
+given = argparse.Namespace(out=out, test_seconds=20.0, further_seconds=60.0, timeout=600.0)
 journal = mutate.Journal(out / "results.jsonl")
 mutants = list(mutate.mutants_of(mutate.ROOT / "src/attnorm/theory/coverage.py"))[:6]
 mutate.PRELOADED = ["setuptools", "torch", "numpy", "hypothesis", "jaxtyping", "pytest"]  # what these tests need
 mutate.preload()
 mutate.try_mutants(mutants, journal, given, float("inf"))
-mutate.try_imported(mutants[0], ["tests/theory/test_coverage.py"], journal, given)
+mutate.try_imported(mutants[0], [["tests/theory/test_coverage.py"]], journal, given)
 """
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnorm.normalizers import Block, compose, get, mixture
 from attnorm.normalizers.composition import Sink
-from attnorm.normalizers.kernel import FUNCTIONS, polynomial
+from attnorm.normalizers.kernel import FUNCTIONS, _log_softplus, polynomial
 from attnorm.normalizers.ssmax import critical_s, neutral_s
 
 KEYS = 24
@@ -360,3 +360,17 @@ def test_sigmoid_rows_may_hold_any_mass_up_to_n() -> None:
     assert get("sigmoid", bias=0.0)(torch.full((1, 50), 20.0)).sum() == pytest.approx(50)
     assert get("sigmoid")(torch.zeros(1, 1)).item() == 0.5
     assert get("sigmoid")(torch.zeros(1, 1000)).sum() == pytest.approx(1000 / 1001)
+
+
+@pytest.mark.parametrize("z", [-700.0, -40.0, -16.5, -15.5, -15.0, -14.5, -1.0, 0.0, 3.0, 30.0, 60.0])
+def test_the_logarithm_of_softplus_keeps_its_digits(z: float) -> None:
+    exact = math.log(z + math.log1p(math.exp(-z))) if z > 0 else math.log(math.log1p(math.exp(z)))
+    found = _log_softplus(torch.tensor(z, dtype=torch.float64)).item()
+    assert found == pytest.approx(exact, rel=1e-14, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "relu", "softmax"])
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_a_sink_may_count_as_one_more_key_of_a_lipschitz_constant(name: str, n: int) -> None:
+    plain = get(name)
+    assert compose(name, sink="softmax1").lipschitz(n) == max(plain.lipschitz(n), plain.lipschitz(n + 1))

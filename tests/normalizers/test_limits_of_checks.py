@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from attnorm.normalizers import Normalizer, get
 from attnorm.normalizers.checks import CHECKS, independence, numerics, promises
-from attnorm.normalizers.checks.subject import CheckedNormalizer, exceeds, some_mask
+from attnorm.normalizers.checks.subject import CheckedNormalizer, exceeds, largest, some_mask
 from attnorm.normalizers.declaration import Row
+from attnorm.normalizers.threshold import newton_step
 
 Limits = Callable[..., list[float]]
 
@@ -149,3 +151,64 @@ def test_compiled_code_may_differ_by_1e_5_of_the_largest_number(
     weights = 1000 * (2 * drawn(2, 2, 5, 131)).float().abs().max()
     steep = CheckedNormalizer.of(Steep(get("softmax").map, name="steep"), 2, None)
     assert limits("compiled", steep) == pytest.approx([1e-5 * float(weights), 1e-2 * float(cotangent)], rel=1e-6)
+
+
+@pytest.mark.parametrize(("declared", "climbed"), [(1.0, [1, 2, 5]), (0.0, [])])
+def test_only_rows_of_a_few_keys_that_keep_the_bound_are_searched_further(
+    declared: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key has the norm 0, so that a bound of 0 is exceeded from two keys on."""
+    seen: list[int] = []
+
+    def climb(_: CheckedNormalizer, rows: Tensor, bound: float) -> float:
+        assert (len(rows), bound) == (promises.CLIMBERS, declared)
+        seen.append(rows.shape[-1])
+        return 0.0
+
+    monkeypatch.setattr(promises, "_climb", climb)
+    monkeypatch.setattr(Normalizer, "lipschitz", lambda *_: declared)
+    complaints = list(promises.lipschitz(softmax()))
+    assert seen == (climbed or [1])
+    assert len(complaints) == (0 if climbed else 3)
+
+
+def test_the_largest_value_of_nothing_is_0() -> None:
+    assert largest(torch.empty(0)) == 0.0
+    assert largest(torch.tensor([1.0, -3.0])) == 3.0
+    assert math.isnan(largest(torch.tensor([1.0, math.nan])))
+
+
+def test_a_single_row_whose_sum_is_not_finite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = CheckedNormalizer.__call__
+
+    def broken(subject: CheckedNormalizer, logits: Tensor, mask: Tensor | None = None) -> Tensor:
+        weights = plain(subject, logits, mask).clone()
+        weights[0, 0, 0, 0] = math.inf
+        return weights
+
+    monkeypatch.setattr(CheckedNormalizer, "__call__", broken)
+    complaints = list(promises.row_sums(softmax()))
+    assert len(complaints) == 6
+    assert all(one.startswith("a row sums to inf for logits up to ") for one in complaints)
+
+
+def test_a_single_number_that_is_not_finite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: CheckedNormalizer, logits: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
+        weights, gradient = torch.zeros(2, 2), torch.zeros(2, 2)
+        weights[1, 0], gradient[0, 1] = math.nan, math.inf
+        return weights, gradient, None
+
+    monkeypatch.setattr(CheckedNormalizer, "gradients", broken)
+    complaints = list(numerics.large_logits(softmax()))
+    assert [one.rpartition(" a ")[2] for one in complaints[:2]] == ["weight of nan", "gradient of inf"]
+    assert len(complaints) % 6 == 0  # three dtypes
+
+
+def test_weights_may_differ_from_the_reference_by_1e_10_of_their_size_or_of_the_logits(limits: Limits) -> None:
+    subject = replace(softmax(), reference=lambda row: torch.softmax(row.z, -1))
+    assert limits("reference", subject) == pytest.approx([1e-10, 2e-10, 20e-10])
+
+
+def test_a_newton_step_is_0_where_there_is_nothing_to_gain() -> None:
+    excess, slope = torch.tensor([0.0, -1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 2.0, 4.0])
+    assert newton_step(excess, slope).tolist() == [0.0, 0.0, 0.0, 0.25]

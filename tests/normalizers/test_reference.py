@@ -108,3 +108,43 @@ def test_entmax_solves_its_equation_on_any_row(row: list[float], alpha: float) -
     scale = 1e-9 * (1 + z.abs().max().item())
     assert on_support.max() - on_support.min() <= scale
     assert (multiplier[p == 0] >= on_support.max() - scale).all()
+
+
+OTHER_NUMBERS: list[tuple[str, dict[str, Any]]] = [
+    ("adaptive_temperature", {"coefficients": (-1.0, 5.0), "monotone": True}),
+    ("asentmax", {"alpha": 1.7, "delta": 0.8, "beta": 0.4, "gamma": 0.3}),
+    ("entmax", {"alpha": 1.2}),
+    ("kernel", {"function": "polynomial", "power": 4, "offset": 0.7}),
+    ("kernel", {"function": "polynomial", "offset": -0.7}),
+    ("kneemax", {"share": 2.5, "temperature": 0.7}),
+    ("kneemax", {"knee": 0.1, "temperature": 1.3}),
+    ("local", {"window": 4}),
+    ("log_scaled", {"train_length": 3}),
+    ("log_scaled", {"rule": "llama4", "attention_scale": 0.3, "floor_scale": 3}),
+    ("log_scaled", {"rule": "yarn", "extension": 2.5}),
+    ("norm_softmax", {"temperature": 1.4}),
+    ("odd_polynomial", {"power": 7}),
+    ("relu", {"power": 1.5}),
+    ("scale_invariant", {"tau": 3.0}),
+    ("sigmoid", {"bias": 0.7}),
+    ("sink", {"logit": -0.4}),
+    ("softcap", {"cap": 1.7}),
+    ("softmax", {"temperature": 1.9}),
+    ("softpick", {"eps": 0.3}),
+    ("ssa", {"beta": 0.8}),
+    ("ssmax", {"s": 0.9, "train_length": 7}),
+    ("ssmax", {"rho": 0.4, "size": 0.5}),
+    ("ssmax", {"train_length": 7}),
+    ("tempered", {"map": "entmax15", "temperature": 0.6}),
+    ("threshold_relu", {"beta": 0.7, "power": 1.5}),
+    ("topk", {"k": 2}),
+    ("nearmax", {"knee": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OTHER_NUMBERS)
+def test_equals_the_reference_with_numbers_that_are_no_example(name: str, options: dict[str, Any]) -> None:
+    logits = 2 * torch.randn(1, HEADS, QUERIES, KEYS, dtype=torch.float64)
+    expected, normalizer = expected_weights(Variant(name, options), logits), get(name, **options)
+    error = (normalizer(logits) - expected).abs().max()
+    assert error <= allowed(normalizer) * max(2.0, float(expected.abs().max()))

@@ -9,10 +9,12 @@ import torch
 
 from attnorm.normalizers import get
 from attnorm.normalizers.alibi import slopes
+from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Row, bisect, declare, warm_start_of
 from attnorm.normalizers.kernel import FUNCTIONS, Kernel, polynomial
+from attnorm.normalizers.kneemax import _Kneemax, kneemax_rows
 from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.spec import parse_spec
 from attnorm.normalizers.ssmax import critical_s, neutral_s
@@ -392,3 +394,21 @@ def test_a_polynomial_is_a_square_by_default() -> None:
     assert polynomial().derivative(z).tolist() == [-6.0, 0.0, 1.0]
     assert polynomial(4, 1.0).value(z).tolist() == [16.0, 1.0, 5.0625]
     assert polynomial(4, 1.0).derivative(z).tolist() == [-32.0, 4.0, 13.5]
+
+
+@pytest.mark.parametrize(("z_dim", "knee_dim"), [(0, None), (1, None), (2, None), (None, 0), (0, 0), (1, 0), (2, 1)])
+def test_vmap_over_rows_and_knees_equals_a_loop(z_dim: int | None, knee_dim: int | None) -> None:
+    z = torch.randn(3, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    knee = torch.tensor([[0.1], [0.2], [0.4]], dtype=torch.float64)  # one of each row, or of each item
+    given_knee = knee.transpose(0, 1) if knee_dim == 1 else knee
+    found = torch.func.vmap(_Kneemax.apply, in_dims=(z_dim, knee_dim))(z, given_knee)
+    for item in range(3):
+        own_z = z if z_dim is None else z.select(z_dim, item)
+        own_knee = knee if knee_dim is None else knee[item]
+        torch.testing.assert_close(found[item], kneemax_rows(own_z.clone(), own_knee), rtol=0, atol=1e-14)
+
+
+def test_the_gain_of_an_adaptive_scale_is_known_unless_the_hidden_state_sets_it() -> None:
+    scale = AdaptiveLengthScale(1.0, 0.55, 0.3)
+    assert scale.gain(20) == pytest.approx(1 + 0.55 * math.log(21) ** 0.3, rel=1e-6)
+    assert AdaptiveLengthScale(heads=2, width=3).gain(20) is None

@@ -8,8 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import Claim, dispersion, distance, frontier, geometry, rank_one_eigenvalues, search
+from attnorm.normalizers.registry import get
+from attnorm.theory import (
+    Claim,
+    dispersion,
+    distance,
+    frontier,
+    geometry,
+    linearization,
+    rank_one_eigenvalues,
+    search,
+)
 from attnorm.theory.catalogue import claims
+from attnorm.theory.catalogue import kneemax as kneemax_claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
 from attnorm.theory.gradient import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select
@@ -241,3 +252,118 @@ def test_singular_values_of_blocks_of_two_rows(rows: int, monkeypatch: pytest.Mo
     found = rank_one_eigenvalues.rank_two_singular_value(weights, slopes)
     jacobians = (torch.eye(4, dtype=torch.float64) - weights[:, :, None]) * slopes[:, None, :]
     torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobians, 2))
+
+
+def case_of(logits: list[list[float]], vectors: list[list[float]], top_n: int) -> ClaimCase:
+    """Rows over the same vectors, at a temperature of 1."""
+    rows = len(logits)
+    ones, numbers = torch.ones(rows, dtype=torch.float64), torch.arange(rows)
+    x = torch.tensor(vectors, dtype=torch.float64).expand(rows, -1, -1)
+    square = torch.eye(x.shape[-1], dtype=torch.float64).expand(rows, 2, -1, -1)
+    return ClaimCase(torch.tensor(logits, dtype=torch.float64), x, 1.0, top_n, ones, numbers, square)
+
+
+def claim_named(name: str) -> Claim:
+    (found,) = [each for each in claims() if each.id == name]
+    return found
+
+
+def test_a_row_that_is_uniform_up_to_rounding_says_nothing_about_the_limit() -> None:
+    """Of two keys with logits d apart the distance from uniform is d/4; eight copies of each do not change it."""
+    claim = claim_named("dispersed-is-uniform")
+    assert claim.ratio is not None
+    found = claim.ratio(case_of([[4 * d, 0.0] for d in (1.2e-12, 0.9e-12, 0.0)], [[1.0], [1.0]], 1))
+    assert found[0].item() == pytest.approx(2, rel=1e-2)
+    assert found.isnan().tolist() == [False, True, True]
+
+
+def test_a_lower_bound_on_separability_that_is_positive_says_something() -> None:
+    """Five equal vectors and an opposite one: xi_i = s - a_i, and the outsider lies s + a_6 away.
+
+    Where the five nearly cancel, s is short and the outsider near, while xi_i stays the sum of the others.
+    """
+    claim = claim_named("theorem-2-lower")
+    assert claim.says_nothing is not None
+    apart = case_of([[5.0] * 5 + [0.0]], [[1.0, 0.0]] * 5 + [[-1.0, 0.0]], 5)
+    near = case_of([[5.0] * 5 + [0.0]], [[1.0, 0.0], [-1.0, 0.0]] * 2 + [[1.0, 0.0], [0.0, 1.0]], 5)
+    assert (claim.says_nothing(apart).item(), claim.says_nothing(near).item()) == (0.0, 1.0)
+
+
+def test_random_directions_are_zero_at_hidden_keys_and_have_length_1_over_the_others() -> None:
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    found = linearization.random_directions(torch.zeros(2, 3, dtype=torch.float64), 4, mask)
+    assert not found[:, ~mask].any()
+    torch.testing.assert_close(found[:, 0].norm(dim=-1), torch.ones(4, dtype=torch.float64))
+
+
+def test_a_map_is_run_on_one_row_with_one_leader() -> None:
+    seen: list[Tensor] = []
+
+    def row_map(logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return torch.softmax(logits, -1)
+
+    assert frontier.two_level_weight(row_map, 1.5, 4) == pytest.approx(1 / (1 + 3 * math.exp(-1.5)))
+    assert seen[0].tolist() == [[1.5, 0.0, 0.0, 0.0]]
+
+
+def test_an_ascent_moves_a_number_by_a_tenth_in_each_step() -> None:
+    """Adam with a gradient that stays the same takes steps of its learning rate."""
+    tried: list[Tensor] = []
+
+    def ratio(case: ClaimCase) -> Tensor:
+        tried.append(case.dial.detach())
+        return case.dial
+
+    start = dataclasses.replace(CASE, dial=torch.full_like(CASE.dial, 0.01))
+    best = search._ascend(ratio, start)
+    steps = torch.stack(tried).log().diff(dim=0)
+    torch.testing.assert_close(steps, torch.full_like(steps, 0.1), rtol=1e-5, atol=0.0)
+    assert torch.equal(best.dial, tried[-1])
+
+
+def test_the_norm_of_kneemax_may_be_below_its_bound_by_a_millionth(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower: list[Tensor] = []
+    monkeypatch.setattr(kneemax_claims, "between", lambda _, bound, above: lower.append(bound) or above)  # type: ignore[func-returns-value]
+    case = case_of([[2.4, 0.0, 0.0], [0.3, 0.0, -0.2]], [[1.0]] * 3, 1)
+    kneemax_claims._norm(case)
+    largest = get("kneemax")(case.logits).amax(-1)
+    torch.testing.assert_close(lower[0], (1 - largest).sqrt() - 1e-6, rtol=0.0, atol=1e-12)
+
+
+def test_vectors_far_from_0_keep_the_digits_of_their_distances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    weights = torch.softmax(torch.arange(6.0, dtype=torch.float64), -1)
+    exact = (near[:4, None] - near[4:]).norm(dim=-1).max()
+    for offset in (0.0, 1e3, 1e6):
+        found = distance.largest_gaps(select(weights, near + offset, 2), (2,))
+        assert float(found) == pytest.approx(float(exact), rel=1e-8)
+
+
+def test_a_key_of_kneemax_is_put_a_thousandth_beyond_its_first_zero() -> None:
+    claim = claim_named("kneemax-zeros-none")
+    assert claim.ratio is not None
+    case = case_of([[0.0, 0.0, 0.0]], [[1.0]] * 3, 1)
+    found = claim.ratio(dataclasses.replace(case, dial=torch.tensor([math.e], dtype=torch.float64)))
+    assert found.item() == pytest.approx(1 / 1.001, rel=1e-9)
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.5, 1.0, 4.0])
+def test_the_entropy_is_that_of_the_weights_over_their_sum(mass: float) -> None:
+    found = dispersion.entropy_nats(mass * torch.tensor([0.25, 0.75], dtype=torch.float64))
+    assert float(found) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+
+
+def test_the_gradient_of_the_eigenvalue_of_several_rows_with_a_sink() -> None:
+    """Of diag(u) - u u^T / (s + sum u), by eigenvalues of whole matrices."""
+    generator = torch.Generator().manual_seed(0)
+    u = torch.rand(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    sink = torch.rand(3, 1, generator=generator, dtype=torch.float64)
+    matrices = torch.diag_embed(u) - u[:, :, None] * u[:, None, :] / (sink + u.sum(-1, keepdim=True))[..., None]
+    expected = torch.linalg.eigvalsh(matrices)[:, -1]
+    (wanted,) = torch.autograd.grad(expected.sum(), u)
+    found = rank_one_eigenvalues.rank_one_eigenvalue(u, sink)
+    (gradient,) = torch.autograd.grad(found.sum(), u)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted)

@@ -1,0 +1,360 @@
+"""Limits at equality, what is refused just beyond them, and what stands in for something else."""
+
+import hashlib
+import importlib
+import json
+import sys
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attnorm.models import (
+    describe,
+    inputs,
+    layer_input,
+    load,
+    media,
+    private_names,
+    saving,
+    smollm2,
+    source,
+    torch_calls,
+    torch_functions,
+)
+from attnorm.models.dispatch import UnsupportedModel
+from attnorm.models.forward_pass import _Given
+from attnorm.models.layer_normalizer import trained_length
+from attnorm.models.layer_recipe import parse_layers
+from attnorm.models.normalizer_files import _file_digest
+from attnorm.models.recipe import Recipe, RecipeError, read_recipe
+from attnorm.models.token_windows import Tokens
+from attnorm.models.torch_calls import CallSites
+
+
+@pytest.mark.parametrize(("given", "length"), [(2, 1024), (3, 3), (None, 1024), ("many", 1024)])
+def test_a_length_of_two_or_less_is_no_trained_length(given: Any, length: int) -> None:
+    assert trained_length(SimpleNamespace(max_position_embeddings=given)) == length
+
+
+def test_only_texts_and_whole_numbers_name_layers() -> None:
+    assert parse_layers(3) == parse_layers("3") == (3,)
+    for key in (True, None, Decimal(3), (3,)):
+        with pytest.raises(ValueError, match="expected layers such as"):
+            parse_layers(key)
+
+
+def no_score(score: Tensor, *_: Tensor) -> Tensor:
+    return score
+
+
+@pytest.mark.parametrize(("queries", "keys", "kind"), [(4, 4, "encoder"), (3, 4, "cross")])
+def test_a_flex_call_without_a_mask_reads_its_own_sequence_where_the_lengths_are_equal(
+    queries: int, keys: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_functions, "is_identity_score_mod", lambda _: True)
+    query, key = torch.zeros(2, 4, queries, 8), torch.zeros(1, 2, keys, 8)
+    call = torch_functions.read_flex_attention(query, key, key, no_score, (torch_functions.noop_mask,), 0.5)
+    assert (call.kind, call.layer, call.scale, call.causal, call.mask) == (kind, 0, 0.5, False, None)
+    assert call.key_BGKD.shape == call.value_BGKE.shape == (2, 2, keys, 8)
+
+
+def test_how_many_scores_of_flex_attention_are_evaluated() -> None:
+    assert torch_functions.LARGEST * 4 == 2 * 1024**3  # bytes in float32
+    torch_functions._check_size(torch_functions.LARGEST, "mask_mod")
+    with pytest.raises(UnsupportedModel, match=rf"at most {2**29} scores .* the score_mod of .* got {2**29 + 1}\."):
+        torch_functions._check_size(torch_functions.LARGEST + 1, "score_mod")
+
+
+def test_a_header_may_fill_its_file_but_not_reach_beyond(tmp_path: Path) -> None:
+    header = json.dumps({}).encode()
+    whole, cut = tmp_path / "whole.safetensors", tmp_path / "cut.safetensors"
+    whole.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert _file_digest(whole) == hashlib.sha256().hexdigest()
+    cut.write_bytes((12_345).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"cut\.safetensors is damaged: .* got 12,345 bytes"):
+        _file_digest(cut)
+
+
+def test_a_module_that_ends_without_having_begun_leaves_the_others_running() -> None:
+    sites, running, other = CallSites(), nn.Identity(), nn.Identity()
+    sites._leave(other)
+    sites._enter(running, ())
+    sites._leave(other)
+    assert [module for module, _ in sites._running] == [running]
+    sites._leave(running)
+    assert not sites._running
+
+
+def test_what_stands_in_for_a_base_model_has_its_attributes() -> None:
+    base = nn.Linear(2, 3)
+    given = _Given(base, "output")
+    assert given.weight is base.weight
+    assert given("anything") == "output"
+
+
+class Packed(torch.nn.Parameter):
+    """A weight whose numbers cannot be read directly."""
+
+    def dequantize(self) -> Tensor:
+        return torch.full((3,), 7.0)
+
+
+def test_only_a_weight_of_another_type_may_be_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(weight: Tensor) -> bytes:
+        if weight.shape == (2,):
+            raise RuntimeError("no numbers")
+        return weight.numpy().tobytes()
+
+    monkeypatch.setattr(describe, "_sample", sample)
+    digest = hashlib.sha256()
+    describe._add_values(digest, Packed(torch.zeros(2)))
+    assert digest.digest() == hashlib.sha256(torch.full((3,), 7.0).numpy().tobytes()).digest()
+    for plain in (torch.zeros(2), nn.Parameter(torch.zeros(2))):
+        with pytest.raises(RuntimeError, match="no numbers"):
+            describe._add_values(hashlib.sha256(), plain)
+
+
+def test_the_command_that_fetches_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(folder: str, gguf: Path | None) -> Path:
+        raise smollm2.CannotFetch(f"no network for {folder} and {gguf}")
+
+    monkeypatch.setattr(sys, "argv", ["smollm2", "here", "--gguf", "a.gguf"])
+    monkeypatch.setattr(smollm2, "fetch", fails)
+    with pytest.raises(SystemExit) as ended:
+        smollm2.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: no network for here and a.gguf\n"
+    monkeypatch.setattr(smollm2, "fetch", lambda *_: tmp_path)
+    smollm2.main()
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    monkeypatch.setattr(sys, "argv", ["smollm2", "--help"])
+    with pytest.raises(SystemExit):
+        smollm2.main()
+    assert (smollm2.__doc__ or "").splitlines()[0][:40] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"), [("it needs sentencepiece", "it needs sentencepiece"), (None, "none was")]
+)
+def test_why_there_is_no_tokenizer(problem: str | None, said: str) -> None:
+    loaded: Any = SimpleNamespace(name="a/model", tokenizer=None, tokenizer_problem=problem)
+    with pytest.raises(ValueError, match=rf"a/model has no tokenizer \({said}"):
+        inputs.needs_tokenizer(loaded)
+
+
+@pytest.mark.parametrize(
+    ("own", "general", "token"),
+    [
+        ({"decoder_start_token_id": 5, "bos_token_id": 6}, {"decoder_start_token_id": 7}, 5),
+        ({"pad_token_id": 3}, {"decoder_start_token_id": 7}, 3),
+        ({}, {"bos_token_id": 8, "pad_token_id": 9}, 8),
+        ({"bos_token_id": None}, {}, 0),
+    ],
+)
+def test_the_token_with_which_a_decoder_starts(own: dict[str, Any], general: dict[str, Any], token: int) -> None:
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(**own), config=SimpleNamespace(**general))
+    assert inputs._start_token(model) == token
+
+
+@pytest.mark.parametrize(
+    ("similar", "hint"), [("did you mean 'a/nam'? ", "did you mean 'a/nam'?"), ("", "check the name, or log in")]
+)
+def test_a_model_that_is_nowhere_is_named_with_similar_ones(
+    similar: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "did_you_mean", lambda _: similar)
+    said = load._reason(OSError("a/name is not a local folder"), "a/name", local_only=False)
+    assert said.startswith(f"neither a folder here nor a model on the Hugging Face hub; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError("cut off"), "cut off"), (OSError(2, "No such file"), "No such file")]
+)
+def test_why_an_image_cannot_be_read(error: OSError, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+    def fails(_: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(image, "open", fails)
+    with pytest.raises(ValueError, match=f"cannot read the image here.png: {said}$"):
+        media._read_image(Path("here.png"))
+
+
+def test_names_that_a_config_lacks() -> None:
+    assert private_names.kernel_name(SimpleNamespace(_attn_implementation=None)) == "eager"
+    assert private_names.kernel_name(SimpleNamespace(_attn_implementation="sdpa")) == "sdpa"
+    assert private_names.loaded_from(SimpleNamespace(_name_or_path=None)) == ""
+    assert private_names.loaded_from(SimpleNamespace()) == ""
+    assert private_names.loaded_from(SimpleNamespace(_name_or_path="a/b")) == "a/b"
+
+
+@pytest.mark.parametrize("module", [None, "", "torch.distributed.tensor", "torch.nn"])
+def test_context_parallel_attention_is_known_by_its_module(module: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", SimpleNamespace(__module__=module))
+    assert private_names.is_context_parallel() is (module == "torch.distributed.tensor")
+
+
+def test_adapters_are_marked_where_peft_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for PEFT, which need not be installed."""
+    utils = ModuleType("peft.utils")
+    monkeypatch.setattr(utils, "AuxiliaryTrainingWrapper", type("Wrapper", (nn.Module,), {}), raising=False)
+    monkeypatch.setitem(sys.modules, "peft", ModuleType("peft"))
+    monkeypatch.setitem(sys.modules, "peft.utils", utils)
+    monkeypatch.delitem(sys.modules, "attnorm.models.peft_adapters", raising=False)
+    try:
+        adapters = importlib.import_module("attnorm.models.peft_adapters")
+    finally:
+        sys.modules.pop("attnorm.models.peft_adapters", None)
+
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"r": 8}
+
+    model, config, normalizer = nn.Identity(), Config(), nn.Linear(1, 1)
+    model.peft_config = {"default": config}
+    saved = adapters.AdapterRecipe(Recipe("sigmoid"), (), normalizer, model)
+    state = {"json": torch.zeros(3, dtype=torch.uint8)}
+    found = saved.adapter_state_dict("default", state)
+    assert found["json"] is state["json"]
+    assert {name for name in found if name != "json"} == {"values.weight", "values.bias"}
+    assert torch.equal(found["values.weight"], normalizer.weight)
+    assert config.to_dict() == {"r": 8, adapters.MARK: "recipe and values are in the adapter weights"}
+    assert config.to_dict() == {"r": 8}  # once
+    assert saved.adapter_state_dict("another", state).keys() == found.keys()
+    assert config.to_dict() == {"r": 8}
+    saved.model = None  # as after pickling
+    assert saved.adapter_state_dict("default", state).keys() == found.keys()
+    assert saved.__getstate__()["model"] is None
+
+
+class GatedModule(nn.Module):
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("cache", "kept"),
+    [
+        (type("EncoderDecoderCache", (), {"self_attention_cache": None})(), False),
+        (type("QuantizedCache", (), {})(), False),
+        (type("DynamicCache", (), {})(), True),
+        (None, True),
+    ],
+)
+def test_caches_that_can_keep_forget_gates(cache: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (layer_input.INPUT, layer_input.CACHE) == ("hidden_states", "past_key_values")
+    mechanism = SimpleNamespace(log_gates=lambda states: states)
+    monkeypatch.setattr(layer_input, "running_normalizer", lambda _: mechanism)
+    states, module = torch.zeros(1, 3, 2), GatedModule()
+    if not kept:
+        with pytest.raises(NotImplementedError, match=f"cannot be kept in a {type(cache).__name__}"):
+            layer_input.read_input(module, (states, cache), {})
+        return
+    _, given = layer_input.read_input(module, (states, cache), {})
+    assert isinstance(given["past_key_values"], type(None) if cache is None else layer_input.CacheWithGates)
+    assert isinstance(given[layer_input.READ], layer_input.KeyGates)
+
+
+@pytest.mark.parametrize(("rotation", "use_rope"), [(None, True), (None, False), ((1, 2), False), ((1, 2), True)])
+def test_second_queries_are_rotated_where_the_others_are(
+    rotation: tuple[int, int] | None, use_rope: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, query = nn.Identity(), torch.ones(2)
+    module.use_rope = use_rope
+    files = {sys.modules[nn.Identity.__module__]: lambda q, k, cos, sin: (q + 10 * cos + sin, k)}
+    monkeypatch.setattr(layer_input, "rotary_files", lambda _: files)
+    found = layer_input._rotated(module, query, rotation)
+    assert found.tolist() == ([13.0, 13.0] if rotation and use_rope else [1.0, 1.0])
+
+
+def written(**changed: Any) -> Tensor:
+    content = {"format": 2, "path": "a.b", "normalizer": "sigmoid", "options": {}, "heads": None, **changed}
+    return torch.tensor([*json.dumps(content).encode()], dtype=torch.uint8)
+
+
+def test_a_saved_path_is_printable_and_has_at_most_1024_characters() -> None:
+    path, found = read_recipe(written(path="m" * 1024))
+    assert (path, found) == ("m" * 1024, Recipe("sigmoid", {}, None))
+    for wrong in ("m" * 1025, "a\nb", 3, None):
+        with pytest.raises(RecipeError, match="the path of an attention module"):
+            read_recipe(written(path=wrong))
+    for bytes_ in (written()[None], written().long()):
+        with pytest.raises(RecipeError, match="bytes of JSON"):
+            read_recipe(bytes_)
+
+
+def test_what_has_the_shape_of_the_ids_is_cut_with_them() -> None:
+    given = {
+        "input_ids": torch.arange(12).reshape(2, 6),
+        "attention_mask": torch.ones(2, 6),
+        "labels": torch.arange(2)[:, None],
+        "prefix": torch.zeros(2, 9),
+        "states": torch.zeros(2, 6, 3),
+        "numbers": torch.zeros(2),
+    }
+    found = inputs._cut(inputs.Text("t", given), given, 4)
+    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    assert shapes == {
+        "input_ids": (2, 4), "attention_mask": (2, 4), "labels": (2, 1), "prefix": (2, 9), "states": (2, 6, 3),
+        "numbers": (2,),
+    }  # fmt: skip
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3], [6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(("ends", "fit"), [((5, 10, 15), True), ((5, 9, 15), False), ((4, 10, 15), False)])
+def test_every_piece_must_hold_a_window(ends: tuple[int, ...], fit: bool) -> None:
+    assert (Tokens(torch.arange(15)[None], piece_ends=ends).starts(2, 5) is not None) is fit
+
+
+def test_a_name_is_similar_if_three_quarters_of_its_letters_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the six letters in common, over the seven and nine (ten) of both."""
+    monkeypatch.setattr(source, "cached", list)
+    assert source.did_you_mean("bundlexyz") == "did you mean 'bundled'? "
+    assert source.did_you_mean("bundlewxyz") == ""
+
+
+def test_an_image_of_nearly_one_color_is_not_stretched_to_black_and_white(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Tensor] = []
+    monkeypatch.setattr(media, "_png", lambda pixels: drawn.append(pixels) or b"")  # type: ignore[func-returns-value]
+    for largest, brightest in ((5e-7, 128), (9.95e-7, 254), (1e-3, 255), (0.0, 0)):
+        media._data_uri(torch.tensor([[[0.0, largest]]]))
+        assert drawn.pop()[0, :, 0].tolist() == [0, brightest]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "comparable"),
+    [
+        ((0, 0, 0, None), {}, True),
+        ((0, 0, 0, None, 0.1), {}, False),
+        ((0, 0, 0, None, 0.0), {}, True),
+        ((0, 0, 0), {"dropout_p": 0.1}, False),
+        ((0, 0, 0), {"dropout_p": 0.0}, True),
+    ],
+)
+def test_an_output_with_dropout_is_not_compared(
+    args: tuple[Any, ...], kwargs: dict[str, Any], comparable: bool
+) -> None:
+    plain: Any = SimpleNamespace(read=torch_calls.read_scaled_dot_product_attention)
+    assert torch_calls._comparable(plain, torch.zeros(1), args, kwargs) is comparable
+    assert not torch_calls._comparable(plain, (torch.zeros(1),), args, kwargs)
+    assert not torch_calls._comparable(SimpleNamespace(read=None), torch.zeros(1), args, kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("https://a.org/1", "`own` ([Paper](https://a.org/1))"), ("", "`own`"), (None, "`own`")]
+)
+def test_a_card_links_papers_that_have_an_address(url: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {} if url is None else {"own": SimpleNamespace(paper="Paper", url=url)}
+    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own"))
+    monkeypatch.setattr(saving, "entries", lambda: known)
+    assert saving._described(nn.Identity()) == said
+    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own", heads=(1,)))
+    assert saving._described(nn.Identity()) == f"{said} on some of the heads"
