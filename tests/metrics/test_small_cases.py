@@ -14,7 +14,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
 from attnorm.metrics.normalized import RowsBlock
 from attnorm.metrics.rows import _few_rows, measure_rows
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
@@ -190,3 +190,23 @@ def test_blocks_share_out_the_rows_whose_norm_takes_power_iteration(size: int) -
         block = SimpleNamespace(rows=slice(start, min(start + size, 40)), queries=torch.arange(size))
         found += [start + row for row in _few_rows(block, 40).tolist()]  # type: ignore[arg-type]
     assert found == list(range(4, 40, 5))
+
+
+@pytest.mark.parametrize("elements", [1, 10**7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_with_parameters_of_their_own_are_measured_in_blocks_of_any_size(elements: int, masked: bool) -> None:
+    mask = torch.rand(1, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.8 if masked else None
+    one, normalizer = make_call(6, batch=1, mask=mask), get("entmax", alpha=1.5, learned=True, heads=4)
+    with torch.no_grad():
+        normalizer.map.theta.copy_(torch.tensor([-2.0, -1.0, 1.0, 2.0]))
+    (found,) = measure_rows(one, [normalizer], torch.arange(6), (1,), block_elements=elements).values()
+    weights = reference.dense_weights(one, normalizer)
+    torch.testing.assert_close(found.values["max_weight"].nan_to_num().double(), weights.amax(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "on_gpu", "few"), [(1, True, True), (FEW_ROWS, True, True), (FEW_ROWS + 1, True, False), (1, False, False)]
+)
+def test_only_a_gpu_computes_few_rows_without_looking_at_them(rows: int, on_gpu: bool, few: bool) -> None:
+    queries = torch.empty(rows, device="meta" if on_gpu else "cpu")
+    assert too_few_to_wait(queries) is few

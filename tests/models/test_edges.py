@@ -20,6 +20,7 @@ from attnorm.models import (
     load,
     media,
     private_names,
+    saving,
     smollm2,
     source,
     torch_calls,
@@ -345,3 +346,15 @@ def test_an_output_with_dropout_is_not_compared(
     assert torch_calls._comparable(plain, torch.zeros(1), args, kwargs) is comparable
     assert not torch_calls._comparable(plain, (torch.zeros(1),), args, kwargs)
     assert not torch_calls._comparable(SimpleNamespace(read=None), torch.zeros(1), args, kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("https://a.org/1", "`own` ([Paper](https://a.org/1))"), ("", "`own`"), (None, "`own`")]
+)
+def test_a_card_links_papers_that_have_an_address(url: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {} if url is None else {"own": SimpleNamespace(paper="Paper", url=url)}
+    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own"))
+    monkeypatch.setattr(saving, "entries", lambda: known)
+    assert saving._described(nn.Identity()) == said
+    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own", heads=(1,)))
+    assert saving._described(nn.Identity()) == f"{said} on some of the heads"

@@ -357,3 +357,10 @@ def test_an_alpha_beside_one_with_a_formula_of_its_own_has_its_own_weights(alpha
     torch.testing.assert_close(entmax_rows(z, alpha), exact(z, alpha), rtol=0, atol=1e-12)
     nearest = 1.5 if alpha < 1.6 else 2.0
     assert (entmax_rows(z, nearest) - exact(z, alpha)).abs().max() > 1e-5
+
+
+def test_the_reference_has_a_gradient_where_a_weight_just_becomes_0() -> None:
+    z = torch.tensor([0.0, -1.0], dtype=torch.float64, requires_grad=True)  # sparsemax's first weight of 1
+    entmax_row(z, 2.0)[0].backward()
+    assert z.grad is not None
+    assert z.grad.isfinite().all()

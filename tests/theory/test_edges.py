@@ -329,3 +329,41 @@ def test_the_norm_of_kneemax_may_be_below_its_bound_by_a_millionth(monkeypatch: 
     kneemax_claims._norm(case)
     largest = get("kneemax")(case.logits).amax(-1)
     torch.testing.assert_close(lower[0], (1 - largest).sqrt() - 1e-6, rtol=0.0, atol=1e-12)
+
+
+def test_vectors_far_from_0_keep_the_digits_of_their_distances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    weights = torch.softmax(torch.arange(6.0, dtype=torch.float64), -1)
+    exact = (near[:4, None] - near[4:]).norm(dim=-1).max()
+    for offset in (0.0, 1e3, 1e6):
+        found = distance.largest_gaps(select(weights, near + offset, 2), (2,))
+        assert float(found) == pytest.approx(float(exact), rel=1e-8)
+
+
+def test_a_key_of_kneemax_is_put_a_thousandth_beyond_its_first_zero() -> None:
+    claim = claim_named("kneemax-zeros-none")
+    assert claim.ratio is not None
+    case = case_of([[0.0, 0.0, 0.0]], [[1.0]] * 3, 1)
+    found = claim.ratio(dataclasses.replace(case, dial=torch.tensor([math.e], dtype=torch.float64)))
+    assert found.item() == pytest.approx(1 / 1.001, rel=1e-9)
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.5, 1.0, 4.0])
+def test_the_entropy_is_that_of_the_weights_over_their_sum(mass: float) -> None:
+    found = dispersion.entropy_nats(mass * torch.tensor([0.25, 0.75], dtype=torch.float64))
+    assert float(found) == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+
+
+def test_the_gradient_of_the_eigenvalue_of_several_rows_with_a_sink() -> None:
+    """Of diag(u) - u u^T / (s + sum u), by eigenvalues of whole matrices."""
+    generator = torch.Generator().manual_seed(0)
+    u = torch.rand(3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    sink = torch.rand(3, 1, generator=generator, dtype=torch.float64)
+    matrices = torch.diag_embed(u) - u[:, :, None] * u[:, None, :] / (sink + u.sum(-1, keepdim=True))[..., None]
+    expected = torch.linalg.eigvalsh(matrices)[:, -1]
+    (wanted,) = torch.autograd.grad(expected.sum(), u)
+    found = rank_one_eigenvalues.rank_one_eigenvalue(u, sink)
+    (gradient,) = torch.autograd.grad(found.sum(), u)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, wanted)
