@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
@@ -61,6 +62,31 @@ def test_the_gate_of_a_head_is_the_share_of_its_output_that_passes(logit: float)
     for gates in layers.values():
         assert gates.gate.shape == (4,)
         torch.testing.assert_close(gates.gate, torch.full((4,), 1 / (1 + math.exp(-logit))), rtol=0.1, atol=0.0)
+
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+FULL = {"layer_types": ["full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Afmoe": {**EXPERTS, "num_dense_layers": 1},
+    "Qwen3_5": FULL,
+    "Qwen3_5Moe": {**FULL, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "Laguna": {},
+    "HYV4": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gates_of_other_families_are_found(family: str) -> None:
+    model = getattr(transformers, f"{family}ForCausalLM", None)
+    if model is None:
+        pytest.skip(f"this version of transformers has no {family}")
+    text = "Text" * family.startswith("Qwen")
+    config = getattr(transformers, f"{family}{text}Config")(**_GROUPED, **FAMILIES[family])
+    torch.manual_seed(0)
+    layers = found(model(config).eval())
+    assert [*layers] == [("decoder", 0), ("decoder", 1)]
+    for gates in layers.values():
+        assert bool(((gates.gate > 0.4) & (gates.gate < 0.8)).all())  # random weights: sigmoid or softplus near 0
 
 
 def test_gated_sink_mass_is_the_mean_of_mass_times_gate_by_definition() -> None:
