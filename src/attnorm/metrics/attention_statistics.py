@@ -22,7 +22,6 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
-_measure_rows = torch.compiler.disable(measure_rows)  # blocks of rows in NumPy, which no graph can hold
 _NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
 
 
@@ -109,7 +108,9 @@ def statistics_of(
     wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling() and MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
         return AttentionStatistics._make(compiled_statistics(inputs, normalizer, wanted, top_n))
-    (found,) = _measure_rows(
+    # Blocks of rows in NumPy, which no graph can hold. Not disabled on import: that loads the compiler.
+    measure = torch.compiler.disable(measure_rows) if torch.compiler.is_compiling() else measure_rows
+    (found,) = measure(
         _call(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None,
         on_weights=on_weights,
     ).values()  # fmt: skip
