@@ -51,6 +51,15 @@ def test_the_monotone_extension_never_falls_and_never_lies_below_the_polynomial(
     assert (monotone >= plain - 1e-12).all()
 
 
+@pytest.mark.parametrize("monotone", [False, True])
+@pytest.mark.parametrize("coefficients", [PRINTED, (1.0, -6.0, 11.0, -3.0), (2.0,)])
+def test_the_slope_is_the_derivative_of_beta(coefficients: tuple[float, ...], monotone: bool) -> None:
+    h = torch.linspace(0, 8, 2001, dtype=torch.float64, requires_grad=True)
+    rule = EntropyRule(coefficients, monotone=monotone)
+    (expected,) = torch.autograd.grad((rule.beta(h) + 0 * h).sum(), h)
+    torch.testing.assert_close(rule.slope(h.detach()), expected)
+
+
 def test_the_monotone_extension_sharpens_rows_the_printed_polynomial_gives_up_on() -> None:
     z = torch.randn(1, 4096, dtype=torch.float64) / 4
     printed, monotone = get("adaptive_temperature")(z), get("adaptive_temperature", monotone=True)(z)

@@ -38,12 +38,21 @@ class EntropyRule(LogitRule):
 
     def beta(self, entropy: Tensor) -> Tensor:
         """The factor for rows of this entropy, in nats."""
-        beta = _polyval(self.coefficients, entropy)
-        if self.monotone:
-            for turn in self.turning_points:
-                height = _polyval(self.coefficients, entropy.new_tensor(turn))
-                beta = torch.where(entropy > turn, torch.maximum(beta, height), beta)
-        return torch.where(entropy > LEAST_ENTROPY, beta.clamp(min=1), 1.0)
+        beta = torch.maximum(_polyval(self.coefficients, entropy), self._least(entropy))
+        return torch.where(entropy > LEAST_ENTROPY, beta, 1.0)
+
+    def slope(self, entropy: Tensor) -> Tensor:
+        """The derivative of beta."""
+        sharpens = (entropy > LEAST_ENTROPY) & (_polyval(self.coefficients, entropy) > self._least(entropy))
+        return torch.where(sharpens, _polyval(_derivative(self.coefficients) or [0.0], entropy), 0.0)
+
+    def _least(self, entropy: Tensor) -> Tensor:
+        """The smallest beta for rows of this entropy: 1, or the largest that the polynomial has reached."""
+        least = torch.ones_like(entropy)
+        for turn in self.turning_points if self.monotone else ():
+            height = _polyval(self.coefficients, entropy.new_tensor(turn))
+            least = torch.where(entropy > turn, torch.maximum(least, height), least)
+        return least
 
     def forward(self, block: Block) -> Tensor:
         return block.logits * self.beta(softmax_entropy(block))
@@ -66,10 +75,14 @@ def _polyval(coefficients: Sequence[float], x: Tensor) -> Tensor:
     return value
 
 
+def _derivative(coefficients: Sequence[float]) -> list[float]:
+    degree = len(coefficients) - 1
+    return [c * (degree - i) for i, c in enumerate(coefficients[:-1])]
+
+
 def _turning_points(coefficients: Sequence[float]) -> list[float]:
     """Real roots of the derivative, as eigenvalues of its companion matrix, in rising order."""
-    degree = len(coefficients) - 1
-    slope = [c * (degree - i) for i, c in enumerate(coefficients[:-1])]
+    slope = _derivative(coefficients)
     while slope and slope[0] == 0:
         slope.pop(0)
     if len(slope) < 2:
