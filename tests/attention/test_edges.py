@@ -107,7 +107,7 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
         given.append(factor)
         return values, values
 
-    monkeypatch.setattr(one_pass, "_entropy", lambda *_: entropy)
+    monkeypatch.setattr(one_pass, "_entropy_of_few", lambda *_: entropy)
     monkeypatch.setattr(one_pass, "_row_numbers", lambda *_: (factor, None))
     monkeypatch.setattr(one_pass, "_call", run)
     monkeypatch.setattr(one_pass, "lowered", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from attnorm.engines import fused, one_pass_operators, sparse, stick_breaking
+from attnorm.engines import fused, one_pass_operators, sharpened_operators, sparse, stick_breaking
 from attnorm.engines.inputs import validate_inputs
 
 CALLS = [
@@ -134,10 +134,19 @@ def test_shapes_of_the_gradients_of_one_pass(
     factor: torch.Tensor | None, shift: torch.Tensor | None, sink: torch.Tensor | None
 ) -> None:
     found = one_pass_operators._backward.operator(
-        OUTPUT, None, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING, *options("softmax")
+        OUTPUT, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING, *options("softmax")
     )
     rows = [NOTHING if one is None else one for one in (factor, shift, sink)]
     assert shapes(found) == like(Q, K, V, *rows)
+
+
+@pytest.mark.parametrize("soft_factor", [None, ROWS])
+def test_shapes_of_sharpened_attention(soft_factor: torch.Tensor | None) -> None:
+    assert shapes(sharpened_operators.row_entropy.operator(Q, K, None, soft_factor, True, 0.5)) == like(ROWS, ROWS)
+    given = (Q, K, V, None, ROWS, None, soft_factor, ROWS, ROWS, ROWS)
+    assert shapes(sharpened_operators.sharpened_attention.operator(*given, True, None, 0.5)) == like(OUTPUT, ROWS)
+    grads = sharpened_operators._backward.operator(OUTPUT, *given, OUTPUT, ROWS, True, None, 0.5)
+    assert shapes(grads) == like(Q, K, V, ROWS, NOTHING if soft_factor is None else ROWS)
 
 
 @pytest.mark.parametrize("rest", [False, True])

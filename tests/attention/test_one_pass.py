@@ -20,6 +20,7 @@ from tests.attention.kernel_calls import (
     HALF,
     MORE_QUERIES,
     PAST_THE_EDGES,
+    SMALL,
     SQUARE,
     assert_compiles,
     assert_follows,
@@ -76,6 +77,11 @@ MORE: dict[str, Any] = {
     ),
     "a window behind adaptive temperature": lambda: attnorm.compose(
         "softmax", scale="adaptive_temperature", select=attnorm.get("local", window=9)
+    ),
+    "the top of a window behind ssmax and adaptive temperature": lambda: attnorm.compose(
+        "softmax",
+        scale=[attnorm.get("ssmax", heads=4), "adaptive_temperature"],
+        select=[attnorm.get("local", window=9), attnorm.get("topk", k=4)],
     ),
     "sink in a window": lambda: attnorm.compose("softmax", select=attnorm.get("local", window=9), sink="softmax1"),
 }
@@ -188,14 +194,14 @@ def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
     q, k, v = draw(SQUARE)
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device=DEVICE)
     mask[0, :, 5] = False
-    for name in ("softpick", "sink", "sigmoid", "sa_softmax", "topk"):
+    for name in ("softpick", "sink", "sigmoid", "sa_softmax", "topk", "adaptive_temperature"):
         normalizer = attnorm.get(name).to(DEVICE)
         output, *grads = run((q, k, v), normalizer, "triton", mask=mask)
         assert (output[0, :, 5] == 0).all()
         assert all(g.isfinite().all() for g in grads)
     poisoned = k.detach().clone()
     poisoned[1, 1, 7] = torch.nan
-    for name in ("softpick", "sink", "sigmoid", "relu", "sa_softmax", "topk"):
+    for name in ("softpick", "sink", "sigmoid", "relu", "sa_softmax", "topk", "adaptive_temperature"):
         found = attnorm.attention(
             q.detach(), poisoned, v.detach(), attnorm.get(name).to(DEVICE), engine="triton", causal=True
         )
@@ -238,6 +244,33 @@ def test_the_top_k_are_found_in_rows_that_are_hard_to_search(k: int) -> None:
         assert torch.equal(z[:, :seen] > least[0, 0, :, None].cpu(), z[:, :seen] >= kth)
 
 
+def test_the_entropy_of_peaked_flat_and_empty_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.stack([torch.randn(70, generator=generator), torch.zeros(70), torch.arange(70), 9.0 * torch.arange(70)])
+    hidden = torch.full((4, 1), torch.nan)
+    q, k = torch.eye(4)[None, None].to(DEVICE), torch.cat([hidden, z], 1).T[None, None].contiguous().to(DEVICE)
+    factor = torch.tensor([-2.0, 1.0, 0.0, 1.0], device=DEVICE)[None, None]
+    mask = torch.ones(1, 1, 4, 71, dtype=torch.bool, device=DEVICE)
+    mask[..., 0] = mask[..., 1, :] = False
+    found, reference = torch.ops.attnorm.row_entropy(q, k, mask, factor, False, 1.0)
+    log_p = (factor[0, 0, :, None].cpu().double() * z.double()).log_softmax(-1)
+    expected = -(log_p.exp() * log_p).sum(-1)
+    expected[1] = 0
+    steps = 1e-7 if DEVICE == "cpu" else 1e-4  # products far from 0 have fewer digits on a GPU
+    torch.testing.assert_close(found[0, 0].cpu().double(), expected, rtol=FLOAT32, atol=steps)
+    assert 1e-3 < expected[3] < 2e-3
+    assert reference[0, 0, 1] == 0
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = draw(SMALL)
+    for name in ("sigmoid", "adaptive_temperature"):
+        output = attnorm.attention(q, k, v, name, causal=True, engine="triton")
+        (once,) = torch.autograd.grad(output.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="engine='blocked'"):
+            torch.autograd.grad(once.sum(), q)
+
+
 def test_rows_are_summed_by_their_key() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 4, 70, 17, generator=generator, dtype=torch.float64).to(DEVICE)
@@ -256,7 +289,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 
 def test_compiled_code_contains_the_kernels_as_operators() -> None:
-    q, k, v = draw((1, 1, 1, 20, 20, 16, 16))
+    q, k, v = draw(SMALL)
     composed = [attnorm.get(name) for name in ("adaptive_temperature", "sa_softmax", "topk")]
 
     def loss(q: Tensor) -> Tensor:
@@ -269,11 +302,18 @@ def test_compiled_code_contains_the_kernels_as_operators() -> None:
     sink, row = torch.zeros(1, device=DEVICE), torch.ones(1, 1, 20, device=DEVICE)
     slopes = torch.full((1,), 0.1, device=DEVICE)
     options = ("softmax", 1, 0.0, "linear", None, True, None, 0.25)
-    torch.library.opcheck(
-        torch.ops.attnorm.one_pass_attention.default,
-        (q, k, v, None, row.requires_grad_(), None, sink, None, slopes, *options, False),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
+    fixed, learned, operators = row.clone(), row.requires_grad_(), torch.ops.attnorm
+    for operator, arguments in (
+        (operators.one_pass_attention, (q, k, v, None, learned, None, sink, None, slopes, *options, False)),
+        (operators.row_entropy, (q, k, None, fixed, True, 0.25)),
+        (
+            operators.sharpened_attention,
+            (q, k, v, None, learned, None, learned, fixed, fixed, fixed, True, None, 0.25),
+        ),
+    ):
+        torch.library.opcheck(
+            operator.default, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        )
 
 
 def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
@@ -300,25 +340,28 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import extremes, one_pass, one_pass_backward, order_statistics
+from attnorm.kernels import entropy, extremes, one_pass, one_pass_backward, order_statistics
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
     NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
     CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True,
-    V_FULL=False, LIFT=1.0,
+    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True,
 )
 types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
 types |= dict.fromkeys((*rows, "grad_shift", "least", "parameters", "low_logit", "high_logit"), "*fp32")
+types |= dict.fromkeys(("soft_factor", "entropy", "soft_reference", "grad_entropy"), "*fp32")
 types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 for capability in (80, 90):
+    constants["ENTROPY"] = capability == 90
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
     searches = (extremes.extreme_logits, extremes.sum_by_key, order_statistics.kth_largest) if capability == 90 else ()
-    for kernel in (one_pass.forward, *backward, *searches):
+    entropies = (entropy.row_entropy, entropy.backward_queries) if capability == 90 else ()
+    for kernel in (one_pass.forward, *backward, *searches, *entropies):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
         target = GPUTarget("cuda", capability, 32)
@@ -327,10 +370,11 @@ for capability in (80, 90):
     assert_compiles(script)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "sa_softmax", "topk"])
+@pytest.mark.parametrize("name", ["sigmoid", "sa_softmax", "topk", "adaptive_temperature"])
 def test_a_dispatch_mode_sees_operators_and_no_launch(name: str) -> None:
+    normalizer = attnorm.get(name)
     with FakeTensorMode():  # its tensors have no numbers that a kernel could read
         q, k, v = (torch.empty(1, 2, 32, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-        output = attnorm.attention(q, k, v, name, causal=True, engine="triton")
+        output = attnorm.attention(q, k, v, normalizer, causal=True, engine="triton")
         grads = torch.autograd.grad(output.sum(), (q, k, v))
     assert [tuple(t.shape) for t in (output, *grads)] == [(1, 2, 32, 16)] * 4

@@ -3,8 +3,7 @@
 A normalizer is lowered to a map and a rule by name (kernels/maps.py), and a factor and a shift per row, which stay in
 float32. engines/one_pass_operators.py calls the kernels.
 
-Adaptive temperature is two such calls. The entropy of a row is log D - <q, attention(q, K, K)> * scale, both of which
-carry gradients, and its beta is the factor of the second call.
+Adaptive temperature finds the entropy of each row first, then its beta is a factor (engines/sharpened_operators.py).
 
 Self-adjusted softmax is a search for the extreme logits of each row, then one call. Logits count from the smallest one,
 which is the shift of the row and carries its gradient; the output is divided by the row's range.
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines import one_pass_operators
+from attnorm.engines import one_pass_operators, sharpened_operators
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
@@ -124,8 +123,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     assert form is not None
     factor, shift = _row_numbers(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
-        beta = normalizer.rules[-1].beta(_entropy(inputs, factor))
-        factor = beta if factor is None else factor * beta
+        return _sharpened(inputs, normalizer.rules[-1], factor, form)
     sink = None
     if normalizer.sink is not None:
         logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
@@ -141,8 +139,34 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     return _call(inputs, inputs.v_BGKE, factor, shift, sink, form, least)[0]
 
 
-def _entropy(inputs: Inputs, factor: Tensor | None) -> Tensor:
-    """Entropy in nats of softmax over each row before any selection, (B, H, Q); 0 for rows that see nothing."""
+def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: Lowered) -> Tensor:
+    """Output of softmax whose factor is beta of the entropy of each row before any selection."""
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    soft = None if factor is None else factor.detach()
+    if inputs.queries < FEWEST_QUERIES:
+        entropy = _entropy_of_few(inputs, soft)
+    else:
+        entropy, reference = sharpened_operators.row_entropy(
+            inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft, inputs.causal, inputs.scale
+        )
+    beta = rule.beta(entropy)
+    sharp = beta if factor is None else factor * beta
+    least = None if form.top is None else _least(inputs, sharp, form, form.top)
+    if not (inputs.needs_grad or sharp.requires_grad):
+        return _call(inputs, inputs.v_BGKE, sharp, None, None, form, least)[0]
+    slope = rule.slope(entropy) if soft is None else rule.slope(entropy) * soft
+    output: Tensor = sharpened_operators.sharpened_attention(
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharp, least, factor, entropy, reference, slope,
+        inputs.causal, form.window, inputs.scale,
+    )[0]  # fmt: skip
+    return output
+
+
+def _entropy_of_few(inputs: Inputs, factor: Tensor | None) -> Tensor:
+    """Entropy in nats of softmax over each row of a call of few queries, (B, H, Q); 0 for rows that see nothing.
+
+    It is log D - <q, attention(q, K, K)> * scale.
+    """
     mean_key, log_denominator = _call(
         inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax")), precise=True
     )

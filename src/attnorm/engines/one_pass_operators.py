@@ -104,18 +104,6 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[:3], dtype=torch.float32)
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients_of_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = ctx.saved_tensors
-    return (grad[..., None] * b).to(a.dtype), (grad[..., None] * a).to(b.dtype)
-
-
-row_dots.register_autograd(_gradients_of_rows, setup_context=_keep_rows)
-
-
 @kernel_operator("attnorm::least_of_top")
 def least_of_top(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
@@ -191,26 +179,27 @@ def _(
 
 @kernel_operator("attnorm::one_pass_attention_backward")
 def _backward(
-    grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
-    parameters: Tensor | None, output: Tensor, reference: Tensor, inverse: Tensor, map: str, power: int, floor: float,
-    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass_attention.Saved(reference, inverse)
-    return one_pass_attention.backward(
-        grad, grad_reference, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form
+    *grads, _ = one_pass_attention.backward(
+        grad, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form
     )
+    return tuple(grads)  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
-    parameters: Tensor | None, output: Tensor, reference: Tensor, inverse: Tensor, map: str, power: int, floor: float,
-    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if t is not None else (0,), dtype=torch.float32) for t in (factor, shift)]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
@@ -219,29 +208,23 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, (*options, _precise) = inputs[:9], inputs[9:]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
     ctx.options = options
 
 
-def _gradients(
-    ctx: Any, grad: Tensor | None, grad_reference: Tensor | None, grad_inverse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_inverse is not None:
-        raise RuntimeError("the denominator of this map carries no gradient; use engine='blocked'")
-    tensors, (output, reference, inverse) = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
-    factor, shift, sink = tensors[4:7]
-    if grad is None:
-        grad = torch.zeros_like(output)
-    grad_q, grad_k, grad_v, *found = _backward(grad, grad_reference, *tensors, output, reference, inverse, *ctx.options)
+def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    factor, shift, sink = ctx.saved_tensors[4:7]
+    grad_q, grad_k, grad_v, *found = _backward(grad, *ctx.saved_tensors, *ctx.options)
     rows = [None if given is None else one for given, one in zip((factor, shift, sink), found, strict=True)]
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # least, parameters, precise
 
 
-def _second_gradients(*_: Any) -> Never:
+def second_gradients(*_: Any) -> Never:
     raise RuntimeError("the one-pass kernels are differentiated once only; use engine='blocked'")
 
 
 forward.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(_second_gradients)
-_sum_by_key.register_autograd(_second_gradients)
+_backward.register_autograd(second_gradients)
+_sum_by_key.register_autograd(second_gradients)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import extremes, one_pass, one_pass_backward, order_statistics
+from attnorm.kernels import entropy, extremes, one_pass, one_pass_backward, order_statistics
 from attnorm.kernels.launch import Launch, device_of, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 from attnorm.kernels.row_dots import row_dots
@@ -37,6 +37,15 @@ class Saved(NamedTuple):
     inverse: Tensor  # 1 / denominator of another normalised map
 
 
+class RowEntropy(NamedTuple):
+    """The entropy of softmax over each row, of which the row's factor is a function. All are (B, H, Q) in float32."""
+
+    factor: Tensor | None  # of the logits of this softmax
+    entropy: Tensor
+    reference: Tensor  # log2 of its denominator
+    slope: Tensor  # the derivative of the row's factor
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
@@ -61,11 +70,11 @@ def forward(
 
 
 def backward(
-    grad: Tensor, grad_reference: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, least: Tensor | None,
-    parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, factor, shift and sink; empty where there is none."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
+    sharpened: RowEntropy | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty where there is none."""
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
     grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
@@ -73,8 +82,6 @@ def backward(
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_factor, grad_shift = call.rows(factor is not None), call.rows(shift is not None)
     delta = row_dots(grad, out) if map_.normalised else call.rows(False)
-    if map_.normalised and grad_reference is not None:  # log D grows with a logit by b', which enters as delta does
-        delta -= grad_reference * _LOG2E
     queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
     rows_of = (*(t.contiguous() for t in saved), delta)
     with call.device:
@@ -84,16 +91,27 @@ def backward(
             *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
             **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
+        grad_soft, softmax = call.rows(False), (call.q,) * 4
+        if sharpened is not None:
+            soft = None if sharpened.factor is None else sharpened.factor.contiguous()
+            entropies, references = sharpened.entropy.contiguous(), sharpened.reference.contiguous()
+            grad_entropy = (grad_factor * sharpened.slope).contiguous()
+            grad_soft = entropy.add_gradient_of_queries(
+                grad_entropy, grad_q, q, k, mask, soft, entropies, references, form.causal, form.scale
+            )
+            softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
         one_pass_backward.backward_keys[(triton.cdiv(keys, columns) * k.shape[0] * k.shape[1],)](
-            *call.tensors, *rows_of, grad_in, grad_k, grad_v,
+            *call.tensors, *rows_of, grad_in, *softmax, grad_k, grad_v,
             *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
-            **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            **call.constants, ENTROPY=sharpened is not None,
+            SOFT_FACTORED=sharpened is not None and sharpened.factor is not None,
+            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     grad_sink = call.rows(False)
     if sink is not None:
         weight = torch.exp2(sink[None, :, None] * _LOG2E - saved.reference)
         grad_sink = -(weight * delta).sum((0, 2))
-    return grad_q, grad_k, grad_v, grad_factor, grad_shift, grad_sink
+    return grad_q, grad_k, grad_v, grad_factor, grad_shift, grad_sink, grad_soft
 
 
 def extreme_logits(

@@ -3,11 +3,15 @@
 Tiles are computed again. With w = a / D, dp_j = <dO, v_j> and delta = <dO, O> the gradient of a logit is
 (a'(z_j) dp_j - b'(z_j) delta) / D. One kernel sums it over keys into the gradients of q and of a row's factor and
 shift, one over queries into those of k and v. No two programs add to the same number: results are deterministic.
+
+ENTROPY: the factor of a row depends on the entropy of softmax with soft_factor, over all keys in front of any window.
+The gradient of k then has the entropy's part too, grad_entropy times dH/dz (kernels/entropy.py).
 """
 
 import triton
 import triton.language as tl
 
+from attnorm.kernels.entropy import entropy_slopes
 from attnorm.kernels.maps import LN2, LOG2E
 from attnorm.kernels.tiles import (
     capped,
@@ -166,13 +170,14 @@ def backward_queries(
 @triton.jit
 def _fold_keys(
     grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, shift, least, reference,
-    inverse, delta, mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
-    cap, parameter,
+    inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask, q_row, o_row, mask_row, mask_column,
+    queries, keys, offset, window, width, v_width, scale, cap, parameter,
     SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
     NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     SHIFTED: tl.constexpr, SELECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
+    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, ENTROPY: tl.constexpr,
+    SOFT_FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
     for at in range(start, stop, ROWS):
@@ -190,13 +195,28 @@ def _fold_keys(
         dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
         i, j = rows[None, :], columns[:, None]
-        w, _dz, ds, _s = _logit_gradient(
+        w, _dz, ds, s = _logit_gradient(
             dot, dp, i, j, row_factor[None, :], row_shift[None, :], row_least[None, :], row_reference[None, :],
             row_inverse[None, :], row_delta[None, :], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE,
             NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED,
         )  # fmt: skip
+        if ENTROPY:
+            if WINDOWED:
+                within = j > i + offset - window
+                ds = tl.where(within, ds, 0.0)
+                w = tl.where(within, w, 0.0)
+            row_soft_factor = load_row(soft_factor, row_at, inside, SOFT_FACTORED, 1.0)
+            row_soft_reference = load_row(soft_reference, row_at, inside, True, 0.0)
+            row_entropy = load_row(entropy, row_at, inside, True, 0.0)
+            row_grad = load_row(grad_entropy, row_at, inside, True, 0.0) * row_soft_factor
+            ds += row_grad[None, :] * entropy_slopes(
+                s, row_soft_factor[None, :], row_soft_reference[None, :], row_entropy[None, :]
+            )
         if EDGE:
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
+            seen = seen_keys(
+                i, j, mask, mask_row, mask_column, queries, keys, offset, window,
+                CAUSAL, WINDOWED and not ENTROPY, MASKED,
+            )  # fmt: skip
             ds = tl.where(seen, ds, 0.0)
             w = tl.where(seen, w, 0.0)
         grad_v = tl.dot((w * LIFT).to(grad_tile.dtype), grad_tile, grad_v, input_precision=PRECISION)
@@ -206,7 +226,8 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad, grad_k, grad_v,
+    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad,
+    soft_factor, entropy, soft_reference, grad_entropy, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
@@ -217,7 +238,7 @@ def backward_keys(
     SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, ENTROPY: tl.constexpr, SOFT_FACTORED: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(keys, COLUMNS)
     program = tl.program_id(0)
@@ -231,7 +252,7 @@ def backward_keys(
     found_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     found_v = tl.zeros([COLUMNS, V_WIDTH], tl.float32)
     first, low, high, last = query_range(
-        block * COLUMNS, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS
+        block * COLUMNS, queries, keys, offset, window, CAUSAL, WINDOWED and not ENTROPY, MASKED, ROWS, COLUMNS
     )
     for member in range(groups):
         head = key_head * groups + member
@@ -242,24 +263,24 @@ def backward_keys(
         parameter = tl.load(parameters + head) if RULED else 0.0
         found_k, found_v = _fold_keys(
             found_k, found_v, first, low, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
-            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
-            V_FULL, LIFT,
+            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
+            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
+            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
+            True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
         )  # fmt: skip
         found_k, found_v = _fold_keys(
             found_k, found_v, low, high, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
-            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
-            V_FULL, LIFT,
+            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
+            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
+            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
+            False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
         )  # fmt: skip
         found_k, found_v = _fold_keys(
             found_k, found_v, high, last, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, mask_here, q_row, o_row, mask_row, mask_column, queries, keys, offset,
-            window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED,
-            CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL,
-            V_FULL, LIFT,
+            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
+            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
+            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
+            True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
         )  # fmt: skip
     found_k = (found_k * plain_scale).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)

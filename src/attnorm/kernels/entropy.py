@@ -1,0 +1,220 @@
+"""The entropy H of softmax over each row and its gradient: passes over the keys, without values.
+
+With e = exp(z - m), m the largest logit, D = sum e and T = sum e log e, H is log D - T / D. Neither part is negative:
+nothing cancels in a peaked row. The gradient of a logit is -p (log p + H) dH. One kernel adds its sum over keys to the
+gradient of q; the sum over queries is a part of one_pass_backward.backward_keys.
+"""
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.maps import LN2
+from attnorm.kernels.tiles import key_range, load_row, load_tile, seen_keys, store_tile
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _fold(
+    total, tilt, peak, start, stop, q_tile, k, rows, unit,
+    mask, k_row, mask_row, mask_column, queries, keys, offset, width,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """D and T, in bits, and the largest product of a block of queries, with the keys from start to stop added."""
+    for at in range(start, stop, COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if EDGE:
+            i, j = rows[:, None], columns[None, :]
+            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
+            largest = tl.maximum(peak, tl.max(tl.where(seen, dot, float("-inf")), 1))
+            level = tl.where(largest == float("-inf"), 0.0, largest) * unit
+        else:
+            largest = tl.maximum(peak, tl.max(dot, 1))
+            level = largest * unit
+        drop = tl.where(peak == float("-inf"), 0.0, peak * unit - level)  # before the first key both sums are 0
+        shrink = tl.exp2(drop)
+        tilt = shrink * (tilt + drop * total)
+        total = shrink * total
+        peak = largest
+        x = dot * unit[:, None] - level[:, None]
+        e = tl.exp2(x)
+        if EDGE:
+            x = tl.where(seen, x, 0.0)
+            e = tl.where(seen, e, 0.0)
+        total += tl.sum(e, 1)
+        tilt += tl.sum(e * x, 1)
+    return total, tilt, peak
+
+
+@triton.jit
+def row_entropy(
+    q, k, mask, factor, entropy, reference,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, width, scale,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """(B, H, Q): the entropy in nats and log2 of the denominator, both 0 in rows that see nothing."""
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks  # the longest causal rows first
+    batch_head = (program // blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    k += batch * k_batch + head // groups * k_head
+    mask += batch * mask_batch + head * mask_head
+    rows = block * ROWS + tl.arange(0, ROWS)
+    inside = rows < queries
+    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
+    row_at = batch_head * queries + rows
+    unit = load_row(factor, row_at, inside, FACTORED, 1.0) * scale
+    q_tile = tl.where((unit < 0)[:, None], -q_tile, q_tile)  # so that the largest product has the largest logit
+    unit = tl.abs(unit)
+
+    total = tl.zeros([ROWS], tl.float32)
+    tilt = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
+    total, tilt, peak = _fold(
+        total, tilt, peak, low, high, q_tile, k, rows, unit, mask, k_row, mask_row, mask_column, queries, keys, offset,
+        width, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    total, tilt, peak = _fold(
+        total, tilt, peak, high, last, q_tile, k, rows, unit, mask, k_row, mask_row, mask_column, queries, keys, offset,
+        width, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    total = tl.where(total == 0, 1.0, total)
+    bits = tl.log2(total)
+    level = tl.where(peak == float("-inf"), 0.0, peak) * unit
+    found = tl.maximum(bits - tilt / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(entropy + row_at, found * LN2, mask=inside)
+    tl.store(reference + row_at, level + bits, mask=inside)
+
+
+@triton.jit
+def entropy_slopes(s, factor, reference, entropy):
+    """dH/dz = -p (log p + H) at the logits z = factor * s, for s and the reference in bits."""
+    x = s * factor - reference
+    return -tl.exp2(x) * (x * LN2 + entropy)
+
+
+@triton.jit
+def _fold_gradient(
+    found, found_factor, start, stop, q_tile, k, rows, factor, entropy, reference,
+    mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    for at in range(start, stop, COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        slopes = entropy_slopes(s, factor[:, None], reference[:, None], entropy[:, None])
+        if EDGE:
+            i, j = rows[:, None], columns[None, :]
+            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
+            slopes = tl.where(seen, slopes, 0.0)
+            s = tl.where(seen, s, 0.0)
+        if FACTORED:
+            found_factor += tl.sum(slopes * s, 1)
+        found = tl.dot(slopes.to(k_tile.dtype), k_tile, found, input_precision=PRECISION)
+    return found, found_factor
+
+
+@triton.jit
+def backward_queries(
+    q, k, mask, factor, entropy, reference, grad_entropy, grad_q, grad_factor,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, width, scale,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """grad_entropy: (B, H, Q); grad_q (B, H, Q, D), contiguous, is added to, grad_factor (B, H, Q) is written."""
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks
+    batch_head = (program // blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    k += batch * k_batch + head // groups * k_head
+    mask += batch * mask_batch + head * mask_head
+    rows = block * ROWS + tl.arange(0, ROWS)
+    inside = rows < queries
+    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
+    row_at = batch_head * queries + rows
+    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
+    row_entropy = load_row(entropy, row_at, inside, True, 0.0)
+    row_reference = load_row(reference, row_at, inside, True, 0.0)
+
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    found_factor = tl.zeros([ROWS], tl.float32)
+    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
+    found, found_factor = _fold_gradient(
+        found, found_factor, low, high, q_tile, k, rows, row_factor, row_entropy, row_reference,
+        mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
+        CAUSAL, MASKED, FACTORED, False, PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    found, found_factor = _fold_gradient(
+        found, found_factor, high, last, q_tile, k, rows, row_factor, row_entropy, row_reference,
+        mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
+        CAUSAL, MASKED, FACTORED, True, PRECISION, COLUMNS, WIDTH, FULL,
+    )  # fmt: skip
+    row_grad = load_row(grad_entropy, row_at, inside, True, 0.0)
+    grad_q += batch_head * queries * width
+    so_far = load_tile(grad_q, rows, queries, width, width, WIDTH, True, FULL).to(tl.float32)
+    found = so_far + found * (row_grad * row_factor * (scale * LN2))[:, None]
+    store_tile(grad_q, found.to(grad_q.dtype.element_ty), rows, queries, width, width, WIDTH)
+    if FACTORED:
+        tl.store(grad_factor + row_at, found_factor * row_grad * LN2, mask=inside)
+
+
+def entropy_of_rows(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The entropy of each row in nats and log2 of its denominator, (B, H, Q) in float32."""
+    call = _call(q, k, mask, factor, causal)
+    found = call.rows(True), call.rows(True)
+    _launch(row_entropy, call, scale, *found)
+    return found
+
+
+def add_gradient_of_queries(
+    grad_entropy: Tensor, grad_q: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None,
+    entropy: Tensor, reference: Tensor, causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """Add the gradient of q to grad_q, for the gradient (B, H, Q) of the entropy. Return that of the factor."""
+    call = _call(q, k, mask, factor, causal)
+    grad_factor = call.rows(factor is not None)
+    _launch(backward_queries, call, scale, entropy, reference, grad_entropy, grad_q, grad_factor)
+    return grad_factor
+
+
+def _call(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool) -> Launch:
+    q, k = in_rows(q), in_rows(k)
+    return Launch(q, k, k, mask, None if factor is None else factor.contiguous(), causal)
+
+
+def _launch(kernel: Any, call: Launch, scale: float, *rows_of: Tensor) -> None:
+    q, k, _, mask, factor = call.tensors
+    rows, columns, warps, stages = _tile(q)
+    constants = {name: value for name, value in call.shared_constants.items() if name != "V_WIDTH"}
+    with call.device:
+        kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+            q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *call.lengths, q.shape[-1],
+            scale * _LOG2E, **constants, ROWS=rows, COLUMNS=columns, FULL=padded(q) == q.shape[-1],
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def _tile(q: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns, warps, stages. Not timed yet; in half precision no registers are spilled on sm_90."""
+    if q.dtype == torch.float32:
+        return (64, 32, 4, 2) if padded(q) <= 64 else (32, 32, 4, 2)
+    return (128, 64, 8, 3) if padded(q) <= 128 else (64, 32, 4, 2)
