@@ -4,7 +4,6 @@ With e = exp(z - m), m the largest logit, D = sum e and T = sum e log e, H is lo
 nothing cancels in a peaked row. The gradient of a logit is -p (log p + H) dH. One kernel adds its sum over keys to the
 gradient of q; the sum over queries is a part of one_pass_backward.backward_keys.
 """
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 
 from typing import Any
 
