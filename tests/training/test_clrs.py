@@ -241,6 +241,20 @@ def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
     assert len(graphs) <= 4  # training and tests, whatever the length; one more of each for a single example
 
 
+def test_a_model_of_another_family_is_trained_and_tested_but_not_compiled(data: ClrsData, tmp_path: Path) -> None:
+    import transformers
+
+    folder = tmp_path / "gpt2"
+    config = transformers.GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=128)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    few = replace(data, test=data.test[:2], held_out=data.held_out[:2])
+    recipe = replace(TINY, steps=1)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+        train_clrs(tmp_path / "compiled", ClrsBase(folder), recipe, few, device="cpu", compiled=True)
+    result = train_clrs(tmp_path / "run", ClrsBase(folder), recipe, few, device="cpu")["result"]
+    assert result["entropy"][OWN]
+
+
 def test_all_heads_are_replaced_in_training(data: ClrsData, tmp_path: Path) -> None:
     recipe = with_normalizer(replace(TINY, layers=2), "adaptive_temperature", {"monotone": True})
     model = ClrsBase().build(recipe, CPU)

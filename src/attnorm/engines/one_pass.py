@@ -143,6 +143,7 @@ def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: L
     """Output of softmax whose factor is beta of the entropy of each row before any selection."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     soft = None if factor is None else factor.detach()
+    reference = None  # few queries have no gradient
     if inputs.queries < FEWEST_QUERIES:
         entropy = _entropy_of_few(inputs, soft)
     else:
@@ -154,6 +155,7 @@ def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: L
     least = None if form.top is None else _least(inputs, sharp, form, form.top)
     if not (inputs.needs_grad or sharp.requires_grad):
         return _call(inputs, inputs.v_BGKE, sharp, None, None, form, least)[0]
+    assert reference is not None
     slope = rule.slope(entropy) if soft is None else rule.slope(entropy) * soft
     output: Tensor = sharpened_operators.sharpened_attention(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharp, least, factor, entropy, reference, slope,

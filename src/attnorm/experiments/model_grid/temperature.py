@@ -27,7 +27,7 @@ STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
 
 
 def models(maps: Sequence[str], temperatures: Sequence[float]) -> tuple[GridModel, ...]:
-    fixed = [
+    given = [
         GridModel({"map": name, "temperature": str(T)}, f"tempered:map={name}:temperature={T}")
         for T in temperatures
         for name in maps
@@ -36,7 +36,7 @@ def models(maps: Sequence[str], temperatures: Sequence[float]) -> tuple[GridMode
         GridModel({"map": name, "temperature": LEARNED}, f"tempered:map={name}:temperature=1:learned=true")
         for name in maps
     ]
-    return (*fixed, *learned)
+    return (*given, *learned)
 
 
 FULL = GridPlan(
@@ -103,12 +103,19 @@ def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> Experimen
     low = [r for T in temperatures if T <= GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
     high = [r for T in temperatures if T > GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
     diverged = [sum(record["diverged"] for record in group) for group in (low, high)]
-    verdict: Verdict = "does not" if not diverged[0] else "reproduces" if diverged[0] == len(low) else "partly"
+    verdict: Verdict = "does not" if not diverged[0] else "partly"
+    if diverged[0] == len(low) and not diverged[1]:
+        verdict = "reproduces"
+    runs = (
+        f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
+        f"{len(high)} at higher temperatures"
+    )
+    gradients = (
+        f"largest norm of the gradient {mean(low, largest_gradient):.2g} and {mean(high, largest_gradient):.2g} (means)"
+    )
     return ExperimentFinding(
         claim=f"training with {map_} is unstable at temperatures of {GUIDELINE:g} and less",
-        ours=f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
-        f"{len(high)} at higher temperatures; largest norm of the gradient {mean(low, largest_gradient):.2g} and "
-        f"{mean(high, largest_gradient):.2g} (means)",
+        ours=gradients if small else f"{runs}; {gradients}",
         verdict="not tested" if small else verdict,
         why="too small to judge" if small else "by the runs that diverged",
     )

@@ -26,7 +26,7 @@ from attnorm.training.clrs.evaluate import Matches, answer_entropy, bits_by_cell
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.clrs.train import ClrsRun
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
-from attnorm.training.lm.attention import Attention, check_attention, without_compiled_blocks
+from attnorm.training.lm.attention import Attention, check_attention
 from attnorm.training.lm.export import training_versions
 from attnorm.training.lm.model import RECORD, check_normalizer
 from attnorm.training.lm.run import open_run
@@ -79,7 +79,7 @@ def train_clrs(
     Args:
         device: Default: a GPU if there is one.
         attention: How patched layers compute attention while training, as in `train_lm`.
-        compiled: Compile every block once, for all lengths; the first steps take longer.
+        compiled: Compile the blocks, a few graphs for all lengths; the first steps take longer.
         checkpoint_every: Steps between checkpoints (default: only where training is stopped).
         deadline: As `time.monotonic` counts; training stops there.
 
@@ -144,7 +144,7 @@ def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
         "held_out_exact": round(float(matches.mean()), 5),
     }
     if tests.test:
-        with without_compiled_blocks(model, run.schedule):
+        with run.uncompiled():
             coefficients = fitted_coefficients(model, data.held_out, device) if REFITTED in tests.others else ()
         if coefficients:
             result["coefficients"] = list(coefficients)
@@ -155,7 +155,7 @@ def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
                 result["exact"][name] = bits_by_cell(data.test, found)
                 result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
                 if tests.observed:
-                    with without_compiled_blocks(model, run.schedule):
+                    with run.uncompiled():
                         result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
 

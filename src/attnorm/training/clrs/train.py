@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from attnorm.training.clrs.data import ClrsData, EncodedExample, groups_by_lengt
 from attnorm.training.clrs.evaluate import answer_logits
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.attention import Attention, compile_blocks, in_training
+from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate
 
@@ -44,6 +44,11 @@ class ClrsRun:
         self.schedule = recipe.as_lm()
         self.device, self.compiled = accelerator.device, compiled
         if compiled:
+            if not hasattr(getattr(self.model, "model", None), "layers"):
+                raise ValueError(
+                    f"expected a model with blocks in model.layers to compile, got {type(self.model).__name__}; "
+                    "remove --compile (compiled=True)"
+                )
             compile_blocks(self.model, self.schedule, any_length=True)
         self.optimizer = accelerator.prepare(make_optimizer(self.model, self.schedule))
         self.step, self.seconds, self.tokens = 0, 0.0, 0
@@ -67,6 +72,10 @@ class ClrsRun:
     def in_training(self) -> AbstractContextManager[None]:
         """How attention is computed, in training and in the tests."""
         return in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=self.recipe.dtype)
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Run the blocks without their graphs, to observe attention."""
+        return without_compiled_blocks(self.model, self.schedule) if self.compiled else nullcontext()
 
     def _steps(self, deadline: float, stop: StopRequest, checkpoint_every: int | None) -> Iterator[dict[str, float]]:
         self.model.train()

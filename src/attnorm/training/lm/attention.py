@@ -47,7 +47,7 @@ def check_attention(attention: Attention, settings: LMSettings) -> None:
 
 
 def compile_blocks(model: Any, settings: LMSettings, *, any_length: bool = False) -> None:
-    """any_length: one graph for windows of all lengths and numbers, instead of one each."""
+    """any_length: a few graphs for windows of all lengths and numbers, instead of one each."""
     for block in ARCHITECTURES[settings.architecture].blocks(model):
         block.compile(dynamic=None if any_length else False)  # None: what changes between calls becomes a variable
 
