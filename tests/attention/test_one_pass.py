@@ -340,7 +340,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import entropy, extremes, one_pass, one_pass_backward, order_statistics
+from attnorm.kernels import entropy, extremes, kth_largest, one_pass, one_pass_backward
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -359,7 +359,7 @@ types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q
 for capability in (80, 90):
     constants["ENTROPY"] = capability == 90
     backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    searches = (extremes.extreme_logits, extremes.sum_by_key, order_statistics.kth_largest) if capability == 90 else ()
+    searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
     entropies = (entropy.row_entropy, entropy.backward_queries) if capability == 90 else ()
     for kernel in (one_pass.forward, *backward, *searches, *entropies):
         given = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -21,6 +21,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "ssmax": {}, "log_scaled": {}, "sink": {}, "softmax1": {}, "sigmoid": {}, "relu": {}, "softpick": {},
     "scale_invariant": {}, "adaptive_temperature": {}, "sa_softmax": {}, "stick_breaking": {}, "entmax15": {},
     "sparsemax": {}, "asentmax": {}, "kneemax": {"knee": 0.25}, "entmax": {"alpha": 1.3}, "topk": {},
+    "alibi": {}, "nearmax": {},
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import entropy, extremes, one_pass, one_pass_backward, order_statistics
+from attnorm.kernels import entropy, extremes, kth_largest, one_pass, one_pass_backward
 from attnorm.kernels.launch import Launch, device_of, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 from attnorm.kernels.row_dots import row_dots
@@ -142,7 +142,7 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 def least_of_top(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
     """What a logit must exceed to be among the `count` largest of its row, (B, H, Q), in bits; -inf: all are kept."""
     least = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _search(order_statistics.kth_largest, q, k, mask, factor, (count.contiguous(), least), form)
+    _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), least), form)
     return least
 
 
