@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import attnorm
 from attnorm.attention import attend
@@ -118,6 +119,25 @@ def test_every_map_that_names_a_kernel_equals_the_blocks(number: int) -> None:
 @pytest.mark.parametrize("case", DECLARED, ids=lambda case: case.id)
 def test_every_map_and_every_call(case: Case, call: tuple[Any, ...]) -> None:
     assert_equals_blocks(case, *call)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("ssmax", "triton"), ("adaptive_temperature", "triton"), ("stick_breaking", "triton"), ("entmax15", "sparse")],
+)
+def test_under_gradient_checkpointing(name: str, engine: Any) -> None:
+    """Each saved tensor can be read only once then."""
+    tensors, normalizer = draw(SMALL), attnorm.get(name).to(DEVICE)
+    learned = list(normalizer.parameters())
+
+    def gradients(output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output.sin().sum(), [*tensors, *learned])
+
+    def attend_to(*given: Tensor) -> Tensor:
+        return attnorm.attention(*given, normalizer, engine=engine, causal=True)
+
+    kept = gradients(checkpoint(attend_to, *tensors, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, gradients(attend_to(*tensors)), strict=True))
 
 
 def test_the_maps_that_have_a_kernel() -> None:

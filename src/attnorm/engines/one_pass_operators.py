@@ -215,9 +215,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    factor, shift, sink = ctx.saved_tensors[4:7]
-    grad_q, grad_k, grad_v, *found = _backward(grad, *ctx.saved_tensors, *ctx.options)
-    rows = [None if given is None else one for given, one in zip((factor, shift, sink), found, strict=True)]
+    saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
+    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, *ctx.options)
+    rows = [None if given is None else one for given, one in zip(saved[4:7], found, strict=True)]
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # least, parameters, precise
 
 

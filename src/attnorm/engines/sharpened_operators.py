@@ -91,8 +91,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, _reference: None) -> tuple[Tensor | None, ...]:
-    soft_factor = ctx.saved_tensors[6]
-    grad_q, grad_k, grad_v, grad_factor, grad_soft = _backward(grad, *ctx.saved_tensors, *ctx.options)
+    saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
+    grad_q, grad_k, grad_v, grad_factor, grad_soft = _backward(grad, *saved, *ctx.options)
+    soft_factor = saved[6]
     rows = (grad_factor, None, None if soft_factor is None else grad_soft)
     return grad_q, grad_k, grad_v, None, *rows, *([None] * 6)
 

@@ -89,9 +89,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, grad_factor = _backward(grad, *ctx.saved_tensors, *ctx.options)
-    factored = ctx.saved_tensors[4] is not None
-    return *grads, None, grad_factor if factored else None, None, None, None, None
+    saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
+    *grads, grad_factor = _backward(grad, *saved, *ctx.options)
+    return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None
 
 
 def _second_gradients(*_: Any) -> Never:

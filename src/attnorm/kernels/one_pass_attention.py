@@ -100,6 +100,7 @@ def backward(
                 grad_entropy, grad_q, q, k, mask, soft, entropies, references, form.causal, form.scale
             )
             softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
+            stages = 2  # with three, registers are spilled
         one_pass_backward.backward_keys[(triton.cdiv(keys, columns) * k.shape[0] * k.shape[1],)](
             *call.tensors, *rows_of, grad_in, *softmax, grad_k, grad_v,
             *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
