@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sampling import spread
 from attnorm.models.observe import observe
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.checkpoints import StopRequest
@@ -22,6 +23,7 @@ from attnorm.training.clrs.data import (
     Characters,
     ClrsData,
     ClrsExample,
+    EncodedExample,
     encode_examples,
     groups_by_length,
     padded,
@@ -132,6 +134,22 @@ def test_groups_hold_each_example_once_within_the_budget(data: ClrsData) -> None
     for group in groups:
         assert len(group) == 1 or padded([data.train[i] for i in group]).inputs.numel() <= 256
     assert len(list(groups_by_length(data.train, 1))) == len(data.train)
+
+
+def test_groups_have_the_fewest_padded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clrs_data, "ROUNDED_TO", 1)
+    examples = [
+        EncodedExample("a", 1, np.zeros(length + 1, np.int32), 1) for length in (10, 500, 12, 490, 11, 100, 480)
+    ]
+
+    def groups(cost: int, most: int) -> list[list[int]]:
+        monkeypatch.setattr(clrs_data, "PASS", cost)
+        return [sorted(group) for group in groups_by_length(examples, most)]
+
+    assert groups(300, 10_000) == [[1, 3, 6], [0, 2, 4, 5]]  # the fifth in a group of its own saves 264 tokens
+    assert groups(200, 10_000) == [[1, 3, 6], [5], [0, 2, 4]]
+    assert groups(100_000, 10_000) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert groups(200, 990) == [[1], [3, 6], [5], [0, 2, 4]]
 
 
 def test_only_answer_tokens_are_predicted_and_padding_changes_nothing() -> None:
@@ -297,19 +315,28 @@ def test_the_fit_reads_answer_rows_and_the_entropy_is_that_of_the_rows(data: Clr
     assert record["entropy_nats"] > 0.9 * np.log(keys).mean(), "random weights are nearly uniform"
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "adaptive_temperature"])
+@pytest.mark.parametrize("normalizer", ["softmax", "adaptive_temperature", "alibi"])
 def test_the_entropy_is_that_of_the_metrics(data: ClrsData, normalizer: str) -> None:
+    """Examples of several lengths and numbers of rows are measured together; each as if it were alone."""
     model = ClrsBase().build(with_normalizer(TINY, normalizer), CPU)
     for parameter in model.parameters():
         parameter.data *= 3  # away from uniform rows
-    one = data.test[0]
-    rows = torch.arange(one.answer_from - 1, len(one.tokens) - 1)
+    some = [next(one for one in data.test if one.size == size) for size in (2, 6, 4)]
+    records = answer_entropy(model, some, 1, CPU)
+    assert [record["size"] for record in records] == [2, 6, 4]
+    for one, record in zip(some, records, strict=True):
+        rows, values = measured_alone(model, one)
+        for name in ("entropy_nats", "entropy_ratio"):
+            assert record[name] == pytest.approx(float(values[name].mean()), rel=1e-4)
+        assert record["keys"] == pytest.approx(float((rows + 1).double().mean()))
+
+
+def measured_alone(model: Any, one: EncodedExample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rows = spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), 8)
     found: list[dict[str, torch.Tensor]] = []
     with observe(model, lambda call: found.append(measure_rows(call, [None], rows, ())["model"].values)):
         model.base_model(input_ids=torch.from_numpy(one.tokens.astype(np.int64))[None, :-1])
-    (record,) = answer_entropy(model, [one], 1, CPU)
-    for name in ("entropy_nats", "entropy_ratio"):
-        assert record[name] == pytest.approx(float(found[0][name].mean()), rel=1e-4)
+    return rows, found[0]
 
 
 def test_generating_needs_dm_clrs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class ClrsPlan:
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3)
     rate_steps: int = 100
     steps: int = 1000
-    batch: int = 256
+    batch: int = 128
     warmup_share: float = 0.05
     weight_decay: float = 0.1
     tokens_at_once: int = 2**15

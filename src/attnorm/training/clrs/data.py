@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from attnorm.suggest import did_you_mean
 
 FIELDS = ("algorithm", "size", "question", "answer")
 ROUNDED_TO = 32  # tokens: fewer different shapes
+PASS = 4000  # tokens that a GPU computes in the time that a small pass costs beyond its tokens
 HELD_OUT_SEED = 0  # the held-out part is the same for every seed of a model
 CHARACTERS = 256  # tokens of `Characters`
 
@@ -278,10 +278,22 @@ def _padded_length(tokens: int) -> int:
 def groups_by_length(examples: Sequence[EncodedExample], most_tokens: int) -> Iterator[list[int]]:
     """Yield indices of examples in groups of similar length, longest first, of at most `most_tokens` padded tokens.
 
-    A single example that is longer is a group of its own.
+    The groups have the fewest padded tokens, where another group counts as PASS tokens. A single example that is longer
+    than `most_tokens` is a group of its own.
     """
     order = sorted(range(len(examples)), key=lambda index: -len(examples[index].tokens))
-    rest = iter(order)
-    for first in rest:
-        length = _padded_length(len(examples[first].tokens))
-        yield [first, *islice(rest, max(0, most_tokens // length - 1))]
+    lengths = np.array([_padded_length(len(examples[index].tokens)) for index in order])
+    least = np.zeros(len(order) + 1)  # least[j]: cost of the j longest examples
+    first = np.zeros(len(order) + 1, np.int64)  # where the last of their groups begins
+    for stop in range(1, len(order) + 1):
+        start = np.arange(stop)
+        tokens = (stop - start) * lengths[:stop]
+        cost = np.where((tokens <= most_tokens) | (start == stop - 1), least[:stop] + tokens + PASS, np.inf)
+        first[stop] = cost.argmin()
+        least[stop] = cost[first[stop]]
+    groups: list[list[int]] = []
+    stop = len(order)
+    while stop:
+        groups.append(order[first[stop] : stop])
+        stop = int(first[stop])
+    yield from reversed(groups)

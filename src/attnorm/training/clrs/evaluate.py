@@ -6,6 +6,7 @@ decides, without generating.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import logit_blocks
-from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
+from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.sampling import spread
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
 from attnorm.normalizers.adaptive_temperature import fit
+from attnorm.normalizers.block import Block, Positions
 from attnorm.theory.dispersion import entropy_nats
 from attnorm.training.clrs.data import EncodedExample, PaddedExamples, groups_by_length, padded
 
@@ -93,7 +94,7 @@ def bits_by_cell(examples: Sequence[EncodedExample], matches: Matches) -> dict[s
 
 @torch.no_grad()
 def answer_entropy(
-    model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device
+    model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device, most_tokens: int = 2**13
 ) -> list[dict[str, Any]]:
     """Measure the rows from which answers are read: one record per algorithm and size.
 
@@ -106,7 +107,7 @@ def answer_entropy(
         if len(cell) < per_cell:
             cell.append(one)
     chosen = [one for cell in cells.values() for one in cell]
-    means = iter(_row_means(model, chosen, device))
+    means = iter(_row_means(model, chosen, device, most_tokens))
     records = []
     for (algorithm, size), cell in cells.items():
         found = [next(means) for _ in cell]
@@ -115,53 +116,81 @@ def answer_entropy(
     return records
 
 
-def _answer_rows(one: EncodedExample, most: int) -> Tensor:
-    """Return up to `most` queries that predict tokens of the answer."""
-    return spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), most)
+@dataclass(frozen=True)
+class AnswerRows:
+    """Up to ROWS queries of each example that predict tokens of its answer, (B, ROWS); the last one fills the rest."""
+
+    queries: Tensor
+    real: Tensor  # False where the last one is repeated
+
+    @classmethod
+    def of(cls, examples: Sequence[EncodedExample], device: torch.device) -> "AnswerRows":
+        rows = [spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), ROWS) for one in examples]
+        queries = torch.stack([torch.cat([some, some[-1:].expand(ROWS - len(some))]) for some in rows])
+        real = torch.arange(ROWS) < torch.tensor([len(some) for some in rows])[:, None]
+        return cls(queries.to(device), real.to(device))
+
+    def block(self, call: AttentionCall) -> Block:
+        """Return the logits of these rows in a layer, (B, H, ROWS, K), and the keys that they see."""
+        chosen = self.queries[:, None, :, None]
+        query, key = call.query_BHQD.take_along_dim(chosen, 2).float(), call.key_BGKD.float()
+        logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
+        if call.softcap is not None:
+            logits = call.softcap * (logits / call.softcap).tanh()
+        keys = torch.arange(key.shape[2], device=key.device)
+        seen = keys <= chosen
+        if call.mask is not None:
+            queries = call.query_BHQD.shape[2]
+            seen = seen & call.mask.expand(len(seen), -1, queries, -1).take_along_dim(chosen, 2)
+        return Block.of(logits, seen, Positions(self.queries, keys))
 
 
-def _row_means(model: Any, examples: Sequence[EncodedExample], device: torch.device) -> list[dict[str, float]]:
+def _row_means(
+    model: Any, examples: Sequence[EncodedExample], device: torch.device, most_tokens: int
+) -> list[dict[str, float]]:
     """Return the means over rows, layers and heads of each example."""
-    found: list[list[Tensor]] = []
+    means: list[dict[str, float]] = [{}] * len(examples)
+    found: list[Tensor] = []
 
-    def on_call(call: AttentionCall, rows: Tensor) -> None:
-        # Not metrics.measure_rows: its Jacobian norms would take most of the time for maps other than softmax.
+    def on_call(call: AttentionCall, rows: AnswerRows) -> None:
         (own,) = resolve_normalizers(call, [None])
-        for block in logit_blocks(call, rows, all_heads=True):
-            weights = as_normalizer(own, call).weights(rows_block(call, block))[0].abs()
-            entropy = entropy_nats(weights)
-            ratio = entropy / block.n.clamp(min=2).log()
-            found[-1].append(torch.stack([entropy.mean(), ratio.mean()]).double())
+        block = rows.block(call)
+        entropy = entropy_nats(as_normalizer(own, call).weights(block).abs())
+        ratio = entropy / block.n[..., 0].clamp(min=2).log()
+        found.append(torch.stack([entropy, ratio], -1).mean(1).double())
 
-    keys = []
-    for run, rows in _observed(model, examples, device, on_call):
-        found.append([])
-        keys.append(float((rows + 1).double().mean()))
+    for group, rows, run in _observed(model, examples, device, most_tokens, on_call):
+        found.clear()
         run()
-    means = [torch.stack(values).mean(0).tolist() for values in found]
-    names = ("entropy_nats", "entropy_ratio", "keys")
-    return [dict(zip(names, (*mean, n), strict=True)) for mean, n in zip(means, keys, strict=True)]
+        kept = rows.real.double()[..., None]
+        mean = (torch.stack(found).mean(0) * kept).sum(1) / kept.sum(1)
+        keys = ((rows.queries + 1) * rows.real).sum(1) / rows.real.sum(1)
+        for index, (entropy, ratio), n in zip(group, mean.tolist(), keys.tolist(), strict=True):
+            means[index] = {"entropy_nats": entropy, "entropy_ratio": ratio, "keys": n}
+    return means
 
 
 def _observed(
     model: Any,
     examples: Sequence[EncodedExample],
     device: torch.device,
-    on_call: Callable[[AttentionCall, Tensor], None],
-) -> Iterator[tuple[Callable[[], object], Tensor]]:
-    """Yield for each example a function that runs the model, and its answer rows, which `on_call` gets too."""
+    most_tokens: int,
+    on_call: Callable[[AttentionCall, AnswerRows], None],
+) -> Iterator[tuple[list[int], AnswerRows, Callable[[], object]]]:
+    """Yield groups of examples, their answer rows, which `on_call` gets too, and a function that runs the model."""
     model.eval()
-    rows = torch.empty(0, dtype=torch.long)
-    with observe(model, lambda call: on_call(call, rows.to(device)), check=False):  # once: it looks at every module
-        for one in examples:
-            rows = _answer_rows(one, ROWS)
-            tokens = torch.from_numpy(one.tokens.astype(np.int64))[None, :-1].to(device)
-            yield partial(model.base_model, input_ids=tokens, use_cache=False), rows
+    rows = AnswerRows.of(examples[:1], device)
+    with observe(model, lambda call: on_call(call, rows), check=False):  # once: it looks at every module
+        for group in groups_by_length(examples, most_tokens):
+            some = [examples[index] for index in group]
+            rows = AnswerRows.of(some, device)
+            inputs = padded(some).to(device).inputs
+            yield group, rows, partial(model.base_model, input_ids=inputs, use_cache=False)
 
 
 @torch.no_grad()
 def fitted_coefficients(
-    model: Any, examples: Sequence[EncodedExample], device: torch.device, seed: int = 0
+    model: Any, examples: Sequence[EncodedExample], device: torch.device, seed: int = 0, most_tokens: int = 2**13
 ) -> tuple[float, ...]:
     """Fit adaptive temperature's polynomial to the answer rows of a softmax model, all heads.
 
@@ -169,20 +198,21 @@ def fitted_coefficients(
     """
     generator = np.random.default_rng(seed)
     chosen = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
-    width = -(-max(len(one.tokens) for one in chosen) // 16) * 16  # blocks of logits are padded to 16 keys
-    per_call = -(-FIT_ROWS // (len(chosen) * len(attention_sites(model))))
+    width = padded(chosen).inputs.shape[1]
+    per_example = -(-FIT_ROWS // (len(chosen) * len(attention_sites(model))))
     logits: list[Tensor] = []
     visible: list[Tensor] = []
 
-    def on_call(call: AttentionCall, rows: Tensor) -> None:
-        for block in logit_blocks(call, rows, all_heads=True):
-            seen = block.visible.expand(block.logits.shape).flatten(0, 1)
-            some = torch.from_numpy(generator.permutation(len(seen))[:per_call]).to(device)
-            keep = torch.where(seen, block.logits.flatten(0, 1), 0.0)[some].cpu()
-            room = (0, width - keep.shape[-1])
-            logits.append(F.pad(keep, room))
-            visible.append(F.pad(seen[some].cpu(), room))
+    def on_call(call: AttentionCall, rows: AnswerRows) -> None:
+        block = rows.block(call)
+        assert block.mask is not None
+        real = rows.real[:, None].expand(block.logits.shape[:3])
+        kept, seen = block.logits[real], block.mask.expand(block.logits.shape)[real]
+        some = torch.from_numpy(generator.permutation(len(kept))[: per_example * len(rows.real)]).to(device)
+        room = (0, width - kept.shape[-1])
+        logits.append(F.pad(kept[some].cpu(), room))
+        visible.append(F.pad(seen[some].cpu(), room))
 
-    for run, _ in _observed(model, chosen, device, on_call):
+    for _, _, run in _observed(model, chosen, device, most_tokens, on_call):
         run()
     return fit(torch.cat(logits), mask=torch.cat(visible), keep=KEEP)

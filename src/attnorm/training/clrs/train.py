@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from attnorm.training.clrs.evaluate import answer_logits
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
+from attnorm.training.lm.captured_step import whole_windows
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate
 
@@ -69,9 +70,15 @@ class ClrsRun:
         with self.in_training():
             yield from self._steps(deadline, stop, checkpoint_every)
 
-    def in_training(self) -> AbstractContextManager[None]:
-        """How attention is computed, in training and in the tests."""
-        return in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=self.recipe.dtype)
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """How attention is computed, in training and in the tests. No pass waits for the GPU."""
+        recipe = self.recipe
+        with (
+            in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=recipe.dtype),
+            whole_windows(),
+        ):
+            yield
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Run the blocks without their graphs, to observe attention."""
