@@ -37,7 +37,7 @@ CASES = [
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "entmax15": ("entmax15", {}),
     "sparsemax": ("sparsemax", {}),
-    "kneemax": ("kneemax", {}),
+    "kneemax": ("kneemax", {"share": 1.0}),
     "fixed knee": ("kneemax", {"knee": 0.25}),
     "entmax": ("entmax", {"alpha": 1.3}),
     "learned alpha": ("entmax", {"alpha": 1.6, "learned": True}),

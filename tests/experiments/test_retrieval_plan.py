@@ -30,7 +30,7 @@ def test_every_normalizer_for_which_a_set_has_no_order_takes_part() -> None:
         left_out = name in (*ADDED_SINCE, "adaptive_temperature")
         assert (FOR_SETS.get(name, name) in trained) == (fits and not left_out), name
     assert "ssa" in {one.label for one in plan(only=["ssa"]).of("paper")}
-    assert {"softmax", "ssmax", "kneemax", "hard"} <= trained
+    assert {"softmax", "ssmax", "kneemax:share=1", "hard"} <= trained
     assert not {"stick_breaking", "local", "scale_invariant"} & trained
 
 

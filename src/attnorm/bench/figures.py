@@ -210,12 +210,12 @@ def _write_around(figure: Figure, dispersion: Dispersion) -> None:
     left = 0.018
     figure.text(left, 0.935, "How much attention does a clear winner keep?", fontsize=19, fontweight="bold", color=INK)
     figure.text(left, 0.89, f"{dispersion.setting} Its share of the weight:", fontsize=11.5, color=INK)
-    left_out = f" Left out: {', '.join(dispersion.left_out)}." if dispersion.left_out else ""
+    left_out = f"\nLeft out: {', '.join(dispersion.left_out)}." if dispersion.left_out else ""
     draws = f"Median of {dispersion.draws} draws; the winner is in the middle of the context. "
     note = (
         f"{draws}Settings not named are the defaults. Rows that sum to more than 1 are divided by their sum.{left_out}"
     )
-    figure.text(left, 0.022, note, fontsize=8, color=PALE)
+    figure.text(left, 0.01, note, fontsize=8, color=PALE, linespacing=1.4)
     figure.text(0.985, 0.022, "attnorm dispersion", fontsize=8, color=PALE, ha="right")
 
 

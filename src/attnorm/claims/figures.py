@@ -8,6 +8,7 @@ rows, the dot is the median, the tick is the worst row that the search found: ab
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,9 +79,9 @@ def frontier_figure(placed: Frontier) -> Figure:
     if placed.measured:
         note += f" {MEASURED} K measured from below."
     if placed.absent:
-        note += f"\nThe law does not apply to {', '.join(placed.absent)}."
-    figure.text(left, 0.012, note, fontsize=8, color=PALE, linespacing=1.5)
-    figure.text(0.985, 0.037, "attnorm frontier", fontsize=8, color=PALE, ha="right")
+        note += "\n" + textwrap.fill(f"The law does not apply to {', '.join(placed.absent)}.", 200)
+    figure.text(left, 0.008, note, fontsize=7.5, color=PALE, linespacing=1.3)
+    figure.text(0.985, 0.048, "attnorm frontier", fontsize=8, color=PALE, ha="right")
     return figure
 
 

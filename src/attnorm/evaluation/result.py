@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.lines import holm
 from attnorm.files import write_text
+from attnorm.normalizers.former_defaults import read_spec
 from attnorm.run_folder import read_record
 from attnorm.safe_text import policy_hash
 
@@ -151,7 +152,9 @@ class EvaluationPart:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "EvaluationPart":
-        return cls(saved["side"], saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"])
+        return cls(
+            read_spec(saved["side"]), saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"]
+        )
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class Evaluation:
         record = read_record(folder / RECORD, ("run", "sides", "items"), remedy)
         if record is None:
             raise ValueError(f"expected the folder of an evaluation, got {folder} without {RECORD}; {remedy}")
+        record["sides"] = [*map(read_spec, record["sides"])]
         found = []
         for path in sorted((folder / PARTS).glob("*.json")):
             saved = read_record(path, ("side", "task", "length", "scores", "seconds"), f"remove it and {remedy}")

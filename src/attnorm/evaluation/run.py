@@ -29,6 +29,7 @@ from attnorm.models.describe import longest_context
 from attnorm.models.layer_recipe import is_recipe
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import swap
+from attnorm.normalizers.former_defaults import key_spec, read_spec, state_spec
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
@@ -76,7 +77,7 @@ def evaluate(
     """
     if limit < 1:
         raise ValueError(f"expected a limit of at least 1 document, got {limit}")
-    sides = [AS_LOADED, *dict.fromkeys(map(str, normalizers))]
+    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(each)) for each in normalizers)]
     for side in sides[1:]:
         check_side(side)
     items = items_of(tasks, lengths, all_tasks)
@@ -205,6 +206,7 @@ def _swapped(loaded: LoadedModel, side: str) -> AbstractContextManager[Any]:
 
 def _key(side: str, item: Item) -> str:
     """A file name: readable, and different for every part."""
+    side = key_spec(side)
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{item.task}-{item.length}-{side}")[:60]
     return f"{plain}-{settings_hash([side, item.task, item.length])[:8]}"
 
@@ -229,6 +231,7 @@ def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         require_same_run(
             record["run"], there["run"], f"{folder} holds another evaluation", "Choose a new folder with --out.", _shown
         )
+        there["sides"] = [*map(read_spec, there["sides"])]
         for name in ("sides", "items"):
             record[name] = there[name] + [each for each in record[name] if each not in there[name]]
     write_json(folder / RECORD, record)

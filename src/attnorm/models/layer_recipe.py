@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.files import write_text
+from attnorm.normalizers.former_defaults import state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 
@@ -139,7 +140,7 @@ def write_recipe_file(
     lines = [f"# {line}".rstrip() for line in note.splitlines()]
     if learning_rate is not None:
         lines.append(f"learning_rate = {float(learning_rate)!r}")
-    lines += ["[layers]", *(f"{json.dumps(key)} = {json.dumps(spec)}" for key, spec in layers.items())]
+    lines += ["[layers]", *(f"{json.dumps(key)} = {json.dumps(state_spec(spec))}" for key, spec in layers.items())]
     write_text(path, "\n".join(lines) + "\n")
 
 

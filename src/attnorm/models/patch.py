@@ -42,6 +42,7 @@ from attnorm.models.patch_state import (
 from attnorm.models.recipe import Recipe
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
+from attnorm.normalizers.former_defaults import state_options
 from attnorm.normalizers.registry import as_normalizer
 from attnorm.normalizers.spec import parse_spec
 
@@ -263,7 +264,7 @@ def _made(
     if isinstance(normalizer, str):
         _check_head_option(options, head_count(module) if heads is None else len(heads))
         made, used = build(normalizer, options, _layer(module, heads, train_length), warm=warm_start)
-        recipe = Recipe(normalizer, used, heads)
+        recipe = Recipe(normalizer, state_options(normalizer, used), heads)
     else:
         if options:
             raise TypeError(f"options ({', '.join(options)}) go with a name; a normalizer object has its own already")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.models.patched_attention import register
+from attnorm.normalizers.former_defaults import read_options
 
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
 FORMAT = 2  # of saved recipes; format 1 was the file attnorm.json
@@ -132,7 +133,7 @@ def validate_recipe(path: str, part: Any) -> Recipe:
         _validate_value(f"{where}.options.{option}", value, MOST_DEPTH)
     if (count := options.get("heads")) is not None and not _is_count(count, 1, MOST_HEADS):
         raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MOST_HEADS:,}", count)
-    return Recipe(name, dict(options), _validate_heads(f"{where}.heads", part["heads"]))
+    return Recipe(name, read_options(name, options), _validate_heads(f"{where}.heads", part["heads"]))
 
 
 def validate_mapping(where: str, value: Any, most: int) -> Mapping[str, Any]:

@@ -25,8 +25,9 @@ from attnorm.normalizers.contract import (
     per_head,
     per_head_parameter,
 )
-from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.registry import get, resolve
 from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.spec import parse_part
 
 
 class Mixture(Map):
@@ -85,9 +86,15 @@ def compose(
 
 
 def behind(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
-    """A whole normalizer with one more rule in front of its map, after its own rules."""
+    """A whole normalizer with one more rule in front of its map, after its own rules.
+
+    map: a normalizer or its name, which may have options as in kneemax+knee=0.1.
+    """
     if not isinstance(map, str | Normalizer) or map == name:
         raise ValueError(f"expected another row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
+    if isinstance(map, str) and "+" in map:
+        named, options = parse_part(map)
+        map = get(named, **options)  # type: ignore[assignment]
     inner = _row(map)
     return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
 

@@ -1,12 +1,14 @@
-"""Kneemax: linear above a knee at the uniform weight 1/n, fading quadratically to exact zero below it.
+"""Kneemax: linear above a knee, fading quadratically to exact zero below it.
 
-    p_j = phi(z_j/2 - tau),   phi(t) = t^2/(4k) for 0 <= t <= 2k,   t - k beyond,   k = share/n,   sum p = 1
+    p_j = phi(z_j/2 - tau),   phi(t) = t^2/(4k) for 0 <= t <= 2k,   t - k beyond,   sum p = 1
 
 phi is Huber's function of the positive part, so the slopes u_j = min(1, sqrt(p_j/k)) never exceed 1 and the Jacobian
-(diag(u) - u u^T / sum u)/2 has norm at most 1/2 at every n - softmax's constant - while a token whose logit leads by g
-keeps the weight min(1, g/2) up to 1/n, however many keys there are. k = 0 is sparsemax(z/2), k = 1 entmax15(z/2).
-With a fixed knee of 1/4 it is entmax15(z) below that weight and keeps the bound 1/2: undecided rows move less, which
-language models need. Theorems and proofs: docs/theory/kneemax.md.
+(diag(u) - u u^T / sum u)/2 has norm at most 1/2 at every n: softmax's constant. k = 0 is sparsemax(z/2), k = 1
+entmax15(z/2).
+
+knee=1/4, the default: entmax15(z) below that weight, and straight above it. Undecided rows move less, which language
+models need. share=c: the knee at c/n. With c = 1 a token whose logit leads by g keeps the weight min(1, g/2) up to 1/n,
+however many keys there are, but language models lose 0.28 nats. Theorems and proofs: docs/theory/kneemax.md.
 """
 
 import math
@@ -21,6 +23,7 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, decla
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
+DEFAULT_KNEE = 0.25  # changed from share=1: see former_defaults.py
 LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
 
 
@@ -98,25 +101,26 @@ class _Kneemax(torch.autograd.Function):
 
 
 class Kneemax(Map):
-    """The knee at share/n, or at the same weight in every row."""
+    """The knee at the same weight in every row, or with `share` at share/n."""
 
-    properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
+    properties = Properties(row_sum="one", exact_zeros=True)
 
-    def __init__(self, share: float = 1.0, *, knee: float | None = None) -> None:
+    def __init__(self, share: float | None = None, *, knee: float = DEFAULT_KNEE) -> None:
         super().__init__()
-        if not share > 0:
+        if share is not None and not share > 0:
             raise ValueError(f"share must be positive (the knee in uniform weights 1/n), got {share}")
-        if knee is not None and not 0 < knee <= LARGEST_KNEE:
+        if not 0 < knee <= LARGEST_KNEE:
             raise ValueError(
                 f"knee must lie in (0, {LARGEST_KNEE}], got {knee}; above it the knee bends single weights only, "
                 "and entmax15 is the map to take"
             )
-        if knee is not None and share != 1.0:
+        if share is not None and knee != DEFAULT_KNEE:
             raise ValueError(f"share={share} puts the knee at share/n and knee={knee} at a fixed weight; give only one")
-        self.share = float(share)
-        self.knee = None if knee is None else float(knee)
-        if knee is not None:
-            self.properties = Properties(row_sum="one", exact_zeros=True)
+        # Pickles of earlier versions have both where a knee was given: the knee decides.
+        self.share = 1.0 if share is None else float(share)
+        self.knee = float(knee) if share is None else None
+        if share is not None:
+            self.properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
     def knees(self, n: Tensor) -> Tensor:
         """The knee of rows with n visible keys."""
@@ -150,24 +154,30 @@ def kneemax_row(z: Tensor, knee: float) -> Tensor:
     return weights(tau + (weights(tau).sum() - 1) / slope)
 
 
-def _reference(row: Row, share: float = 1.0, knee: float | None = None, temperature: float = 1.0, **_: Any) -> Tensor:
-    return kneemax_row(tempered(row, temperature), share / row.n if knee is None else knee)
+def _reference(row: Row, share: float | None = None, knee: float = 0.25, temperature: float = 1.0, **_: Any) -> Tensor:
+    return kneemax_row(tempered(row, temperature), knee if share is None else share / row.n)
 
 
 @declare(
     reference=_reference,
-    examples=[{}, {"share": 30.0}, {"knee": 0.25}, {"temperature": 0.5, "learned": True, "heads": HEADS}],
+    examples=[
+        {},
+        {"share": 1.0},
+        {"share": 30.0},
+        {"knee": 0.1},
+        {"temperature": 0.5, "learned": True, "heads": HEADS},
+    ],
     warm_start=WarmStart("far"),
 )
 def kneemax(
-    share: float = 1.0,
+    share: float | None = None,
     *,
-    knee: float | None = None,
+    knee: float = DEFAULT_KNEE,
     temperature: float = 1.0,
     learned: bool = False,
     heads: int | None = None,
 ) -> Normalizer:
-    """Length-adaptive, sparse and gradient-stable: the Jacobian norm is at most 1/(2T), at every number of keys."""
+    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then straight; Jacobian norm at most 1/(2T), any n."""
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Kneemax(share, knee=knee), scale=scale, name="kneemax")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_recipe import SUFFIX, read_recipe_file
+from attnorm.normalizers.former_defaults import state_spec
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.suggest import did_you_mean
 from attnorm.sweep.tasks import TASKS, Task
@@ -171,13 +172,26 @@ def _read_value(name: str, value: Any, kind: str, folder: Path) -> tuple[Any, An
         parts = [_read_value(name, each, "file", folder) for each in value]
         return [path for path, _ in parts], [identity for _, identity in parts]
     if kind == "normalizer" and isinstance(value, str) and value.endswith(SUFFIX):
-        layers = read_recipe_file(folder / Path(value).expanduser()).layers
+        layers = _stated(read_recipe_file(folder / Path(value).expanduser()).layers)
         return layers, layers
     if not KINDS[kind][1](value):
         raise ValueError(f"expected {KINDS[kind][0]} for {name}, got {value!r}")
     if kind == "number":
         value = float(value)
+    if kind == "normalizer":
+        value = _stated(value)
+    if name in ("normalizers", "test_with"):  # the command takes names; what they mean identifies the item
+        return value, _stated(value)
     return value, value
+
+
+def _stated(value: Any) -> Any:
+    """Normalizers with the defaults that changed: a finished item of an earlier version is another one."""
+    if isinstance(value, dict):
+        return {layers: _stated(spec) for layers, spec in value.items()}
+    if isinstance(value, list):
+        return [_stated(spec) for spec in value]
+    return state_spec(value) if isinstance(value, str) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -26,9 +26,10 @@ from attnorm.experiments.language_models.workspace import (
     LanguageModelPlan,
     LMWorkspace,
     prepare_texts,
+    read_results,
     read_texts,
 )
-from attnorm.files import read_jsonl, write_text
+from attnorm.files import write_text
 from attnorm.suggest import did_you_mean
 
 Names = Sequence[str] | None
@@ -81,7 +82,7 @@ def write_tables(folder: Path) -> None:
 
     if not (folder / RESULTS).exists():
         raise ValueError(f"{folder} has no {RESULTS}; name the folder that the stages wrote to")
-    lines = read_jsonl(folder / RESULTS)
+    lines = read_results(folder / RESULTS)
     if not contenders(lines):
         raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
     write_text(folder / "tables.md", all_tables(lines))

@@ -23,6 +23,7 @@ import torch
 from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
+from attnorm.normalizers.former_defaults import key_spec
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention
@@ -66,7 +67,7 @@ class Worker:
     def attention(self, normalizer: str) -> Attention:
         path = self.workspace.folder / ATTENTION
         found: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found.get(normalizer) or fastest_attention(normalizer, self.device)
+        return found.get(key_spec(normalizer)) or fastest_attention(normalizer, self.device)
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -305,4 +306,4 @@ def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> N
         known: dict[str, str] = {}
         with contextlib.suppress(FileNotFoundError):
             known = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, {**known, normalizer: way})
+        write_json(path, {**known, key_spec(normalizer): way})

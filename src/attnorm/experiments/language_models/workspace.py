@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
+from attnorm.normalizers.former_defaults import key_spec, read_settings, read_spec, state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.run_folder import lock, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
@@ -72,8 +73,8 @@ class LanguageModelPlan(ModelPlan):
     """Equal conditions for every normalizer: only the normalizer and its learning rate differ."""
 
     normalizers: tuple[str, ...] = (
-        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax", "kneemax:knee=0.25", "softpick", "sa_softmax",
-        "sink", "alibi", "nearmax",
+        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax:share=1", "kneemax:knee=0.25", "softpick",
+        "sa_softmax", "sink", "alibi", "nearmax",
     )  # fmt: skip
     at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
     """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
@@ -81,6 +82,9 @@ class LanguageModelPlan(ModelPlan):
     rate_tokens: int = 5_200_000
     main_tokens: int = 50_331_648
     needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "normalizers", tuple(map(state_spec, self.normalizers)))
 
     def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
         return self.model_settings(normalizer, rate=rate, tokens=tokens, seed=seed)
@@ -93,6 +97,7 @@ class LanguageModelPlan(ModelPlan):
         """
         if not names:
             return self.normalizers
+        names = [state_spec(name) for name in names]
         unknown = [name for name in names if name not in self.normalizers]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
@@ -176,6 +181,8 @@ class Workspace(Generic[AnyPlan]):
             if not (folder / PLAN).exists():
                 write_json(folder / PLAN, here)
         there = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        if "normalizers" in there:
+            there["normalizers"] = [*map(read_spec, there["normalizers"])]
         require_same_run(here, there, f"{folder} holds another plan", "Choose another folder")
         return workspace
 
@@ -191,7 +198,7 @@ class Workspace(Generic[AnyPlan]):
 
     def results(self, **wanted: Any) -> list[dict[str, Any]]:
         """Return the finished pieces of work that have these values, in the order in which they were finished."""
-        found = read_jsonl(self.folder / RESULTS)
+        found = read_results(self.folder / RESULTS)
         return [each for each in found if all(each.get(key) == value for key, value in wanted.items())]
 
     def add(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -212,12 +219,17 @@ class Workspace(Generic[AnyPlan]):
         return self.folder / "locks" / f"{_as_file(work)}.lock"
 
 
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Read results.jsonl or a packed copy; what earlier versions wrote keeps its meaning."""
+    return [read_settings(line) for line in read_jsonl(path)]
+
+
 LMWorkspace = Workspace[LanguageModelPlan]
 
 
 def _as_file(name: str) -> str:
     """Return a name that is valid on every file system: kneemax:knee=0.25 -> kneemax-knee=0.25."""
-    return name.replace(":", "-")
+    return key_spec(name).replace(":", "-")
 
 
 @dataclass(frozen=True)

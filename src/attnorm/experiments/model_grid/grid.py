@@ -15,9 +15,15 @@ from attnorm.analysis.analyze import analyze
 from attnorm.experiments.language_models.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.experiment import texts_of
 from attnorm.experiments.language_models.train import free_memory, learned, machine
-from attnorm.experiments.language_models.workspace import ModelPlan, Texts, Workspace, on_this_machine, prepare_texts
+from attnorm.experiments.language_models.workspace import (
+    ModelPlan,
+    Texts,
+    Workspace,
+    on_this_machine,
+    prepare_texts,
+    read_results,
+)
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
-from attnorm.files import read_jsonl
 from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, chosen_device
@@ -86,7 +92,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
-    elsewhere = [record for file in files if file.exists() for record in read_jsonl(file)]
+    elsewhere = [record for file in files if file.exists() for record in read_results(file)]
     found = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
     return {_key(record["label"], record["settings"]): record for record in found}
 

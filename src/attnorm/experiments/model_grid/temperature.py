@@ -5,7 +5,7 @@ Nair 2025 bounds the Jacobian of softmax at temperature T by 1/(2T), and Mudaris
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +18,7 @@ from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, rec
 from attnorm.experiments.model_grid.summary import chosen, loss, mean, over_heads, spread, table, values
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
-MAPS = ("softmax", "entmax15", "kneemax")
+MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 LEARNED = "learned"
 GUIDELINE = 0.1
@@ -26,14 +26,14 @@ WORSE = 0.05  # nats: more than seeds of one model differ by
 STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
 
 
-def models(maps: Sequence[str], temperatures: Sequence[float]) -> tuple[GridModel, ...]:
+def models(maps: Iterable[str], temperatures: Sequence[float]) -> tuple[GridModel, ...]:
     given = [
-        GridModel({"map": name, "temperature": str(T)}, f"tempered:map={name}:temperature={T}")
+        GridModel({"map": name, "temperature": str(T)}, f"tempered:map={MAPS[name]}:temperature={T}")
         for T in temperatures
         for name in maps
     ]
     learned = [
-        GridModel({"map": name, "temperature": LEARNED}, f"tempered:map={name}:temperature=1:learned=true")
+        GridModel({"map": name, "temperature": LEARNED}, f"tempered:map={MAPS[name]}:temperature=1:learned=true")
         for name in maps
     ]
     return (*given, *learned)

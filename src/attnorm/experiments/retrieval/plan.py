@@ -18,6 +18,7 @@ from attnorm.engines.threads import one_thread
 from attnorm.experiments.subject import ProgressCallback
 from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.former_defaults import read_settings
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import chosen_device
@@ -40,8 +41,11 @@ PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
 FOR_TESTS = "adaptive_temperature"
 # Added since docs/results/retrieval.md was measured: trained where they are named.
 ADDED_SINCE = ("softcap", "ssa", "norm_softmax", "threshold_relu", "odd_polynomial", "tempered", "composed")
-# The defaults are meant for sequences; these are the equivalents for sets of 16.
-FOR_SETS = {"log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25"}
+# The defaults are meant for sequences; these are for sets of 16, where `kneemax` has its knee at 1/n.
+FOR_SETS = {
+    "log_scaled": "log_scaled:train_length=16", "topk": "topk:k=4", "entmax": "entmax:alpha=1.25",
+    "kneemax": "kneemax:share=1",
+}  # fmt: skip
 OTHERS = ("hard", FOR_TESTS, "entmax15")  # replace a trained softmax in tests
 OTHER_TASKS = ("softmax", "ssmax", "entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "sa_softmax")
 LONG = 100_000  # steps, as in the paper
@@ -210,7 +214,7 @@ def collect(
         known: Files of records, .jsonl or .jsonl.xz, which may not exist.
         device: Where to train and whose records to use (default: that of the records, else a GPU if there is one).
     """
-    there = [record for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
+    there = [read_settings(record) for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
     here = chosen_device(device).type
     chosen = here if device is not None else _made_on(plan, there) or here
     device_name = device if chosen == here else chosen

@@ -40,7 +40,7 @@ def _gaps(case: ClaimCase) -> Tensor:
     maps: list[tuple[Tensor, frontier.GapForWeight]] = [
         (torch.softmax(logits, -1), frontier.softmax_gap),
         (entmax_rows(logits, 1.5), partial(frontier.entmax_gap, alpha=1.5)),
-        (kneemax()(logits), frontier.kneemax_gap),
+        (kneemax(share=1.0)(logits), frontier.kneemax_gap),
     ]
     ratios = []
     for weights, gap_for in maps:

@@ -32,7 +32,7 @@ ROUNDING = 1e-9  # of a weight found by Newton's method
 
 def _weights(case: ClaimCase, logits: Tensor) -> Tensor:
     # The temperature is divided out in float64: a parameter would hold it in float32.
-    weights: Tensor = kneemax()(logits / case.temperature)
+    weights: Tensor = kneemax(share=1.0)(logits / case.temperature)
     return weights
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnorm.normalizers.former_defaults import state_options
 from attnorm.provenance import file_hash
 from attnorm.training.clrs.data import CHARACTERS, Characters, ClrsTokenizer, Pretrained
 from attnorm.training.lm.model import LMSettings, build_model
@@ -51,6 +52,7 @@ class ClrsRecipe:
     def __post_init__(self) -> None:
         if self.tokens_at_once < 1:
             raise ValueError(f"tokens_at_once must be at least 1, got {self.tokens_at_once}")
+        object.__setattr__(self, "normalizer_options", state_options(self.normalizer, self.normalizer_options))
         self.as_lm()  # checks the values that both have
 
     def as_lm(self) -> LMSettings:

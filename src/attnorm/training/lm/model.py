@@ -12,6 +12,7 @@ import torch
 
 from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
+from attnorm.normalizers.former_defaults import state_options, state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 from attnorm.training.lm.data import LARGEST_VOCABULARY
@@ -80,8 +81,10 @@ class LMSettings:
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         parse_output(self.output)
+        object.__setattr__(self, "recipe", {layers: state_spec(spec) for layers, spec in self.recipe.items()})
         if self.recipe:
             self._simplify_recipe()
+        object.__setattr__(self, "normalizer_options", state_options(self.normalizer, self.normalizer_options))
 
     def _simplify_recipe(self) -> None:
         if self.normalizer != SOFTMAX or self.normalizer_options:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.files import write_json
+from attnorm.normalizers.former_defaults import read_settings
 from attnorm.run_folder import only_process, read_record, require_only, require_same_run
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
@@ -159,7 +160,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
     remedy = f"Choose another folder, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
-    here, there = ({**usual, **each} for each in (identity, record["run"]))
+    here, there = ({**usual, **each} for each in (identity, read_settings(record["run"])))
     require_same_run(here, there, f"{out} holds another run", remedy, _named)
     if resume:
         return record

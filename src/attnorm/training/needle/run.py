@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnorm.normalizers.former_defaults import read_settings
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.lm.attention import without_compiled_blocks
 from attnorm.training.lm.data import Tokens, encode
@@ -192,7 +193,7 @@ def settings_of(folder: Path) -> LMSettings:
             f"{folder} has no readable {RECORD}: name a folder that `attnorm train lm` wrote, or {BUNDLED!r}"
         ) from None
     known = {field.name for field in fields(LMSettings)}
-    return LMSettings(**{name: value for name, value in run.items() if name in known})
+    return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
 
 
 def tokens_of(tokenizer: Any, text: Path) -> Tokens:

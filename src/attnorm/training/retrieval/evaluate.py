@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.former_defaults import read_settings, state_spec
 from attnorm.training.retrieval.data import CLASSES, Batch, Sets, Task, find_task, sets_for_testing
 from attnorm.training.retrieval.model import Retrievers, TrainedSeeds, load_trained_seeds, mixture, normalizer_for
 
@@ -136,6 +137,7 @@ class Trials:
             raise ValueError(f"a set must have at least 2 items, got size {min(self.sizes)}")
         if self.sets < 1:
             raise ValueError(f"at least 1 set must be tested, got {self.sets}")
+        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
         for name in self.others:
             normalizer_for(name, 1)
 
@@ -160,7 +162,8 @@ def records_of(
     report: called with the number of finished sizes, before each size and at the end.
     """
     path = out / RECORDS
-    known = [r for r in read_jsonl(path) if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
+    lines = map(read_settings, read_jsonl(path))
+    known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
     models: Retrievers | None = None
     for done, size in enumerate(trials.sizes):
         there = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}

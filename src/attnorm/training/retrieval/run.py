@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from attnorm.files import write_json
+from attnorm.normalizers.former_defaults import state_spec
 from attnorm.provenance import now, versions
 from attnorm.run_folder import only_process, require_only
 from attnorm.training.device import check_accelerate, chosen_device
@@ -94,6 +95,7 @@ def train_retrieval(
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     check_accelerate()
+    normalizers = [*map(state_spec, normalizers)]
     recipe, trials = recipe or RetrievalRecipe(), trials or Trials()
     chosen_task, torch_device = find_task(task), chosen_device(device)
     compiled = torch_device.type == "cuda" if compiled is None else compiled

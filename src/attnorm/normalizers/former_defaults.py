@@ -1,0 +1,96 @@
+"""Defaults that changed: records state them, and records from before the change keep their meaning.
+
+`kneemax` without options has its knee at the weight 1/4. In earlier versions it was at 1/n. Therefore everything that
+is kept (saved models, settings of runs, results) states `knee` or `share`. A kept `kneemax` with neither means share=1.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnorm.normalizers.kneemax import DEFAULT_KNEE
+
+
+@dataclass(frozen=True)
+class ChangedDefault:
+    stated_by: tuple[str, ...]  # with one of these options a record says itself what it means
+    now: Mapping[str, Any]
+    before: Mapping[str, Any]
+
+
+CHANGED = {"kneemax": ChangedDefault(("knee", "share"), now={"knee": DEFAULT_KNEE}, before={"share": 1})}
+WITH_MAP = ("composed", "tempered", "alibi")  # their option `map` names another normalizer, such as kneemax+knee=0.1
+
+
+def state_options(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with today's defaults where they changed, for what is written."""
+    return _complete_options(name, options, lambda changed: changed.now)
+
+
+def read_options(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a record with the earlier defaults where it states none."""
+    return _complete_options(name, options, lambda changed: changed.before)
+
+
+def state_spec(spec: str) -> str:
+    """As `state_options`, for a specification: kneemax -> kneemax:knee=0.25."""
+    return _complete_spec(spec, ":", lambda changed: changed.now)
+
+
+def read_spec(spec: str) -> str:
+    """As `read_options`, for a specification: kneemax -> kneemax:share=1."""
+    return _complete_spec(spec, ":", lambda changed: changed.before)
+
+
+def key_spec(spec: str) -> str:
+    """Return how earlier versions wrote a specification, for keys of runs: kneemax:share=1 -> kneemax."""
+    name = spec.partition(":")[0]
+    return name if name in CHANGED and spec == read_spec(name) else spec
+
+
+def read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings, or a result with its settings, with the earlier defaults where they state none.
+
+    Read are the entries `normalizer` (a specification, or a name with `normalizer_options`), `recipe` and `settings`.
+    """
+    found = dict(settings)
+    if "normalizer_options" in found:
+        found["normalizer_options"] = read_options(found.get("normalizer"), found["normalizer_options"])
+    elif isinstance(found.get("normalizer"), str):
+        found["normalizer"] = read_spec(found["normalizer"])
+    if isinstance(found.get("recipe"), dict):  # of layers; a recipe of train retrieval has numbers
+        found["recipe"] = {
+            key: read_spec(value) if isinstance(value, str) else value for key, value in found["recipe"].items()
+        }
+    if isinstance(found.get("settings"), dict):
+        found["settings"] = read_settings(found["settings"])
+    return found
+
+
+Defaults = Callable[[ChangedDefault], Mapping[str, Any]]
+
+
+def _complete_options(name: str | None, options: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    complete = dict(options)
+    if name in WITH_MAP and isinstance(options.get("map"), str):
+        complete["map"] = _complete_spec(options["map"], "+", defaults)
+    changed = CHANGED.get(name or "")
+    if changed is not None and not any(option in options for option in changed.stated_by):
+        complete |= defaults(changed)
+    return complete
+
+
+def _complete_spec(spec: str, between: str, defaults: Defaults) -> str:
+    """What is not a specification stays as it is: who uses it raises the error."""
+    name, *parts = spec.split(between)
+    changed = CHANGED.get(name.strip())
+    if changed is not None and not any(part.partition("=")[0].strip() in changed.stated_by for part in parts):
+        parts += [f"{option}={value}" for option, value in defaults(changed).items()]
+    if name.strip() in WITH_MAP:
+        parts = [_complete_map(part, defaults) for part in parts]
+    return between.join([name, *parts])
+
+
+def _complete_map(part: str, defaults: Defaults) -> str:
+    option, equals, value = part.partition("=")
+    return f"{option}={_complete_spec(value, '+', defaults)}" if equals and option.strip() == "map" else part
