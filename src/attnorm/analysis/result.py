@@ -236,10 +236,13 @@ class Analysis:
                 raise ValueError(f"{folder / name}.parquet lacks the columns {', '.join(sorted(missing))}")
         return cls(**tables, manifest=manifest)
 
-    def save_html(self, path: str | Path) -> Path:
-        """Write the report: one HTML file that needs no other file and no network."""
+    def save_html(self, path: str | Path, *, evaluation: Any = None) -> Path:
+        """Write the report: one HTML file that needs no other file and no network.
+
+        evaluation: what attnorm.evaluate returned; its scores become a section of the report.
+        """
         page = importlib.import_module("attnorm.report.html.page")  # by name: report is a layer above analysis
-        saved: Path = page.save(self, Path(path))
+        saved: Path = page.save(self, Path(path), evaluation)
         return saved
 
     def __repr__(self) -> str:

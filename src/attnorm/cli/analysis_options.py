@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnorm.analysis.parts import AnalysisProgress
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.verdicts.thresholds import Thresholds
+    from attnorm.evaluation.result import Evaluation
     from attnorm.models.inputs import Text
 
 Texts = Annotated[
@@ -225,3 +226,17 @@ def _what_is_kept(state: "AnalysisProgress | None", out: Path | None) -> str:
         f"Interrupted. {state.parts_done} of {state.parts_total} parts are finished and kept in {out}{also}. "
         "Run the same command again to resume."
     )
+
+
+def evaluation_of(folder: Path, given: Path | None = None) -> "Evaluation | None":
+    """Return the scores that belong to an analysis: of the given folder, else of its own folder `evaluation`.
+
+    Raises:
+        ValueError: The folder holds no evaluation, or a damaged one.
+    """
+    inside = folder / "evaluation"
+    if given is None and not (inside / "evaluation.json").is_file():
+        return None
+    from attnorm.evaluation.result import Evaluation
+
+    return Evaluation.load(given or inside)

@@ -114,7 +114,7 @@ def analyze(
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", analysis.manifest["model"]["name"]).strip(".-")
         page = Path(f"attnorm-{name}.html") if out is None else out / REPORT
         with failures(writes_to=page):
-            report = analysis.save_html(page)
+            report = analysis.save_html(page, evaluation=None if out is None else options.evaluation_of(out))
     show_analysis(analysis, as_json, out, report)
     if analysis.verdict.counts["broken"]:
         raise typer.Exit(1)
@@ -156,6 +156,12 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="Folder for SVG and PDF figures: verdicts, main metrics, worst head."),
     ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder that evaluate --out wrote, to show its scores (default: DIR/evaluation if any)."
+        ),
+    ] = None,
     threshold: options.Judging = None,
     as_json: Json = False,
 ) -> None:
@@ -173,7 +179,7 @@ def report(
         analysis = Analysis.load(folder)
         if threshold:
             analysis = analysis.judged(analysis.thresholds.changed(threshold))
-        page = analysis.save_html(out or folder / REPORT)
+        page = analysis.save_html(out or folder / REPORT, evaluation=options.evaluation_of(folder, evaluation))
     drawn: list[Path] = []
     if figures is not None:
         from attnorm.report.plots import save_figures

@@ -3,7 +3,7 @@
 Models are measured with the settings and texts of the first finished run, so that sides can be compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,8 @@ def compare(
     that are measured now; options that are not given come from the first DIR. --threshold applies to all sides; without
     it, folders keep their own thresholds.
 
-    Folders of attnorm evaluate are compared by their scores, on the documents that they share.
+    Folders of attnorm evaluate are compared by their scores, on the documents that they share. So are evaluations in
+    the folder DIR/evaluation of an analysis.
 
     Exit codes: 0 compared; 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
@@ -92,14 +93,19 @@ def compare(
         if threshold:
             analyses = {name: run.judged(run.thresholds.changed(threshold)) for name, run in analyses.items()}
         comparison = side_by_side(analyses)
+        scores = _scores(runs)
     if as_json:
         from attnorm.report.selection import finite
 
-        show_json(finite(comparison.as_dict()))
+        found = comparison.as_dict() | ({} if scores is None else {"evaluation": scores.as_dict()})
+        show_json(finite(found))
     else:
+        from attnorm.cli.evaluate import show_evaluation
         from attnorm.report.terminal import comparison_tables
 
         show(comparison_tables(comparison))
+        if scores is not None:
+            show_evaluation(scores, as_json=False)
 
 
 def _evaluations(sides: list[str]) -> "Evaluation | None":
@@ -113,6 +119,16 @@ def _evaluations(sides: list[str]) -> "Evaluation | None":
         other = next(name for name in sides if name not in found)
         raise ValueError(f"expected folders of attnorm evaluate only, beside {found[0]}, got {other}")
     return side_by_side({name: Evaluation.load(name) for name in found})
+
+
+def _scores(runs: Iterable[str]) -> "Evaluation | None":
+    """The evaluations inside folders of analyses, side by side."""
+    found = {name: evaluation for name in runs if (evaluation := options.evaluation_of(Path(name))) is not None}
+    if not found:
+        return None
+    from attnorm.evaluation.result import side_by_side
+
+    return side_by_side(found)
 
 
 def _is_model(name: str) -> bool:

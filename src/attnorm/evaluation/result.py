@@ -16,6 +16,8 @@ from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.lines import holm
 from attnorm.files import write_text
 from attnorm.normalizers.former_defaults import read_spec
+from attnorm.report.html.scores import WIDTH as PANEL_WIDTH
+from attnorm.report.html.scores import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
 from attnorm.safe_text import policy_hash
 
@@ -220,6 +222,20 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         return {**self.record, "rows": [row.as_dict() for row in self.rows]}
 
+    def score_table(self) -> ScoreTable:
+        """The scores as the report shows them: one line per task and length, the sides next to each other."""
+        rows = self.rows
+        found: dict[tuple[str, int | None], dict[str, EvaluationRow]] = {}
+        for row in rows:
+            found.setdefault((row.task, row.length), {})[row.side] = row
+        lines = []
+        for (task, length), by_side in found.items():
+            cells = tuple(_cell(by_side[side], rows) if side in by_side else None for side in self.sides)
+            most, any_row = max(row.documents for row in by_side.values()), next(iter(by_side.values()))
+            lines.append(ScoreRow(task, length, most, any_row.better, cells))
+        model = self.record["run"].get("model", "several models")
+        return ScoreTable(model, tuple(self.sides), tuple(lines), self.record.get("command", ""))
+
     def summary(self) -> str:
         """One line per task, length and side."""
         return "\n".join(
@@ -271,6 +287,22 @@ def number(value: float, metric: str) -> str:
     return f"{value:.3f}" if metric == "nats per token" else f"{100 * value:.1f} %"
 
 
+def _cell(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> SideScore:
+    drawn, change = _drawn(row, _range(row, rows), PANEL_WIDTH), row.change
+    moved = "" if change is None else _signed(change.mean, row.metric)
+    if change is not None and change.interval is not None:
+        moved += f" ({' to '.join(_signed(end, row.metric) for end in change.interval)})"
+    return SideScore(
+        number(row.mean, row.metric),
+        "" if row.interval is None else " to ".join(number(end, row.metric) for end in row.interval),
+        (drawn["left"], drawn["mean"], drawn["right"]), moved, row.verdict,
+    )  # fmt: skip
+
+
+def _signed(value: float, metric: str) -> str:
+    return ("+" if value > 0 else "") + number(value, metric)
+
+
 def _range(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> tuple[float, float]:
     """Shares are drawn from 0 to 1, other scores over the range of their task and length."""
     if row.metric != "nats per token":
@@ -284,10 +316,10 @@ def _range(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> tuple[float, fl
     return min(ends), max(ends)
 
 
-def _drawn(row: EvaluationRow, ends: tuple[float, float]) -> dict[str, Any]:
+def _drawn(row: EvaluationRow, ends: tuple[float, float], width: int = WIDTH) -> dict[str, Any]:
     low, high = ends
     left, right = row.interval or (row.mean, row.mean)
     shown = {"left": left, "right": right, "mean": row.mean}
     if high <= low:
-        return dict.fromkeys(shown, WIDTH / 2)
-    return {name: round(4 + (WIDTH - 8) * (value - low) / (high - low), 1) for name, value in shown.items()}
+        return dict.fromkeys(shown, width / 2)
+    return {name: round(4 + (width - 8) * (value - low) / (high - low), 1) for name, value in shown.items()}

@@ -14,19 +14,23 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.store import write_file
 from attnorm.report.html import page_text
 from attnorm.report.html.data import payload
+from attnorm.report.html.scores import LINE, WIDTH, Evaluated
 from attnorm.report.vocabulary import VERDICTS
 from attnorm.safe_text import policy_hash
 
 HERE = Path(__file__).parent
-STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "print")
+STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")
 SCRIPTS = (
     "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "picture", "reads", "panel", "table",
     "coverage", "main",
 )  # fmt: skip
 
 
-def render(analysis: Analysis) -> str:
-    """Return the page as HTML."""
+def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
+    """Return the page as HTML.
+
+    evaluation: scores of the model before and after a swap, which get a section of their own.
+    """
     style, script = _joined("style", "css", STYLES), _joined("script", "js", SCRIPTS)
     return (
         _templates()
@@ -39,14 +43,17 @@ def render(analysis: Analysis) -> str:
             data=payload(analysis),
             **page_text.page_words(analysis),
             verdict_words=VERDICTS,
+            evaluation=None if evaluation is None else evaluation.score_table(),
+            width=WIDTH,
+            line=LINE,
         )
     )
 
 
-def save(analysis: Analysis, path: str | Path) -> Path:
+def save(analysis: Analysis, path: str | Path, evaluation: Evaluated | None = None) -> Path:
     """Write the page atomically and return its path."""
     target = Path(path)
-    write_file(target, render(analysis).encode())
+    write_file(target, render(analysis, evaluation).encode())
     return target
 
 
