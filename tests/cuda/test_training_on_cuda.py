@@ -4,6 +4,7 @@ Skipped without a GPU. What is compiled takes long on a CPU: rehearse there with
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.captured_step import whole_windows
 from attnorm.training.lm.model import LMSettings, build_model
 from attnorm.training.lm.step import TrainingStep
+from attnorm.training.vision import train as vision
+from attnorm.training.vision.images import generated_textures
+from attnorm.training.vision.train import VisionSettings
 from tests.cuda.on_device import DEVICE, FAMILIES, NEEDS_DEVICE, relative_error, tiny, tokens, wide
 from tests.models.tiny import LEARNED, logits
 
@@ -175,4 +179,25 @@ def test_a_captured_step_trains_as_the_step_itself_does(name: str) -> None:
             courses.append([float(update(windows, 1e-3)[0]) for windows in batches])
             assert (update._captured is not None) == captures
     # AdamW turns rounding of a small gradient into a step of the same size, so only the first digits are equal.
+    assert_close(*(torch.tensor(course) for course in courses), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared_keys"),
+    [("softmax", False), ("gaussian", False), ("soft", True), ("linear", False), ("entmax15", False)],
+)
+def test_a_captured_image_classifier_trains_as_it_does_without(
+    name: str, shared_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = VisionSettings(
+        layers=2, heads=2, width=64, patch=8, epochs=2, batch=32, normalizer=name, shared_keys=shared_keys,
+        dtype="bfloat16" if DEVICE == "cuda" else "float32",
+    )  # fmt: skip
+    images = generated_textures(train=256, test=32, side=32)
+    courses: list[list[float]] = []
+    for steps_before in (3, 100):  # the second never captures
+        monkeypatch.setattr(vision, "STEPS_BEFORE", steps_before)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*CUDA graph")
+            courses.append(vision.train_vit(settings, images, torch.device(DEVICE))[1]["training_loss"])
     assert_close(*(torch.tensor(course) for course in courses), rtol=5e-3, atol=0)

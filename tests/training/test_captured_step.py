@@ -13,7 +13,7 @@ from attnorm.engines.inputs import head_numbers, validate_inputs
 from attnorm.experiments.language_models.train import _random_corpus
 from attnorm.training.checkpoints import StopRequest
 from attnorm.training.device import MemoryPeak, accelerated
-from attnorm.training.lm import step
+from attnorm.training.lm import captured_step, step
 from attnorm.training.lm.captured_step import CapturedStep
 from attnorm.training.lm.model import build_model
 from attnorm.training.lm.train import Run
@@ -35,7 +35,7 @@ def test_a_run_with_captured_steps_learns_the_same_keeps_no_gradients_and_logs_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny(steps=12, batch=2, context=8, layers=1)
-    monkeypatch.setattr(step, "CapturedStep", Uncaptured)
+    monkeypatch.setattr(captured_step, "CapturedStep", Uncaptured)
     losses = []
     for captures in (False, True):
         monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
@@ -59,7 +59,7 @@ def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: p
 
     settings = tiny(steps=6, batch=2, context=8, layers=1)
     batches = torch.randint(257, (6, 2, 9), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(step, "CapturedStep", fails)
+    monkeypatch.setattr(captured_step, "CapturedStep", fails)
     courses = []
     for captures in (False, True):
         monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
@@ -79,7 +79,7 @@ def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: p
 
 def test_windows_of_another_shape_are_rejected() -> None:
     captured = CapturedStep.__new__(CapturedStep)
-    captured._windows = torch.zeros(4, 9, dtype=torch.long)
+    captured._inputs = [torch.zeros(4, 9, dtype=torch.long)]
     with pytest.raises(ValueError, match=r"\(4, 9\).*\(1, 9\)"):
         captured(torch.zeros(1, 9, dtype=torch.long))
 

@@ -1,10 +1,11 @@
 """Forward and backward pass of a training step as one CUDA graph.
 
 At a thousand tokens a GPU computes faster than Python starts its kernels. A graph records them once and starts them
-all with one call. It holds addresses, not values: windows are copied to where the recorded step read them, and
+all with one call. It holds addresses, not values: inputs are copied to where the recorded step read them, and
 gradients stay where it wrote them.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -22,22 +23,33 @@ class CapturedStep:
     Measure peak memory in earlier steps: torch does not count what a graph uses when it runs again.
     """
 
-    def __init__(self, step: Callable[[Tensor], Tensor], windows: Tensor) -> None:
-        """step: computes the loss of the windows and all gradients, which must be None before."""
-        self._windows = windows.clone()
+    def __init__(self, step: Callable[..., Tensor], *inputs: Tensor) -> None:
+        """step: computes the loss of the inputs and all gradients, which must be None before."""
+        self._inputs = [given.clone() for given in inputs]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._loss = step(self._windows)
+            self._loss = step(*self._inputs)
 
-    def __call__(self, windows: Tensor) -> Tensor:
-        if windows.shape != self._windows.shape:  # copy_ would repeat a single window
-            raise ValueError(
-                f"expected windows of the captured shape {tuple(self._windows.shape)}, got {tuple(windows.shape)}. "
-                "Make a new TrainingStep for another shape."
-            )
-        self._windows.copy_(windows, non_blocking=True)
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for captured, given in zip(self._inputs, inputs, strict=True):
+            if given.shape != captured.shape:  # copy_ would repeat a single window
+                raise ValueError(
+                    f"expected an input of the captured shape {tuple(captured.shape)}, got {tuple(given.shape)}. "
+                    "Make a new step for another shape."
+                )
+            captured.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._loss.clone()
+
+
+def capture(step: Callable[..., Tensor], *inputs: Tensor) -> CapturedStep | None:
+    """Return the captured step; None, with a warning, if it cannot be captured. Some gradients may be set then."""
+    try:
+        return CapturedStep(step, *inputs)
+    except RuntimeError as error:  # e.g. a normalizer of the user's waits for the GPU, which a graph cannot contain
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"training continues without a CUDA graph and is slower: {reason}", stacklevel=3)
+        return None
 
 
 @contextmanager

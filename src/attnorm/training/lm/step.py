@@ -1,13 +1,12 @@
 """One update of the weights: loss, gradients, clipping, AdamW. On a GPU from the fourth step on as a CUDA graph."""
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnorm.training.lm.attention import Attention, compile_blocks, is_traceable
-from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep
+from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep, capture
 from attnorm.training.lm.evaluate import predicted_loss, window_loss
 from attnorm.training.lm.model import LMSettings
 from attnorm.training.processes import Processes
@@ -49,7 +48,9 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._steps == STEPS_BEFORE and self._can_be_captured():
-            self._captured = self._capture(windows)
+            self._captured = capture(self._gradients, windows)
+            if self._captured is None:
+                self.optimizer.zero_grad()
         self._steps += 1
         loss = self._gradients(windows) if self._captured is None else self._captured(windows)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
@@ -64,15 +65,6 @@ class TrainingStep:
         self.accelerator.backward(loss)
         detached: torch.Tensor = loss.detach()
         return detached
-
-    def _capture(self, windows: torch.Tensor) -> CapturedStep | None:
-        try:
-            return CapturedStep(self._gradients, windows)
-        except RuntimeError as error:  # e.g. a normalizer of the user's waits for the GPU, which a graph cannot contain
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"training continues without a CUDA graph and is slower: {reason}", stacklevel=3)
-            self.optimizer.zero_grad()
-            return None
 
     def _can_be_captured(self) -> bool:
         """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""

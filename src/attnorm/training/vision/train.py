@@ -24,12 +24,13 @@ from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import MemoryPeak
+from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep, capture
 from attnorm.training.vision.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 
 STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x 8 and 4 x 4 tokens
 ARCHITECTURES = ("vit", "pyramid")
 LANDMARKS = ("segments", "squares", "convolution")
-UNTIMED_STEPS = 3  # the first steps compile kernels
+UNTIMED_STEPS = STEPS_BEFORE + 1  # the first steps compile kernels, one captures a graph
 Record = dict[str, Any]
 
 
@@ -216,7 +217,7 @@ def train_vit(
     """Train and test one model. A loss that is not finite ends the training and is part of the record."""
     train, test = images.train.to(device), images.test.to(device)
     model = build_model(settings, train.classes, train.side).to(device)
-    optimizer = _optimizer(model, settings)
+    update = _Update(model, settings)
     steps = settings.epochs * (len(train) // settings.batch)
     if not steps:
         raise ValueError(f"expected at least one batch of {settings.batch} images, got {len(train)} images.")
@@ -226,6 +227,7 @@ def train_vit(
     problem, step, started, timed = None, 0, time.perf_counter(), 0
     clock = started
     for _ in range(settings.epochs):
+        model.train()
         total = torch.zeros((), device=device)
         order = torch.randperm(len(train), generator=random)
         batches = order.split(settings.batch)[: len(train) // settings.batch]
@@ -233,9 +235,10 @@ def train_vit(
             if step == UNTIMED_STEPS:
                 _finish(device)
                 clock, timed = time.perf_counter(), step
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
-            total += _step(model.train(), optimizer, train, some.to(device), settings, random)
+            some = some.to(device)
+            pixels = as_model_input(shifted_and_mirrored(train.pixels[some], random))
+            rate = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
+            total += update(pixels, train.labels[some], rate)
             step += 1
             report(step, steps)
         course.append(float(total) / len(batches))
@@ -263,7 +266,7 @@ def _optimizer(model: nn.Module, settings: VisionSettings) -> torch.optim.Optimi
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, fused=decayed[0].is_cuda)
 
 
 def _schedule(step: int, steps: int, warmup_share: float) -> float:
@@ -274,21 +277,33 @@ def _schedule(step: int, steps: int, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _step(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    images: LabelledImages,
-    some: Tensor,
-    settings: VisionSettings,
-    random: torch.Generator,
-) -> Tensor:
-    pixels = as_model_input(shifted_and_mirrored(images.pixels[some], random))
-    loss = cross_entropy(_logits(model, pixels, settings), images.labels[some])
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+class _Update:
+    """One update of the weights per call. On a GPU loss and gradients are a CUDA graph from the fourth call on."""
+
+    def __init__(self, model: Any, settings: VisionSettings) -> None:
+        self.model, self.settings, self.optimizer = model, settings, _optimizer(model, settings)
+        self._captured: CapturedStep | None = None
+        self._calls = 0
+
+    def __call__(self, pixels: Tensor, labels: Tensor, rate: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self._calls == STEPS_BEFORE and pixels.is_cuda:
+            self._captured = capture(self._gradients, pixels, labels)
+            if self._captured is None:
+                self.optimizer.zero_grad()
+        self._calls += 1
+        loss = (self._gradients if self._captured is None else self._captured)(pixels, labels)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self._captured is None:
+            self.optimizer.zero_grad()
+        return loss
+
+    def _gradients(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        loss = cross_entropy(_logits(self.model, pixels, self.settings), labels)
+        loss.backward()
+        return loss.detach()
 
 
 def _logits(model: Any, pixels: Tensor, settings: VisionSettings) -> Tensor:
