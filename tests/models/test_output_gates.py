@@ -1,5 +1,6 @@
 """Output gates: measured in models that have them, absent in others, and a sink behind a closed gate is none."""
 
+import importlib
 import math
 from typing import Any
 
@@ -66,27 +67,85 @@ def test_the_gate_of_a_head_is_the_share_of_its_output_that_passes(logit: float)
 
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 FULL = {"layer_types": ["full_attention"] * 2}
+DENSE = {"mlp_layer_types": ["dense"] * 2}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Afmoe": {**EXPERTS, "num_dense_layers": 1},
     "Qwen3_5": FULL,
     "Qwen3_5Moe": {**FULL, **EXPERTS, "shared_expert_intermediate_size": 16},
     "Laguna": {},
     "HYV4": {},
-}
+    "BailingHybrid": {
+        **FULL, **DENSE, **LATENT, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 1,
+        "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "first_k_dense_replace": 2,
+    },
+    "Beam": {**DENSE, **EXPERTS, "n_group": 1, "topk_group": 1},
+    "HrmText": {"H_cycles": 1, "L_cycles": 1, "num_hidden_layers": 2},
+    "MuseSpark": {
+        **DENSE, "moe_intermediate_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_hidden_size": 16,
+    },
+    "MuseGlimmer": {},
+    "Qwen4Exp": {
+        **FULL, **EXPERTS, "shared_expert_intermediate_size": 16, "hc_lowrank": 8, "indexer_n_heads": 2,
+        "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 64, "indexer_compress_ratio": 1,
+    },
+    "Step3p7": {
+        **FULL, **DENSE, "sliding_window": 8, "n_routed_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16, "share_expert_dim": 16,
+    },
+    "AXK2": {
+        **DENSE, **LATENT, "head_dim": 4, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 1, "index_topk": 64, "index_head_dim": 8, "index_n_heads": 2, "gated_norm_rank": 4,
+    },
+    "NeoMME": {"embedding_rank": 8, "head_dim": 16},
+}  # fmt: skip
+
+
+def family_model(family: str) -> PreTrainedModel:
+    """The text model of a family with random weights; skips the test where transformers does not have it."""
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config", None)
+    if config is None:
+        pytest.skip(f"this version of transformers has no {family}")
+    code = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    names = (f"{family}{kind}" for kind in ("ForCausalLM", "TextModel", "ForMaskedLM"))
+    model = next(getattr(code, name) for name in names if hasattr(code, name))
+    torch.manual_seed(0)
+    return model(config(**{**_GROUPED, **FAMILIES[family]})).eval()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gates_of_other_families_are_found(family: str) -> None:
-    model = getattr(transformers, f"{family}ForCausalLM", None)
-    if model is None:
-        pytest.skip(f"this version of transformers has no {family}")
-    text = "Text" * family.startswith("Qwen")
-    config = getattr(transformers, f"{family}{text}Config")(**_GROUPED, **FAMILIES[family])
-    torch.manual_seed(0)
-    layers = found(model(config).eval())
-    assert [*layers] == [("decoder", 0), ("decoder", 1)]
+    layers = found(family_model(family))
+    assert [layer for _, layer in layers] == [*range(4 if family == "HrmText" else 2)]  # its stacks run in turn
     for gates in layers.values():
         assert bool(((gates.gate > 0.4) & (gates.gate < 0.8)).all())  # random weights: sigmoid or softplus near 0
+
+
+@pytest.mark.parametrize(("family", "part"), [("MuseSpark", "o_norm"), ("NeoMME", "exclusive_self_attention")])
+def test_a_gate_behind_another_change_of_the_output_is_measured_from_there(family: str, part: str) -> None:
+    """The norm of MuseSpark enlarges the output, and NeoMME subtracts the direction of the own value."""
+    model, changed, gated_inputs = family_model(family), [], []
+    attention = [module for module in model.modules() if hasattr(module, part)]
+    for module in attention:
+        if family == "NeoMME":
+            torch.nn.init.constant_(getattr(module, part).alpha, 1.0)
+        getattr(module, part).register_forward_hook(lambda _, args, result: changed.append(result))
+        projection = module.o_proj if hasattr(module, "o_proj") else module.output_projection.o_proj
+        projection.register_forward_pre_hook(lambda _, args: gated_inputs.append(args[0]))
+    layers = found(model)
+    assert len(layers) == len(attention) == 2
+    for gates, before, after in zip(layers.values(), changed, gated_inputs, strict=True):
+        size = [x.reshape(before.shape)[0, 12:].norm(dim=-1) for x in (after, before)]
+        torch.testing.assert_close(gates.gate, (size[0] / size[1]).mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_by_softplus_may_be_above_one() -> None:
+    model = family_model("Laguna")
+    for module in model.modules():
+        if hasattr(module, "g_proj"):
+            module.g_proj.register_forward_hook(lambda _, args, result: torch.full_like(result, 2.0))
+    for gates in found(model).values():
+        torch.testing.assert_close(gates.gate, torch.full((4,), math.log(1 + math.e**2)), rtol=1e-4, atol=0.0)
 
 
 def test_gated_sink_mass_is_the_mean_of_mass_times_gate_by_definition() -> None:

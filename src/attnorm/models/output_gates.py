@@ -3,8 +3,9 @@
 Qiu et al. 2025, https://arxiv.org/abs/2505.06708; Qwen3-Next, AFMoE and other families of transformers have such gates,
 each in its own code. Gates are measured: in modules whose code mentions one, what the attention function returned is
 compared with what the output projection receives. It counts as gated where every entry shrank without changing its
-sign. A head may put all of its weight on the first key while its gate is closed; then nothing of that sink reaches the
-model.
+sign; a gate by softplus may also enlarge. Where a module of the layer changes the output before the gate (a norm in
+MuseSpark), what that module returns is compared. A head may put all of its weight on the first key while its gate is
+closed; then nothing of that sink reaches the model.
 """
 
 import inspect
@@ -60,39 +61,73 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
         if running and not isinstance(call.normalizer, Mechanism):
             waiting.setdefault(running[0], []).append((call, output))
 
+    def changes(module: nn.Module, part: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        outputs = waiting.get(module, [])
+        if len(outputs) == 1 and _is_output(outputs[0][1], args) and isinstance(result, Tensor):
+            call, output = outputs[0]
+            if result.numel() == output.numel():
+                waiting[module] = [(call, result.reshape(output.shape))]
+
     def projects(module: nn.Module, projection: nn.Module, args: tuple[Any, ...]) -> None:
         outputs = waiting.pop(module, [])
         if len(outputs) == 1 and args and isinstance(args[0], Tensor):  # differential attention combines several
             call, output = outputs[0]
-            gates = _gates(call, output, args[0])
+            gates = _gates(call, output, args[0], may_grow=_mentions("softplus", type(module).forward))
             if gates is not None:
                 found.layers[call.kind, call.layer] = gates
 
     sites = attention_sites(model)
-    with_gates = {found for found in {type(module) for module in sites} if _mentions_gate(found.forward)}
-    gated = [module for module in sites if type(module) in with_gates]
+    gated = [module for module in sites if any(_mentions("gate", type(part).forward) for part in _code_of(module))]
     with ExitStack() as until_exit:
         for module in gated:
-            projection = next((part for name in PROJECTIONS if (part := getattr(module, name, None)) is not None), None)
-            if isinstance(projection, nn.Module):
+            projection = _projection_of(module)
+            if projection is not None:
                 until_exit.callback(module.register_forward_pre_hook(enters).remove)
+                for part in module.children():
+                    until_exit.callback(part.register_forward_hook(partial(changes, module)).remove)
                 until_exit.callback(projection.register_forward_pre_hook(partial(projects, module)).remove)
         if gated:
             until_exit.enter_context(observe(model, lambda call: None, check=False, on_output=on_output))
         yield found
 
 
+def _projection_of(module: nn.Module) -> nn.Module | None:
+    """The output projection of an attention module, its own or that of a part of it (NeoMME)."""
+    for holder in (module, *module.children()):
+        for name in PROJECTIONS:
+            if isinstance(projection := getattr(holder, name, None), nn.Module):
+                return projection
+    return None
+
+
+def _code_of(module: nn.Module) -> list[nn.Module]:
+    """The modules whose code may apply a gate: the attention module and the part that holds the projection."""
+    projection = _projection_of(module)
+    return [module, *(part for part in module.children() if any(each is projection for each in part.children()))]
+
+
 @lru_cache(maxsize=1000)
-def _mentions_gate(forward: Callable[..., Any]) -> bool:
+def _mentions(word: str, forward: Callable[..., Any]) -> bool:
     try:
-        return "gate" in inspect.getsource(forward)
+        return word in inspect.getsource(forward)
     except (OSError, TypeError):  # no source at hand: look at the numbers
         return True
 
 
+def _is_output(output: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a module receives the output of the attention function."""
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or given.numel() != output.numel():
+        return False
+    return given.data_ptr() == output.data_ptr() or torch.equal(given.reshape(output.shape), output)
+
+
 @torch.no_grad()
-def _gates(call: AttentionCall, output: Tensor, projected: Tensor) -> HeadGates | None:
-    """output: (B, Q, H, E) of the attention function. projected: what the output projection receives."""
+def _gates(call: AttentionCall, output: Tensor, projected: Tensor, *, may_grow: bool = False) -> HeadGates | None:
+    """output: (B, Q, H, E) of the attention function. projected: what the output projection receives.
+
+    may_grow: the gate may be above 1.
+    """
     if projected.numel() != output.numel() or projected.data_ptr() == output.data_ptr():
         return None
     rows = spread(torch.arange(output.shape[1] // 2, output.shape[1]), ROWS)
@@ -103,7 +138,7 @@ def _gates(call: AttentionCall, output: Tensor, projected: Tensor) -> HeadGates 
         return None
     grown = after.abs() > (1 + ROUNDING) * before.abs() + SAME * size
     turned = (after * before < 0) & (after.abs() > SAME * size)
-    if bool((grown | turned).any()):
+    if bool((turned if may_grow else grown | turned).any()):
         return None
     gate = (torch.linalg.vector_norm(after, dim=-1) / torch.linalg.vector_norm(before, dim=-1)).T  # (H, R)
     one = replace(
