@@ -1,12 +1,11 @@
 """Training in two processes: the same losses as one process, and every file written once.
 
 torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two processes get
-them from the test; at night the launchers start them.
+them from the test, as forks of it; at night the launchers start them.
 """
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 from attnorm.training.lm.run import train_lm
 from attnorm.training.processes import Processes
+from tests.forked import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -28,6 +28,15 @@ OPTIONS = "--architecture llama --layers 2 --heads 2 --width 32 --context 32 --v
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 ACCELERATE = "-m accelerate.commands.launch --cpu --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
 
+
+# faulthandler prints where a process hangs.
+RANK = """
+import faulthandler, os
+os.environ.update({variables})
+faulthandler.dump_traceback_later(600)
+from attnorm.cli import app
+app(standalone_mode=False)
+"""
 
 MONITORED = """
 import sys, torch, attnorm
@@ -52,29 +61,17 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
 
 
 def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
-    """Train in two processes with the environment variables of torchrun; what they print."""
+    """Train in two forks of this process with the environment variables of torchrun; what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     call = ["train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "attnorm", *call], env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    try:
-        ranks[0].wait(timeout=600)
-        ranks[1].wait(timeout=600)
-    except subprocess.TimeoutExpired:
-        for one in ranks:
-            one.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
-    printed = [one.communicate() for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0], "\n\n".join(errors for _, errors in printed)
-    return "".join(words for words, _ in printed)
+    scripts = [RANK.format(variables={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    with forked(scripts[0], *call) as first, forked(scripts[1], *call) as second:
+        assert [first.wait(), second.wait()] == [0, 0]
+        return first.stdout.read() + second.stdout.read()
 
 
 def curve(out: Path) -> list[tuple[int, float, float | None]]:
