@@ -180,7 +180,13 @@ def test_the_statistics_are_those_of_analyze(finished: LMWorkspace) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FULL.normalizers)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if number % 3 else ())
+        for number, name in enumerate(FULL.normalizers)
+    ],
+)
 def test_every_normalizer_has_statistics(name: str) -> None:
     settings = TINY.settings(name, rate=1e-3, tokens=1, seed=0)
     model = build_model(settings, vocabulary=300, end_of_text=0)

@@ -100,7 +100,14 @@ def test_gains_are_the_finite_differences_in_the_direction_drawn_for_the_row() -
             torch.testing.assert_close(found[f"gain_{eps:g}"][0, ..., column], expected[0], rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "left padding", "mask per head"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("causal", "window")),
+        "left padding",
+        "mask per head",
+    ],
+)
 def test_sensitivity_depends_on_neither_threads_nor_the_size_of_the_blocks(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

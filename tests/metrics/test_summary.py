@@ -68,8 +68,15 @@ def test_many_at_once_equal_one_at_a_time() -> None:
         np.testing.assert_array_equal(together[name].rows, alone.rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        (torch.float32, True),
+        (torch.float64, False),
+        pytest.param(torch.float64, True, marks=pytest.mark.nightly),
+        pytest.param(torch.float32, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_device_form_gives_the_same_numbers(
     dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

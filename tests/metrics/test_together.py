@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sharp": {"size": 60.0},
 }
 
+OFTEN = ("bidirectional", "left padding", "softcap", "sharp")
+
 
 def in_turn(values: Iterable[Any]) -> list[Any]:
     """Each value with whole or cut blocks, in turn; with the other at night."""
@@ -65,7 +67,14 @@ def same(found: dict[str, torch.Tensor], expected: list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.usefixtures("_parts")
-@pytest.mark.parametrize(("kind", "_parts"), in_turn(OPTIONS), indirect=["_parts"])
+@pytest.mark.parametrize(
+    ("kind", "_parts"),
+    [
+        one if one.values[0] in OFTEN else pytest.param(*one.values, marks=pytest.mark.nightly)
+        for one in in_turn(OPTIONS)
+    ],
+    indirect=["_parts"],
+)
 def test_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = layers(**OPTIONS[kind])
     expected = [

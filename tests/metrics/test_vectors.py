@@ -146,7 +146,10 @@ def test_dealing_keeps_hidden_keys_in_place_and_every_weight() -> None:
     assert not torch.equal(targets[0], targets[1])
 
 
-@pytest.mark.parametrize("kind", ["causal", "cache", "mask per head", "left padding"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("causal", "cache")), "mask per head", "left padding"],
+)
 def test_neither_threads_nor_the_size_of_the_blocks_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = in_float64(CALLS[kind])
     rows = torch.arange(call.query_BHQD.shape[-2])[-NULL_ROWS:]

@@ -290,7 +290,7 @@ def is_read_or_named(content: bytes, folder: Path) -> None:
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@same_folder
+@settings(same_folder, max_examples=settings.default.max_examples // 2)
 @given(damaged_recipes())
 def test_a_damaged_recipe_is_read_within_the_limits_or_named(tmp_path: Path, content: bytes) -> None:
     is_read_or_named(content, tmp_path)

@@ -134,7 +134,7 @@ def test_dropout_keeps_the_mean_and_is_the_same_in_backward(rows: int) -> None:
     plain = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
     dropping = replace(plain, dropout=0.5)
     elements = rows * 2 * 12
-    outputs = [blocked_engine.blocked(dropping, get("entmax15"), block_elements=elements) for _ in range(200)]
+    outputs = [blocked_engine.blocked(dropping, get("entmax15"), block_elements=elements) for _ in range(100)]
     exact = blocked_engine.blocked(plain, get("entmax15"), block_elements=elements)
     assert (torch.stack([o.detach() for o in outputs]).mean(0) - exact).abs().mean() < 0.1
     # The output is linear in v: if backward drops what forward dropped, <dv, v> = <g, output>.

@@ -69,7 +69,7 @@ def test_an_accumulated_batch_is_measured_once(tmp_path: Path, monkeypatch: pyte
     assert taken == [0, 1]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_weights_learned_are_the_same_to_the_bit(tmp_path: Path, checkpointing: bool) -> None:
     learned = []
     for watched in (False, True):

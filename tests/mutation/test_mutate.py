@@ -26,6 +26,8 @@ from tests.mutation.mutants import (
 from tests.mutation.script import mutate
 from tests.mutation.session import ENDED, IMPORTS, NOT_DECIDED, CallRecords, Lines, in_a_fork
 
+pytestmark = pytest.mark.nightly  # as the tool itself, which only the nightly run uses
+
 FILES = sorted(path for area in mutate.AREAS for path in (ROOT / "src" / "attnorm" / area).rglob("*.py"))
 
 

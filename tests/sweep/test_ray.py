@@ -65,7 +65,13 @@ def test_workers_limit_a_named_cluster(small_cluster: Any, tmp_path: Path) -> No
         engine.close()
 
 
-def test_an_item_that_no_node_can_hold_is_refused(small_cluster: Any, tmp_path: Path) -> None:
-    for resources in (Resources(memory_gb=1e5), Resources(gpus=1), Resources(cpus=64)):
-        with pytest.raises(ValueError, match="Lower"):
-            open_engine("ray", tmp_path, resources, address=small_cluster.address)
+@pytest.mark.parametrize(
+    "resources",
+    [
+        Resources(memory_gb=1e5),
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in (Resources(gpus=1), Resources(cpus=64))),
+    ],
+)
+def test_an_item_that_no_node_can_hold_is_refused(small_cluster: Any, tmp_path: Path, resources: Resources) -> None:
+    with pytest.raises(ValueError, match="Lower"):
+        open_engine("ray", tmp_path, resources, address=small_cluster.address)

@@ -261,7 +261,7 @@ def test_a_loss_that_rose_again_is_said(trained: tuple[Path, dict[str, Any]], tr
 
 
 def test_bfloat16_trains_too(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", dtype="bfloat16", layers=1, context=16, batch=4)
+    train(tmp_path / "run", dtype="bfloat16", layers=1, context=16, batch=4, steps=12)
     assert last_state(tmp_path / "run")["transformer.wte.weight"].dtype == torch.float32
     losses = [entry["loss"] for entry in metrics(tmp_path / "run")]
     assert losses[-1] < 0.9 * losses[0]
