@@ -115,14 +115,14 @@ def test_masses_are_those_of_the_later_rows_unless_each_has_a_mask_of_its_own(ki
 
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 1), (torch.float32, 2)])
 def test_how_often_the_norm_is_refined(dtype: torch.dtype, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, made, pole_sums = make_call(3, batch=1), list[Tensor](), fused_rows._Launch.pole_sums
+    call, made, pole_sums = make_call(3, batch=1), list[Tensor](), fused_rows.RowsLaunch.pole_sums
     half = on_device(replace(call, query_BHQD=call.query_BHQD.to(dtype), key_BGKD=call.key_BGKD.to(dtype)))
 
     def recorded(*arguments: Tensor) -> Tensor:
         made.append(pole_sums(*arguments))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(fused_rows._Launch, "pole_sums", recorded)
+    monkeypatch.setattr(fused_rows.RowsLaunch, "pole_sums", recorded)
     by_kernel(half, None)
     assert [tuple(sums.shape) for sums in made] == [(2, 1, HEADS, 3)] * passes
 

@@ -11,7 +11,7 @@ from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import fused_rows, summary
 from attnorm.metrics import rows as rows_module
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.fused_rows import _BLOCK, _counted, _Launch, _run_on_rows, _tile
+from attnorm.metrics.fused_rows import _BLOCK, RowsLaunch, _counted, _run_on_rows, _tile
 from attnorm.metrics.logits import Visibility, logit_blocks
 from attnorm.metrics.normalized import resolve_normalizers
 
@@ -88,7 +88,7 @@ def test_the_arrays_that_the_statistics_are_written_into(more: bool, monkeypatch
 
     kernel, sums = Kept(), torch.zeros(5, 2, 6, 4)
     monkeypatch.setattr(softmax_statistics, "softmax_statistics", kernel)
-    monkeypatch.setattr(_Launch, "softmax_sums", lambda _: sums)
+    monkeypatch.setattr(RowsLaunch, "softmax_sums", lambda _: sums)
     monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, 0)
     names = [NUMBERS[0], MORE_NUMBERS[0]] if more else [NUMBERS[0]]
     found = fused_rows.fused_rows(call_of(4, 4), torch.arange(4), names)
@@ -106,7 +106,7 @@ def test_no_rows_launch_nothing() -> None:
     kernel = Kept()
     for shape in ((5, 0, 3, 4), (5, 2, 0, 4), (5, 2, 3, 0)):
         _run_on_rows(kernel, torch.zeros(shape), None, None, None, None)
-    launch = _Launch.of(call_of(4, 4), torch.zeros(0, dtype=torch.long), None)
+    launch = RowsLaunch.of(call_of(4, 4), torch.zeros(0, dtype=torch.long), None)
     assert launch._run(kernel, 7).shape == (7, 2, 6, 0)
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
     assert _counted(mask, Visibility(mask, False, 4, 4), torch.zeros(0, dtype=torch.int32)).shape == (2, 1, 0)
@@ -119,7 +119,7 @@ def test_no_rows_launch_nothing() -> None:
 )
 def test_the_kernel_of_the_sums(dtype: torch.dtype, width: int, padded: int, tile: tuple[int, int]) -> None:
     kernel, call = Kept(), call_of(130, 137, width, dtype=dtype)
-    out = _Launch.of(call, torch.arange(130), None)._run(kernel, 3, in_levels=True)
+    out = RowsLaunch.of(call, torch.arange(130), None)._run(kernel, 3, in_levels=True)
     assert out.shape == (3, 2, 6, 130)
     assert out.dtype == torch.float32
     ((grid, arguments, constants),) = kernel.launches
@@ -144,7 +144,7 @@ def test_the_kernel_of_the_sums_of_some_rows_with_everything() -> None:
     mask = torch.ones(2, 1, 5, 7, dtype=torch.bool)
     call, factor = call_of(5, 7, softcap=30.0, mask=mask, causal=False), torch.full((2, 1, 1, 1), 3.0)
     kernel, rows = Kept(), torch.tensor([1, 4])
-    launch = _Launch.of(call, rows, factor)
+    launch = RowsLaunch.of(call, rows, factor)
     launch._run(kernel, 2, torch.zeros(1))
     ((grid, arguments, constants),) = kernel.launches
     assert grid == (12,)

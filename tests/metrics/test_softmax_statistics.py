@@ -244,7 +244,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return launch
 
     monkeypatch.setattr(fused_rows, "_run_on_rows", unseen(fused_rows._run_on_rows))
-    monkeypatch.setattr(fused_rows._Launch, "_run", unseen(fused_rows._Launch._run))
+    monkeypatch.setattr(fused_rows.RowsLaunch, "_run", unseen(fused_rows.RowsLaunch._run))
     return ran
 
 

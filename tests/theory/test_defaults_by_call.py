@@ -100,7 +100,9 @@ def test_how_often_the_power_iteration_steps_by_default(monkeypatch: pytest.Monk
 
     for growth, steps in ((1.01, 200), (1 + 1.005e-9, 200), (1 + 0.995e-9, 2)):
         sizes.clear()
-        monkeypatch.setattr(linearization, "linearize", lambda *_, growth=growth: Growing(growth))
+        at = Growing(growth)
+        found = linearization.Linearization(LOGITS[:1], at.jvp, at.vjp)
+        monkeypatch.setattr(linearization, "linearize", lambda *_, found=found: found)
         linearization.power_iteration_norm(softmax, LOGITS[:1], generator=seeded())
         assert len(sizes) == steps
 

@@ -53,6 +53,15 @@ def softpick_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def softpick_digits(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    """softpick_weights with a series for small logits, where the difference of two exponentials has few digits."""
+    x = z * LN2
+    series = x * (1.0 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
+    above = tl.where(tl.abs(x) < 0.25, series * tl.exp2(-r), tl.exp2(z - r) - tl.exp2(-r))
+    return tl.maximum(above, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.abs(above)
+
+
+@triton.jit
 def softpick_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
     e = tl.exp2(z - r)
     above = e - tl.exp2(-r)

@@ -84,7 +84,7 @@ def _entries(n, sink, drop, learned):
 
 
 @triton.jit
-def _rational_step(first, width, d, value, slope):
+def rational_step(first, width, d, value, slope):
     """theory.rank_one_eigenvalues._rational_step."""
     A = tl.maximum(value - slope, 0.0)
     B = d * slope
@@ -117,7 +117,7 @@ def _gauss_nodes(m0, m1, m2, m3):
 
 
 @triton.jit
-def _root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
+def root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
     """theory.rank_one_eigenvalues.rank_one_root_of_moments."""
     high, low, high_weight, low_weight = _gauss_nodes(m0, m1, m2, m3)
     high, low = tl.minimum(high, second), tl.minimum(low, second)
@@ -132,7 +132,7 @@ def _root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
         a, b, c, s = third / to_third, high_weight / to_high, low_weight / to_low, at_zero / _positive(x)
         own = second / _positive(d)
         slope = own + d * (a / to_third + b / to_high + c / to_low + s / _positive(x))
-        d = _rational_step(first, width, d, own + a + b + c + s, slope)
+        d = rational_step(first, width, d, own + a + b + c + s, slope)
     root = tl.where(second < first, second + d, first)
     return tl.where(second + at_zero > 0, root, 0.0)
 
@@ -147,7 +147,7 @@ def first_root(sums, at, inside, total, n, sink, drop, learned):
     m2 = tl.load(sums + 9 * total + at, mask=inside, other=0.0).to(tl.float64)
     m3 = tl.load(sums + 10 * total + at, mask=inside, other=0.0).to(tl.float64)
     square = runner_up * runner_up
-    return _root_of_moments(
+    return root_of_moments(
         tl.maximum(sink_e, largest), tl.maximum(smaller, runner_up), tl.minimum(smaller, runner_up),
         tl.maximum(m0 - 1.0, 0.0) * runner_up, tl.maximum(m1 - 1.0, 0.0) * square,
         tl.maximum(m2 - 1.0, 0.0) * square * runner_up, tl.maximum(m3 - 1.0, 0.0) * square * square, learned_e,
@@ -167,7 +167,7 @@ def next_root(roots, poles, at, inside, total, n, sink, drop, learned):
     value = tl.load(poles + at, mask=inside, other=0.0).to(tl.float64) + ratio + learned_e / x
     squares = tl.load(poles + total + at, mask=inside, other=0.0).to(tl.float64) + ratio * ratio
     d = x - second
-    d = _rational_step(first, first - second, d, value, d / x * (value + squares))
+    d = rational_step(first, first - second, d, value, d / x * (value + squares))
     improved = tl.where((second < first) & (d > 0), second + d, x)
     return tl.where(tl.abs(improved) < float("inf"), improved, root)  # a sink far above the rest leaves float32
 

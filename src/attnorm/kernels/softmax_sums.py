@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LOG2E
-from attnorm.kernels.tiles import capped, load_row, load_tile
+from attnorm.kernels.row_tiles import (
+    by_class,
+    halves,
+    key_tile,
+    larger,
+    neighbours,
+    rows_of_program,
+    smaller,
+    tiles_of_rows,
+)
 
 # The columns of the result. Extremes are natural logits before the factor; the sums are over keys other than the first
 # and the largest, e = exp(z - runner_up) with z = factor * logit.
@@ -33,71 +42,12 @@ COLUMNS = (
 
 
 @triton.jit
-def _tile(
-    start, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-    first, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """Products, or capped logits in bits; which keys of the tile count, and the first visible key with its product."""
-    columns = start + tl.arange(0, KEYS)
-    k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    if CAPPED:
-        s, _slope = capped(s * scale, cap, CAPPED)
-    i, j = rows[:, None], columns[None, :]
-    seen = (i < queries) & (j < keys)
-    sink = tl.zeros_like(first).to(tl.float32)
-    count = tl.zeros_like(first)
-    if EDGE:
-        if CAUSAL:
-            seen = seen & (j <= i + offset)
-        if MASKED:
-            at = mask + i.to(tl.int64) * mask_row + j.to(tl.int64) * mask_column
-            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
-            count = tl.sum(seen.to(tl.int32), 1)
-        found = tl.min(tl.where(seen, j, keys), 1)
-        new = (first == keys) & (found < keys)
-        sink = tl.sum(tl.where(new[:, None] & (j == found[:, None]), s, 0.0), 1)
-        first = tl.where(new, found, first)
-        seen = seen & (j != first[:, None])
-    return s, seen, first, sink, count
-
-
-@triton.jit
-def _halves(x):
-    """The left and the right half of the columns."""
-    halves = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
-    return tl.split(tl.permute(halves, (0, 2, 1)))
-
-
-@triton.jit
-def _neighbours(x):
-    """The even and the odd columns."""
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _by_class(x, CLASSES: tl.constexpr):
-    return tl.reshape(x, [x.shape[0], x.shape[1] // CLASSES, CLASSES])
-
-
-@triton.jit
 def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr, CLASSES: tl.constexpr):
     """Add the sums of e = exp2(unit * lost - base) to those of each class."""
-    by_class = _by_class(lost, CLASSES)
-    x = by_class * unit[:, None, None] - base[:, None, :]
+    lost = by_class(lost, CLASSES)
+    x = lost * unit[:, None, None] - base[:, None, :]
     if EDGE:
-        hidden = by_class == float("-inf")  # times a factor of 0 it would be NaN
+        hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
         x = tl.where(hidden, 0.0, x)
         e = tl.where(hidden, 0.0, tl.exp2(x))
     else:
@@ -122,29 +72,29 @@ def _fold(
     """The state of a block of rows with some tiles of keys added; jump: keys skipped after the first tile."""
     for tile in range(tiles):
         at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
-        s, seen, first, found_sink, count = _tile(
+        s, seen, first, found_sink, count = key_tile(
             at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
             first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
         )  # fmt: skip
         if EDGE:
             n += count
             sink += found_sink
-            lows = _by_class(tl.where(seen, s, float("inf")), CLASSES)
+            lows = by_class(tl.where(seen, s, float("inf")), CLASSES)
             s = tl.where(seen, s, float("-inf"))
         else:
-            lows = _by_class(s, CLASSES)
-        smallest = _smaller(smallest, tl.min(lows, 1))
+            lows = by_class(s, CLASSES)
+        smallest = smaller(smallest, tl.min(lows, 1))
 
         # A knock-out: the winner of each class is its largest key, and every other key loses once.
-        even, odd = _neighbours(s)
-        second = tl.max(_by_class(_smaller(even, odd), CLASSES), 1)
-        winners = _larger(even, odd)
+        even, odd = neighbours(s)
+        second = tl.max(by_class(smaller(even, odd), CLASSES), 1)
+        winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
-            left, right = _halves(winners)
-            second = tl.maximum(second, tl.max(_by_class(_smaller(left, right), CLASSES), 1))
-            winners = _larger(left, right)
+            left, right = halves(winners)
+            second = tl.maximum(second, tl.max(by_class(smaller(left, right), CLASSES), 1))
+            winners = larger(left, right)
 
-        demoted = _smaller(leader, winners)
+        demoted = smaller(leader, winners)
         new_runner_up = tl.maximum(tl.maximum(runner_up, second), demoted)
         reference = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up) if EDGE else new_runner_up
         drop = (runner_up - reference) * unit[:, None]
@@ -160,16 +110,16 @@ def _fold(
         s2 = s2 * square + e_square
         s3 = s3 * square * shrink + e_square * e
         s4 = s4 * square * square + e_square * e_square
-        leader = _larger(leader, winners)
+        leader = larger(leader, winners)
         runner_up = new_runner_up
 
         base = reference * unit[:, None]
-        s1, tilt, s2, s3, s4 = _powers(_smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
-        winners = _larger(even, odd)
+        s1, tilt, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+        winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
-            left, right = _halves(winners)
-            s1, tilt, s2, s3, s4 = _powers(_smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
-            winners = _larger(left, right)
+            left, right = halves(winners)
+            s1, tilt, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+            winners = larger(left, right)
     return n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4
 
 
@@ -179,7 +129,7 @@ def _joined(
     leader_b, runner_up_b, s1_b, tilt_b, s2_b, s3_b, s4_b,
 ):  # fmt: skip
     """The sums of two classes as those of one. Leaders and runners-up are in bits."""
-    demoted = _smaller(leader_a, leader_b)
+    demoted = smaller(leader_a, leader_b)
     runner_up = tl.maximum(tl.maximum(runner_up_a, runner_up_b), demoted)
     base = tl.where(runner_up == float("-inf"), 0.0, runner_up)
     drop_a = tl.where(runner_up_a == float("-inf"), 0.0, runner_up_a - base)
@@ -188,7 +138,7 @@ def _joined(
     fall = tl.where(demoted == float("-inf"), 0.0, demoted - base)
     e = tl.where(demoted == float("-inf"), 0.0, tl.exp2(fall))
     return (
-        _larger(leader_a, leader_b),
+        larger(leader_a, leader_b),
         runner_up,
         a * s1_a + b * s1_b + e,
         a * (tilt_a + drop_a * s1_a) + b * (tilt_b + drop_b * s1_b) + e * fall,
@@ -196,59 +146,6 @@ def _joined(
         a * a * a * s3_a + b * b * b * s3_b + e * e * e,
         a * a * a * a * s4_a + b * b * b * b * s4_b + e * e * e * e,
     )
-
-
-@triton.jit
-def _rows_of_program(
-    q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-    heads, groups, rows_total, queries, width, scale,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """What a program reads: the keys and the mask of its head, its rows with their queries.
-
-    unit: what turns the products of a row into its logits z in bits. Where it is negative, q changes its sign instead.
-    logit: what turns the products that remain into logits in bits before the factor.
-    """
-    blocks = tl.cdiv(rows_total, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks  # the longest causal rows first, or they would run alone at the end
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    at = block * ROWS + tl.arange(0, ROWS)
-    inside = at < rows_total
-    rows = tl.load(row_queries + at, mask=inside, other=queries)
-    q_tile = load_tile(q + batch * q_batch + head * q_head, at, rows_total, q_row, width, WIDTH, True, FULL)
-    logit = tl.full([ROWS], 1.0, tl.float32)
-    if not CAPPED:
-        logit = logit * scale
-    unit = logit * load_row(factor, batch_head * rows_total + at, inside, FACTORED, 1.0)
-    turned = unit < 0
-    q_tile = tl.where(turned[:, None], -q_tile, q_tile)
-    return k, mask, at, inside, rows, q_tile, tl.abs(unit), tl.where(turned, -logit, logit), batch_head, block
-
-
-@triton.jit
-def _tiles_of_rows(
-    row_queries, block, rows_total, keys, offset,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Tiles with keys that some row of the block may not see, tiles that all rows see, and where the latter end.
-
-    The first tile, which has the sink, counts among the former. It comes first, then those that all see follow.
-    """
-    high, last = keys // KEYS * KEYS, keys
-    if CAUSAL:
-        earliest = tl.load(row_queries + block * ROWS)
-        latest = tl.load(row_queries + tl.minimum((block + 1) * ROWS, rows_total) - 1)
-        high = tl.maximum(tl.minimum(earliest + offset + 1, keys), 0) // KEYS * KEYS
-        last = tl.maximum(tl.minimum(latest + offset + 1, keys), 0)
-    if MASKED:
-        high = 0
-    high = tl.maximum(high, KEYS)
-    some = (last > 0).to(tl.int32)
-    return some + tl.cdiv(tl.maximum(last - high, 0), KEYS), high // KEYS - 1, high
 
 
 @triton.jit
@@ -262,11 +159,11 @@ def softmax_sums(
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (COLUMNS, B, H, R)."""
     CLASSES: tl.constexpr = 4
-    k, mask, at, inside, rows, q_tile, unit, logit, batch_head, block = _rows_of_program(
-        q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-        heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
+    k, mask, at, inside, rows, q_tile, unit, logit, batch_head, block = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch,
+        mask_head, heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
     )  # fmt: skip
-    outer_tiles, inner_tiles, high = _tiles_of_rows(
+    outer_tiles, inner_tiles, high = tiles_of_rows(
         row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
     )
     n = tl.zeros([ROWS], tl.int32)
@@ -324,7 +221,7 @@ def _fold_poles(
 ):  # fmt: skip
     for tile in range(tiles):
         at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
-        s, seen, first, _sink, _count = _tile(
+        s, seen, first, _sink, _count = key_tile(
             at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
             first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
         )  # fmt: skip
@@ -351,11 +248,11 @@ def pole_sums(
 
     e = exp(z - level). out: (2, B, H, R).
     """
-    k, mask, at, inside, rows, q_tile, unit, _logit, batch_head, block = _rows_of_program(
-        q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-        heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
+    k, mask, at, inside, rows, q_tile, unit, _logit, batch_head, block = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch,
+        mask_head, heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
     )  # fmt: skip
-    outer_tiles, inner_tiles, high = _tiles_of_rows(
+    outer_tiles, inner_tiles, high = tiles_of_rows(
         row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
     )
     row_level = tl.load(level + batch_head * rows_total + at, mask=inside, other=0.0) * LOG2E

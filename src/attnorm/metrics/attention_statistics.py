@@ -1,7 +1,8 @@
 """attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix.
 
-Softmax and its rescalings are one operator of torch.library, so that torch.compile keeps its graph. A compiled function
-calls it with tensors alone: what the rules multiply the logits by, and the sink's logit, are computed before it.
+Softmax and its rescalings are one operator of torch.library, so that torch.compile keeps its graph; the maps that have
+Triton kernels are another, on devices that run these. A compiled function calls them with tensors alone: what the rules
+multiply the logits by, the sink's logit, and the other numbers of each row are computed before.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
+from attnorm.engines.triton_support import runs_kernels
+from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.rows import OnWeights, measure_rows
+from attnorm.metrics.rows import OnWeights, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions
-from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
@@ -82,8 +85,10 @@ def attention_statistics(
     mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
     output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: for which
     N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
-    a CUDA device softmax and its rescalings run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3.
-    Under torch.compile they are one operator; other maps are measured outside the graph.
+    a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in front of
+    them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in blocks of
+    logits. Under torch.compile what runs on kernels is one operator, and so is softmax on a CPU; the rest is measured
+    outside the graph.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
@@ -106,8 +111,12 @@ def statistics_of(
 ) -> AttentionStatistics:
     """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
     wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
-    if torch.compiler.is_compiling() and MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
-        return AttentionStatistics._make(compiled_statistics(inputs, normalizer, wanted, top_n))
+    if torch.compiler.is_compiling():
+        if MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
+            return AttentionStatistics._make(compiled_statistics(inputs, normalizer, wanted, top_n))
+        form = fused_maps.kernel_form(normalizer)
+        if form is not None and inputs.bias is None and runs_kernels(inputs.q_BHQD):
+            return AttentionStatistics._make(compiled_map_statistics(inputs, normalizer, form, wanted, top_n))
     # Blocks of rows in NumPy, which no graph can hold. Not disabled on import: that loads the compiler.
     measure = torch.compiler.disable(measure_rows) if torch.compiler.is_compiling() else measure_rows
     (found,) = measure(
@@ -133,10 +142,13 @@ def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tenso
     return output, statistics_of(inputs, normalizer, on_weights=add)
 
 
+def _mask(inputs: Inputs) -> Tensor | None:
+    """The mask as an AttentionCall has it: one with a row for each query has causality in it."""
+    rows = inputs.mask is not None and inputs.mask.shape[-2] > 1
+    return inputs.visible(0, inputs.queries, inputs.keys) if rows else inputs.mask
+
+
 def _call(inputs: Inputs) -> AttentionCall:
-    mask = inputs.mask
-    if mask is not None and mask.shape[-2] > 1:  # in an AttentionCall such a mask has causality in it
-        mask = inputs.visible(0, inputs.queries, inputs.keys)
     return AttentionCall(
         layer=0,
         kind="decoder" if inputs.causal else "encoder",
@@ -145,7 +157,7 @@ def _call(inputs: Inputs) -> AttentionCall:
         value_BGKE=inputs.v_BGKE.detach(),
         scale=inputs.scale,
         causal=inputs.causal,
-        mask=mask,
+        mask=_mask(inputs),
         softcap=inputs.softcap,
         positions=_positions(inputs),
         inputs_BKC=_states(inputs),
@@ -227,6 +239,10 @@ def _shapes(
     names: str,
     top_n: Sequence[int],
 ) -> list[Tensor]:
+    return _empty(q, names, top_n)
+
+
+def _empty(q: Tensor, names: str, top_n: Sequence[int]) -> list[Tensor]:
     shape = q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return [
@@ -244,11 +260,71 @@ def compiled_statistics(
     sink = None
     if normalizer.sink is not None:
         sink = normalizer.sink.logit.detach().expand(inputs.q_BHQD.shape[1])
-    mask = inputs.mask
-    if mask is not None and mask.shape[-2] > 1:
-        mask = inputs.visible(0, inputs.queries, inputs.keys)
     n, numbers, masses = torch.ops.attnorm.softmax_statistics(
-        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, None if factor is None else factor.detach(), sink,
-        inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), _mask(inputs),
+        None if factor is None else factor.detach(), sink, inputs.scale, inputs.causal, inputs.softcap,
+        " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+@torch.library.custom_op("attnorm::map_statistics", mutates_args=())
+def map_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    parameter: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    map: str,
+    power: int,
+    floor: float,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same as softmax_statistics for a map of metrics/fused_maps.py. factor, shift, parameter: (B, H, Q)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
+    chosen = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
+    rows = torch.arange(q.shape[-2])
+    found = measure_map_by_kernel(call, chosen, rows, tuple(top_n), names.split(), mass_rows=None)
+    return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
+
+
+@map_statistics_operator.register_fake
+def _map_shapes(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    parameter: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    map: str,
+    power: int,
+    floor: float,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    return _empty(q, names, top_n)
+
+
+def compiled_map_statistics(
+    inputs: Inputs,
+    normalizer: Normalizer,
+    form: KernelForm | ThresholdForm,
+    names: Sequence[str],
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for a normalizer with this form."""
+    n = inputs.n().float().expand(*inputs.q_BHQD.shape[:3], 1)
+    one = fused_maps.row_map(form, n, row_factors(inputs, normalizer))
+    n, numbers, masses = torch.ops.attnorm.map_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), _mask(inputs), one.factor, one.shift, one.parameter,
+        inputs.scale, inputs.causal, inputs.softcap, one.map, one.power, one.floor, " ".join(names), list(top_n),
     )  # fmt: skip
     return [n, *numbers.unbind(), masses]

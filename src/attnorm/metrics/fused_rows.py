@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.triton_support import runs_kernels
-from attnorm.kernels.launch import device_of
+from attnorm.kernels.launch import device_of, padded
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
@@ -26,6 +26,7 @@ MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampl
 MASS_LOGITS = 2**23  # of one head, for which they are computed: fewer rows with more than 32,768 keys
 _LOG2E = 1.4426950408889634
 _BLOCK = 128  # rows of a program of the kernels behind the sums, one per thread
+Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 
@@ -113,7 +114,7 @@ def fused_rows(
     """
     from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_root, softmax_statistics
 
-    launch = _Launch.of(call, rows, factor)
+    launch = RowsLaunch.of(call, rows, factor)
     sums = launch.softmax_sums()
     sink = None if learned_sink is None else learned_sink.to(sums).contiguous()
     roots = poles = None
@@ -162,8 +163,8 @@ def _run_on_rows(
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """The arguments that both kernels share."""
+class RowsLaunch:
+    """What the kernels that read queries and keys share."""
 
     q: Tensor
     key: Tensor
@@ -176,7 +177,7 @@ class _Launch:
     softcap: float | None
 
     @classmethod
-    def of(cls, call: AttentionCall, rows: Tensor, factor: Tensor | None) -> "_Launch":
+    def of(cls, call: AttentionCall, rows: Tensor, factor: Tensor | None) -> "RowsLaunch":
         visibility = Visibility.of(call)
         query, key = call.query_BHQD, call.key_BGKD
         batch, heads, queries, _ = query.shape
@@ -203,33 +204,58 @@ class _Launch:
         return self._run(pole_sums, 2, sums[COLUMNS.index("level")], roots)
 
     def _run(self, kernel: Any, columns: int, *numbers: Tensor, in_levels: bool = False) -> Tensor:
-        import triton
-
-        q, key, mask, factor = self.q, self.key, self.mask, self.factor
-        batch, heads, rows, width = q.shape
-        keys = key.shape[-2]
-        out = torch.empty((columns, batch, heads, rows), dtype=torch.float32, device=q.device)
+        out = self.empty(columns)
         if out.numel() == 0:
             return out
-        padded = max(16, int(triton.next_power_of_2(width)))
-        row_tile, key_tile, warps, stages = _tile(q.dtype, padded)
-        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
-        with device_of(q):
-            kernel[(triton.cdiv(rows, row_tile) * batch * heads,)](
-                q, key, q if mask is None else mask.view(torch.uint8), q if factor is None else factor, self.rows,
-                *numbers, out, *q.stride()[:3], *key.stride()[:3], *((0, 0, 0, 0) if mask is None else mask.stride()),
-                heads, heads // key.shape[1], rows, self.queries, keys, keys - self.queries, width,
-                self.scale * _LOG2E, (self.softcap or 1.0) * _LOG2E,
-                CAUSAL=self.causal, MASKED=mask is not None, CAPPED=self.softcap is not None,
-                FACTORED=factor is not None, PRECISION="tf32x3" if exact else "tf32",
-                ROWS=row_tile, KEYS=key_tile, WIDTH=padded, FULL=padded == width, num_warps=warps, num_stages=stages,
-                **({"LEVELS": (key_tile // 8).bit_length() - 1} if in_levels else {}),
-            )  # fmt: skip
+        tile = _tile(self.q.dtype, padded(self.q))
+        levels = {"LEVELS": levels_of(tile)} if in_levels else {}
+        with device_of(self.q):
+            kernel[(self.programs(tile),)](
+                *self.tensors, self.rows, *numbers, out, *self.sizes, **self.constants(tile), **levels
+            )
         return out
 
+    def empty(self, columns: int) -> Tensor:
+        return torch.empty((columns, *self.q.shape[:3]), dtype=torch.float32, device=self.q.device)
 
-def _tile(dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
-    """Rows, keys, warps, stages."""
+    def programs(self, tile: Tile) -> int:
+        return -(-self.q.shape[2] // tile[0]) * self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """q, k, mask, factor; q replaces a missing one and is not read there."""
+        q, mask, factor = self.q, self.mask, self.factor
+        return q, self.key, q if mask is None else mask.view(torch.uint8), q if factor is None else factor
+
+    @property
+    def sizes(self) -> tuple[int | float, ...]:
+        """Strides, lengths, scale and cap in bits."""
+        q, key, mask = self.q, self.key, self.mask
+        heads, rows, width = q.shape[1:]
+        keys = key.shape[-2]
+        return (
+            *q.stride()[:3], *key.stride()[:3], *((0, 0, 0, 0) if mask is None else mask.stride()),
+            heads, heads // key.shape[1], rows, self.queries, keys, keys - self.queries, width,
+            self.scale * _LOG2E, (self.softcap or 1.0) * _LOG2E,
+        )  # fmt: skip
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        rows, keys, warps, stages = tile
+        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
+        width = padded(self.q)
+        return {
+            "CAUSAL": self.causal, "MASKED": self.mask is not None, "CAPPED": self.softcap is not None,
+            "FACTORED": self.factor is not None, "PRECISION": "tf32x3" if exact else "tf32", "ROWS": rows, "KEYS": keys,
+            "WIDTH": width, "FULL": width == self.q.shape[-1], "num_warps": warps, "num_stages": stages,
+        }  # fmt: skip
+
+
+def levels_of(tile: Tile) -> int:
+    """How often the pairs of a tile's columns are halved until one is left for each of four classes."""
+    return (tile[1] // 8).bit_length() - 1
+
+
+def _tile(dtype: torch.dtype, width: int) -> Tile:
     if dtype == torch.float32:
         return (64, 64, 4, 2) if width <= 64 else (32, 64, 4, 2)
     return (64, 128, 4, 3) if width <= 128 else (64, 64, 4, 2)

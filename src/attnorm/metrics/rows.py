@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.threads import in_threads
-from attnorm.metrics import fused_rows
+from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
@@ -65,13 +65,37 @@ def measure_rows(
     chosen = resolve_normalizers(call, normalizers)
     by_kernel = call.query_BHQD.is_cuda and len(rows) >= FEWEST_KERNEL_ROWS and fused_rows.applies(call)
     softmaxes = [one for one in chosen if one.scaled_softmax] if by_kernel else []
-    others = [one for one in chosen if one not in softmaxes]
+    maps = [one for one in chosen if one not in softmaxes and fused_maps.kernel_form(one.normalizer) is not None]
+    maps = maps if by_kernel and on_weights is None else []
+    others = [one for one in chosen if one not in softmaxes and one not in maps]
     found = {}
     if others:
         found = _in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
     if softmaxes:
         found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
+    for one in maps:
+        map_ = fused_maps.row_map_of(one, call, rows)
+        found[one.name] = measure_map_by_kernel(call, map_, rows, top_n, names, mass_rows)
     return found
+
+
+@torch.no_grad()
+def measure_map_by_kernel(
+    call: AttentionCall,
+    map_: fused_maps.RowMap,
+    rows: Tensor,
+    top_n: Sequence[int],
+    names: Sequence[str] = PER_ROW,
+    mass_rows: int | None = fused_rows.MASS_ROWS,
+) -> RowStatistics:
+    """measure_rows for a map that is not softmax on its Triton kernel. mass_rows: as in measure_by_kernel."""
+    found = fused_maps.fused_map(call, rows, names, map_)
+    top_mass = found.largest_share.new_empty((*found.n.shape, 0))
+    if top_n:
+        some = _rows_of_masses(call, rows, mass_rows)
+        top_mass = fused_maps.heaviest_masses(call, rows, some, map_, found, top_n)
+        top_mass = top_mass.masked_fill((found.broken | (found.n < 1)).unsqueeze(-1), torch.nan)
+    return RowStatistics(found.n, found.values, top_mass, found.broken)
 
 
 @torch.no_grad()
@@ -101,17 +125,23 @@ def measure_by_kernel(
         )
         tops.append((factor, fused.keys_logsumexp))
     if top_n:
-        some = torch.arange(len(rows))
-        if mass_rows is not None:
-            ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
-            most = max(1, min(mass_rows, fused_rows.MASS_LOGITS // call.key_BGKD.shape[-2]))
-            some = spread(some[len(rows) // 2 :] if ordered else some, most)
+        some = _rows_of_masses(call, rows, mass_rows)
         masses = _heaviest_masses(call, rows, some, tops, top_n)
         found = {
             name: replace(one, top_mass=mass.masked_fill((one.broken | (one.n < 1)).unsqueeze(-1), torch.nan))
             for (name, one), mass in zip(found.items(), masses, strict=True)
         }
     return found
+
+
+def _rows_of_masses(call: AttentionCall, rows: Tensor, mass_rows: int | None) -> Tensor:
+    """The rows (indices) whose heaviest keys are summed."""
+    some = torch.arange(len(rows))
+    if mass_rows is None:
+        return some
+    ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
+    most = max(1, min(mass_rows, fused_rows.MASS_LOGITS // call.key_BGKD.shape[-2]))
+    return spread(some[len(rows) // 2 :] if ordered else some, most)
 
 
 def _heaviest_masses(

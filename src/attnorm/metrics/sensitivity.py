@@ -30,11 +30,12 @@ from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.relu import Relu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.threshold_relu import ThresholdRelu
 from attnorm.theory.linearization import power_iteration_norm
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32
 
-KEY_BY_KEY = (Sigmoid, Relu)
+KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # of each head, the last among them, where it takes power iteration
 GPU_ELEMENTS = 2**25  # weights that are computed at once on a GPU, for several temperatures and steps

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.inputs import without_autocast
-from attnorm.metrics import fused_rows
+from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall, stacked
 from attnorm.metrics.logits import GROUP, logit_blocks
 from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
@@ -123,8 +123,10 @@ class Sampler:
 
 
 def takes_all_rows(call: AttentionCall) -> bool:
-    """Whether the kernel of metrics.fused_rows measures the call: softmax or a rescaling of it, on a GPU."""
-    return call.query_BHQD.is_cuda and _scales_softmax(call) and fused_rows.applies(call)
+    """Whether a Triton kernel measures the call: softmax, a rescaling, or a map of metrics.fused_maps, on a GPU."""
+    if not (call.query_BHQD.is_cuda and fused_rows.applies(call)) or isinstance(call.normalizer, Mechanism):
+        return False
+    return _scales_softmax(call) or fused_maps.kernel_form(call.normalizer) is not None
 
 
 def _copied(call: AttentionCall) -> AttentionCall:

@@ -63,6 +63,19 @@ def power_iteration_norm(
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
     at = linearize(row_map, logits)
+    return linearized_norm(at, logits, iterations=iterations, tolerance=tolerance, mask=mask, generator=generator)
+
+
+def linearized_norm(
+    at: Linearization,
+    logits: Float[Tensor, "*rows L"],
+    *,
+    iterations: int = 200,
+    tolerance: float = 1e-9,
+    mask: Bool[Tensor, "..."] | None = None,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "*rows"]:
+    """The same for a map whose products with its Jacobian at the logits are known."""
     v = random_directions(logits, 1, mask, generator)[0]
     norm = torch.zeros_like(logits[..., 0])
     for _ in range(iterations):

@@ -1,0 +1,305 @@
+"""Statistics of rows of maps other than softmax from Triton kernels: every row, with memory that grows with the rows.
+
+Maps with one number per row (sigmoid, relu, softpick: kernels/map_sums.py) take one pass over the keys, threshold maps
+(entmax, sparsemax, kneemax: kernels/threshold_sums.py) a few. The numbers of a row are those of `weight_rows` in
+row_statistics.py. In front of the map there may be scale rules and a soft cap; a normalizer with anything else, or a
+learned sink, is measured in blocks of logits.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.device_sync import sent_to
+from attnorm.engines.one_pass import POWERS
+from attnorm.kernels.launch import device_of
+from attnorm.metrics import fused_rows
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
+from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
+from attnorm.metrics.sampling import spread
+from attnorm.metrics.sensitivity import POWER_ROWS
+from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
+from attnorm.theory.linearization import Linearization, linearized_norm
+
+ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
+MOST_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
+_UNDEFINED = ("logsumexp", "weight_ceiling", "entropy_floor", "horizon", "horizon_without_sink")
+_BLOCK = 128  # rows of a program of the kernel behind the sums, one per thread
+_LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """A map as the kernels know it, with the numbers of each row: (B, H, R) in float32 or None."""
+
+    map: str
+    power: int = 1
+    floor: float = 0.0
+    factor: Tensor | None = None  # of the logits
+    shift: Tensor | None = None  # of one-pass maps
+    parameter: Tensor | None = None  # of threshold maps
+
+    @property
+    def has_threshold(self) -> bool:
+        return self.map not in ONE_PASS
+
+
+def kernel_form(normalizer: Normalizer | None) -> KernelForm | ThresholdForm | None:
+    """The form of the map if the kernels measure this normalizer."""
+    if normalizer is None or normalizer.sink is not None or normalizer.selections:
+        return None
+    if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
+        return None
+    threshold = normalizer.map.threshold_form()
+    if threshold is not None:
+        return threshold
+    form = normalizer.map.kernel_form()
+    return form if form is not None and form.map in ONE_PASS and form.power in POWERS else None
+
+
+def applies(call: AttentionCall, normalizer: Normalizer | None) -> bool:
+    """Whether the kernels measure this normalizer on this call."""
+    return kernel_form(normalizer) is not None and fused_rows.applies(call)
+
+
+def row_map(form: KernelForm | ThresholdForm, n: Tensor, factor: Tensor | None) -> RowMap:
+    """The map of rows with n visible keys (B, H, R, 1), whose logits are multiplied by the factor of the rules."""
+    if isinstance(form, ThresholdForm):
+        parameter = None if form.parameter is None else form.parameter(n)
+        return RowMap(form.map, factor=_rows(factor, n), parameter=_rows(parameter, n))
+    if form.row_factor is not None:
+        own = form.row_factor(n)
+        factor = own if factor is None else factor * own
+    shift = None if form.row_shift is None else form.row_shift(n)
+    return RowMap(form.map, form.power, form.floor, _rows(factor, n), _rows(shift, n))
+
+
+def _rows(numbers: Tensor | None, n: Tensor) -> Tensor | None:
+    return None if numbers is None else numbers.detach().float().expand(n.shape)[..., 0].contiguous()
+
+
+def row_map_of(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor) -> RowMap:
+    """The map of these queries of a call."""
+    form = kernel_form(one.normalizer)
+    assert form is not None
+    n = fused_rows.visible_keys(call, rows)
+    factor = fused_rows.factors(one, call, rows, n) if one.rescales else None
+    return row_map(form, n.float().unsqueeze(-1), factor)
+
+
+@dataclass(frozen=True)
+class FusedMap:
+    """Numbers of each row, (B, H, R), NaN where a row has none."""
+
+    n: Tensor  # visible keys
+    values: dict[str, Tensor]  # by name
+    broken: Tensor  # boolean: logits or weights are not finite
+    largest_share: Tensor  # of the row's weight
+    threshold: Tensor | None  # of threshold maps, relative to the largest logit, in the map's unit
+
+
+def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap) -> FusedMap:
+    """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices)."""
+    from attnorm.kernels.weight_statistics import MORE_NUMBERS, NUMBERS, weight_statistics
+
+    sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)
+    shape, total = sums.shape[1:], sums[0].numel()
+    more = not {*names} <= {*NUMBERS, *_UNDEFINED}
+    found = sums.new_empty((len(NUMBERS), *shape))
+    others = sums.new_empty((len(MORE_NUMBERS) if more else 0, *shape))
+    n = sums.new_empty(shape, dtype=torch.int64)
+    broken = sums.new_empty(shape, dtype=torch.bool)
+    if total:
+        with device_of(sums):
+            weight_statistics[(-(-total // _BLOCK),)](
+                sums, found, others, n, broken.view(torch.uint8), total, MORE=more, BLOCK=_BLOCK,
+                num_warps=_BLOCK // 32,
+            )  # fmt: skip
+    values = dict(zip(NUMBERS, found.unbind(), strict=True))
+    if more:
+        values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
+    nothing = sums.new_full((), torch.nan).expand(shape)
+    values |= {name: nothing.double() if name.startswith("horizon") else nothing for name in _UNDEFINED}
+    if map_.map == "softpick" and "jacobian_norm" in names:
+        values["jacobian_norm"] = _sampled_norms(call, rows, map_).masked_fill(broken | (n < 1), torch.nan)
+    share = values["max_weight"] / values["row_sum"]
+    threshold = sums[-1].contiguous() if map_.has_threshold else None
+    return FusedMap(n, {name: values[name] for name in names}, broken, share, threshold)
+
+
+def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
+    """(COLUMNS of kernels/map_sums.py, B, H, R)."""
+    from attnorm.kernels.map_sums import COLUMNS, map_sums
+    from attnorm.kernels.maps import MAPS
+
+    launch, one = _launch(call, rows, map_), MAPS[map_.map]
+    out = launch.empty(len(COLUMNS))
+    tile = _one_pass_tile(launch.q)
+    if out.numel():
+        with device_of(launch.q):
+            map_sums[(launch.programs(tile),)](
+                *launch.tensors, launch.q if map_.shift is None else map_.shift, launch.rows, out, *launch.sizes,
+                map_.floor, **launch.constants(tile), WEIGHTS=_one_pass_weights(map_),
+                SLOPES=one.slopes, P=map_.power, FAST=_fast(launch.q), REFERENCE=int(one.reference),
+                NORMALISED=one.normalised, SHIFTED=map_.shift is not None, LEVELS=levels_of(tile),
+            )  # fmt: skip
+    return out
+
+
+def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
+    """(COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
+    from attnorm.kernels.map_sums import COLUMNS
+    from attnorm.kernels.threshold_attention import EARLY_STEPS, MOST_STEPS
+    from attnorm.kernels.threshold_maps import MAPS
+    from attnorm.kernels.threshold_sums import threshold_sums
+
+    launch, one = _launch(call, rows, map_), MAPS[map_.map]
+    q = launch.q
+    out = launch.empty(len(COLUMNS) + 1)
+    tile = _threshold_tile(q)
+    across, programs = -(-launch.key.shape[-2] // tile[1]), launch.programs(tile) if out.numel() else 0
+    at_once = max(1, MOST_SCRATCH // across)
+    gaps = torch.empty(min(programs, at_once) * across, dtype=torch.float32, device=q.device)
+    listed = torch.empty(len(gaps) + 1, dtype=torch.int32, device=q.device)  # a place beyond the end is read
+    for start in range(0, programs, at_once):
+        with device_of(q):
+            threshold_sums[(min(at_once, programs - start),)](
+                *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows, out, gaps, listed,
+                *launch.sizes, start, out[0].numel(), one.unit * _LN2, one.slope, *_tolerances(q.dtype),
+                **launch.constants(tile), WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, COUNTED=one.counted,
+                DEFORMED=one.deformed, PARAMETER=one.parameter, FAST=_fast(q), PASSES=EXTRA_PASSES[q.dtype],
+                MOST=MOST_STEPS, EARLY=EARLY_STEPS,
+            )  # fmt: skip
+    return out
+
+
+def _launch(call: AttentionCall, rows: Tensor, map_: RowMap) -> RowsLaunch:
+    return RowsLaunch.of(call, rows, None if map_.factor is None else map_.factor.unsqueeze(-1))
+
+
+def _fast(q: Tensor) -> bool:
+    """Whether approximate instructions of the GPU are exact enough."""
+    return q.is_cuda and q.dtype != torch.float32
+
+
+def _one_pass_tile(q: Tensor) -> Tile:
+    if q.dtype == torch.float32:
+        return (64, 64, 4, 2) if q.shape[-1] <= 64 else (32, 64, 4, 2)
+    return (64, 64, 4, 3) if q.shape[-1] <= 128 else (64, 64, 4, 2)  # with 128 keys registers are spilled
+
+
+def _threshold_tile(q: Tensor) -> Tile:
+    if q.dtype == torch.float32:
+        return (64, 32, 4, 2) if q.shape[-1] <= 64 else (32, 32, 4, 2)
+    return (64, 64, 8, 3) if q.shape[-1] <= 128 else (64, 32, 8, 2)  # with 4 warps registers are spilled
+
+
+def _tolerances(dtype: torch.dtype) -> tuple[float, float, float]:
+    """How far the sum of a row may be from 1 before the last step of Newton's method, and after it; and how much weight
+    the last leaders may have before such a step is needed."""
+    return (1e-3, 4e-6, 1e-6) if dtype == torch.float32 else (3e-2, 1e-3, 2e-4)
+
+
+def _sampled_norms(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
+    """The Jacobian norm of softpick in POWER_ROWS of the rows, (B, H, R); NaN in the others."""
+    query = call.query_BHQD
+    few = spread(torch.arange(len(rows)), POWER_ROWS)
+    norms = torch.full((*query.shape[:2], len(rows)), torch.nan, device=query.device)
+    at_few = sent_to(query.device, few)
+    for block in logit_blocks(call, rows[few], all_heads=True):
+        at = at_few[block.rows]
+        view = rows_block(call, block)
+        z = view.logits[0].double()
+        gain = torch.ones_like(z[..., :1])
+        if map_.factor is not None:
+            gain = map_.factor[block.item, block.heads][:, at].unsqueeze(-1).double()
+        visible = None if view.mask is None else view.mask[0]
+        generator = torch.Generator(z.device).manual_seed(0)
+        norm = linearized_norm(_softpick(z * gain, visible, map_.floor), z, mask=visible, generator=generator)
+        norms[block.item, block.heads, at] = (norm * gain[..., 0].abs()).float()
+    return norms
+
+
+def _softpick(z: Tensor, visible: Tensor | None, floor: float) -> Linearization:
+    """Softpick at logits (..., w), w = a / D, a = [e^z - 1]_+, D = floor + sum |e^z - 1|: J = (diag a' - w D'^T) / D.
+
+    Written out, since an operator of torch.library has no gradients inside. Everything is times e^-m, m = max(z, 0).
+    """
+    hidden = torch.zeros_like(z, dtype=torch.bool) if visible is None else ~visible.expand(z.shape)
+    m = z.masked_fill(hidden, 0.0).amax(-1, keepdim=True).clamp(min=0)
+    size = (torch.exp(z.relu() - m) * -torch.expm1(-z.abs())).masked_fill(hidden, 0.0)
+    total = size.sum(-1, keepdim=True) + floor * torch.exp(-m)
+    weights = torch.where(z > 0, size, 0.0) / total
+    slope = torch.exp(z - m).masked_fill(hidden, 0.0) / total
+    own, of_total = torch.where(z > 0, slope, 0.0), slope * z.sign()
+
+    def jvp(v: Tensor) -> Tensor:
+        return own * v - weights * (of_total * v).sum(-1, keepdim=True)
+
+    def vjp(w: Tensor) -> Tensor:
+        return own * w - of_total * (weights * w).sum(-1, keepdim=True)
+
+    return Linearization(weights, jvp, vjp)
+
+
+def heaviest_masses(
+    call: AttentionCall, rows: Tensor, some: Tensor, map_: RowMap, found: FusedMap, top_n: Sequence[int]
+) -> Tensor:
+    """The share of the N heaviest keys, (B, H, R, N), of some of the rows (indices); NaN in the others.
+
+    Weights rise with the logit, so the heaviest keys have the largest logits; the largest weight is known.
+    """
+    device = call.query_BHQD.device
+    masses = torch.full((*call.query_BHQD.shape[:2], len(rows), len(top_n)), torch.nan, device=device)
+    at_rows = sent_to(device, some)
+    for block in logit_blocks(call, rows[some], all_heads=True):
+        at = at_rows[block.rows]
+        factor, shift, parameter, threshold, share = (
+            None if numbers is None else numbers[block.item, block.heads][:, at].contiguous()
+            for numbers in (map_.factor, map_.shift, map_.parameter, found.threshold, found.largest_share)
+        )
+        z = block.logits if factor is None else block.hide(block.logits * factor.unsqueeze(-1))
+        largest = z.topk(min(max(top_n), z.shape[-1]), dim=-1).values
+        weights = _key_weights(map_, largest, shift, parameter, threshold)
+        assert share is not None
+        sums = (weights / weights[..., :1] * share.unsqueeze(-1)).cumsum(-1).clamp(max=1)
+        masses[block.item, block.heads, at] = torch.stack([sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1)
+    return masses
+
+
+def _key_weights(
+    map_: RowMap, z: Tensor, shift: Tensor | None, parameter: Tensor | None, threshold: Tensor | None
+) -> Tensor:
+    """Weights of logits (..., N), largest first, up to a constant of the row."""
+    from attnorm.kernels import maps, threshold_maps
+    from attnorm.kernels.weight_statistics import key_weights
+
+    z = z.contiguous()
+    weights = torch.empty_like(z)
+    if map_.has_threshold:
+        one = threshold_maps.MAPS[map_.map]
+        function, unit, deformed, reference = one.weights, one.unit, one.deformed, 0
+    else:
+        function, unit, deformed = _one_pass_weights(map_), 1.0, False
+        reference = int(maps.MAPS[map_.map].reference)
+    if z.numel():
+        with device_of(z):
+            key_weights[(-(-z.numel() // _BLOCK),)](
+                z, *(z if t is None else t for t in (shift, parameter, threshold)), weights, z.numel(), z.shape[-1],
+                unit, WEIGHTS=function, P=map_.power, FAST=False, REFERENCE=reference,
+                HAS_THRESHOLD=map_.has_threshold, DEFORMED=deformed, SHIFTED=shift is not None,
+                PARAMETER=parameter is not None, BLOCK=_BLOCK,
+            )  # fmt: skip
+    return weights
+
+
+def _one_pass_weights(map_: RowMap) -> Any:
+    from attnorm.kernels.maps import MAPS, softpick_digits
+
+    return softpick_digits if map_.map == "softpick" else MAPS[map_.map].weights

@@ -1,0 +1,227 @@
+"""The Triton kernels' statistics of maps other than softmax against those from blocks of logits in float64.
+
+test_rows.py checks the blocks. Without a GPU the kernels run under Triton's interpreter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.metrics import fused_maps, fused_rows
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import resolve_normalizers
+from attnorm.metrics.reference import dense_logits
+from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
+from attnorm.normalizers import Normalizer, get
+from tests.fast_interpreter import speed_up_interpreter
+from tests.metrics.calls import CALLS, HEADS, make_call
+from tests.metrics.test_fused_rows import DEVICE, on_device
+
+# In rows that see nothing and in hidden keys -inf is subtracted from -inf; the kernels do not use the result.
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
+
+speed_up_interpreter()
+
+TOP_N = (1, 4)
+EPS = torch.finfo(torch.float32).eps
+MAPS: dict[str, tuple[str, dict[str, object]]] = {
+    "sparsemax": ("sparsemax", {}),
+    "entmax15": ("entmax15", {}),
+    "entmax": ("entmax", {"alpha": 1.3}),
+    "learned alpha": ("entmax", {"alpha": 1.6, "learned": True, "heads": HEADS}),
+    "asentmax": ("asentmax", {"heads": HEADS, "gamma": 0.5}),
+    "kneemax": ("kneemax", {}),
+    "knee at 1/n": ("kneemax", {"share": 1.0}),
+    "sigmoid": ("sigmoid", {}),
+    "relu": ("relu", {}),
+    "squared relu": ("relu", {"power": 2.0}),
+    "threshold relu": ("threshold_relu", {"beta": 0.3}),
+    "softpick": ("softpick", {}),
+}
+SOME_MAPS = ("entmax15", "kneemax", "sigmoid", "softpick")
+# What is left of a weight when nearly all of it is in one place: its logarithm has the error of the logits over it.
+OF_SMALL_WEIGHTS = ("effective_gap", "effective_gap_without_sink")
+
+
+def make(name: str) -> Normalizer:
+    found = get(MAPS[name][0], **MAPS[name][1])
+    assert isinstance(found, Normalizer)
+    return found
+
+
+def by_kernel(call: AttentionCall, normalizer: Normalizer, rows: Tensor | None = None) -> RowStatistics:
+    rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
+    call = on_device(call)
+    assert fused_maps.applies(call, normalizer)
+    (one,) = resolve_normalizers(call, [normalizer])
+    return measure_map_by_kernel(call, fused_maps.row_map_of(one, call, rows), rows, TOP_N, mass_rows=None)
+
+
+def assert_close_to_float64(call: AttentionCall, normalizer: Normalizer, rows: Tensor | None = None) -> None:
+    """Errors at most twice those of the same formulas in float32, but for the rounding of the logits."""
+    rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
+    got = by_kernel(call, normalizer, rows)
+    precise = replace(call, query_BHQD=call.query_BHQD.double(), key_BGKD=call.key_BGKD.double())
+    normalizer = normalizer.cpu()
+    (exact,) = measure_rows(precise, [normalizer], rows, TOP_N).values()
+    (naive,) = measure_rows(call, [normalizer], rows, TOP_N).values()
+    size = float(dense_logits(call).abs().max().clamp(min=1))
+    assert torch.equal(got.n.cpu(), exact.n)
+    assert torch.equal(got.broken.cpu(), exact.broken)
+    for name in (*exact.values, "top_mass"):
+        ours, true, theirs = (
+            (one.top_mass if name == "top_mass" else one.values[name]).cpu().double() for one in (got, exact, naive)
+        )
+        if name in OF_SMALL_WEIGHTS:  # both are infinite where float32 has no smaller weight
+            known = true.abs() < 10
+            ours, true, theirs = (t.where(known, 0.0) for t in (ours, true, theirs))
+        lost = theirs.isnan() & ~true.isnan()  # float32 rounds weights to 0 that float64 does not
+        ours, true, theirs = (t.masked_fill(lost, 0.0) for t in (ours, true, theirs))
+        scale = 1 + float(true.where(true.isfinite(), 0.0).abs().max())
+        allowed = 2 * float((theirs - true).nan_to_num().abs().max()) + 16 * EPS * size * scale
+        near = torch.isclose(ours, true, rtol=0.0, atol=allowed, equal_nan=True)
+        assert near.all(), (name, allowed, ours[~near], true[~near])
+
+
+def call_of(kind: str, length: int) -> AttentionCall:
+    size = {"random": 2.0, "peaked": 12.0, "nearly equal": 1e-3, "huge": 1e4, "padded": 2.0}[kind]
+    padded = torch.arange(length) >= torch.tensor([0, 20])[:, None]
+    return make_call(length, size=size, seed=3, mask=padded[:, None, None] if kind == "padded" else None)
+
+
+@pytest.mark.parametrize("length", [63, 100])
+@pytest.mark.parametrize("kind", ["random", "peaked", "nearly equal", "huge", "padded"])
+@pytest.mark.parametrize("name", MAPS)
+def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
+    assert_close_to_float64(call_of(kind, length), make(name))
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.bias is None])
+@pytest.mark.parametrize("map_", SOME_MAPS)
+def test_every_call(map_: str, name: str) -> None:
+    call = CALLS[name]
+    if name == "large logits" and map_ in ("sigmoid", "softpick"):
+        call = replace(call, scale=0.2 * call.scale)  # or float32 rounds most weights to 0, and float64 does not
+    assert_close_to_float64(call, make(map_))
+
+
+@pytest.mark.parametrize("name", SOME_MAPS)
+def test_some_rows_only(name: str) -> None:
+    assert_close_to_float64(CALLS["long"], make(name), rows=torch.tensor([0, 3, 4, 70, 150, 151, 152, 299]))
+
+
+@pytest.mark.parametrize("map_", SOME_MAPS)
+def test_a_negative_factor_turns_the_order_of_the_keys_around(map_: str) -> None:
+    assert_close_to_float64(CALLS["causal"], attnorm.compose(make(map_).map, scale=get("ssmax", s=-1.3)))
+
+
+@pytest.mark.parametrize("name", ["entmax15", "kneemax", "entmax", "sigmoid"])
+def test_equal_keys_at_the_top(name: str) -> None:
+    call = make_call(80, size=4.0)
+    call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]
+    call.query_BHQD.copy_(call.key_BGKD[:, :, 6:7].repeat_interleave(2, 1) + 0.1 * call.query_BHQD)
+    assert_close_to_float64(call, make(name))
+
+
+def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:
+    call = make_call(400, batch=1, size=0.02, causal=False)  # more weights than leaders
+    found = by_kernel(call, make("entmax15"))
+    assert found.values["effective_keys"].min() > 200
+    assert_close_to_float64(call, make("entmax15"))
+
+
+def test_programs_that_share_their_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, normalizer = CALLS["long"], make("entmax15")
+    at_once = by_kernel(call, normalizer)
+    monkeypatch.setattr(fused_maps, "MOST_SCRATCH", 30)
+    in_turn = by_kernel(call, normalizer)
+    torch.testing.assert_close(in_turn.values, at_once.values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SOME_MAPS)
+def test_half_precision_errs_by_no_more_than_its_inputs(name: str) -> None:
+    call = CALLS["causal"]
+    half = on_device(replace(call, query_BHQD=call.query_BHQD.half(), key_BGKD=call.key_BGKD.half()))
+    got = by_kernel(half, make(name)).values
+    precise = replace(half, query_BHQD=half.query_BHQD.double(), key_BGKD=half.key_BGKD.double())
+    (exact,) = measure_rows(precise, [make(name)], torch.arange(33), TOP_N).values()
+    for column in ("entropy_nats", "effective_keys", "max_weight", "sink_mass", "row_sum", "jacobian_norm"):
+        torch.testing.assert_close(got[column].double(), exact.values[column], rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", SOME_MAPS)
+def test_rows_that_are_not_finite_are_broken(name: str, value: float) -> None:
+    call = make_call(20, batch=1)
+    call.query_BHQD[..., 0] = 1.0
+    call.key_BGKD[0, 0, 9] = torch.tensor([value, *[0.0] * 7])
+    found = by_kernel(call, make(name))
+    assert found.broken[0, :2, 9:].all()
+    assert found.broken.sum() == 2 * 11
+    assert found.values["entropy_nats"][0, :2, 9:].isnan().all()
+    assert found.values["row_sum"][0, :2, :9].isfinite().all()
+
+
+def test_rows_without_a_weight_have_no_entropy() -> None:
+    call = make_call(70, batch=1)
+    call.query_BHQD.fill_(-1.0)
+    call.key_BGKD.abs_()
+    for name in ("relu", "softpick"):
+        found = by_kernel(call, make(name))
+        assert (found.values["row_sum"] == 0).all()
+        assert found.values["entropy_nats"].isnan().all()
+        assert not found.broken.any()
+    assert_close_to_float64(call, make("relu"))
+
+
+def test_which_normalizers_have_kernels() -> None:
+    assert all(fused_maps.kernel_form(make(name)) is not None for name in MAPS)
+    for name in ("softmax", "kernel", "topk", "stick_breaking", "sa_softmax", "nearmax"):
+        found = get(name)
+        assert isinstance(found, Normalizer)
+        assert fused_maps.kernel_form(found) is None
+    assert fused_maps.kernel_form(attnorm.compose("entmax15", sink=attnorm.Sink())) is None
+    assert fused_maps.kernel_form(get("relu", power=2.5)) is None
+    assert fused_maps.kernel_form(None) is None
+
+
+def test_a_threshold_relu_has_a_norm_in_every_row() -> None:
+    (found,) = measure_rows(CALLS["causal"], [make("threshold relu")], torch.arange(33), TOP_N).values()
+    assert found.values["jacobian_norm"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "relu"])
+def test_a_compiled_function_keeps_one_graph(name: str) -> None:
+    call = on_device(make_call(70, 90, batch=1))
+    normalizer = make(name).to(DEVICE)
+    mask = (torch.arange(90) >= 9).to(DEVICE)
+
+    def measure(q: Tensor, k: Tensor) -> tuple[Tensor, attnorm.AttentionStatistics]:
+        found = attnorm.attention_statistics(q, k, normalizer, causal=True, mask=mask, softcap=20.0, top_n=(1, 5))
+        return 2 * found.entropy, found
+
+    q, k = call.query_BHQD, call.key_BGKD
+    doubled, found = torch.compile(measure, fullgraph=True, backend="aot_eager")(q, k)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fused_rows, "applies", lambda call: False)
+        expected = measure(q.double(), k.double())[1]
+    torch.testing.assert_close(
+        found, type(found)(*(t.to(f.dtype) for t, f in zip(expected, found, strict=True))),
+        rtol=1e-4, atol=1e-4, equal_nan=True,
+    )  # fmt: skip
+    torch.testing.assert_close(doubled, 2 * found.entropy)
+
+
+def test_the_operator_is_sound() -> None:
+    call = on_device(make_call(70, batch=1))
+    numbers = torch.rand(1, HEADS, 70, device=DEVICE)
+    given = (call.query_BHQD, call.key_BGKD, None, numbers, None, numbers, 0.3, True, None)
+    inputs = (*given, "kneemax", 1, 0.0, "entropy_nats max_logit", [1, 5])
+    torch.library.opcheck(torch.ops.attnorm.map_statistics, inputs, test_utils=("test_schema", "test_faketensor"))
