@@ -17,6 +17,7 @@ from attnorm.metrics.normalized import resolve_normalizers
 from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers import Normalizer, get
+from tests.attention.kernel_calls import assert_compiles
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, make_call
 from tests.metrics.test_fused_rows import DEVICE, on_device
@@ -130,6 +131,14 @@ def test_equal_keys_at_the_top(name: str) -> None:
     assert_close_to_float64(call, make(name))
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "squared relu", "softpick", "entmax15"])
+def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
+    call = make_call(260, batch=1, causal=False)
+    call.query_BHQD.fill_(0.3)
+    call.key_BGKD.copy_(0.02 * torch.arange(260.0)[:, None] - 2.5 + 0.1 * call.key_BGKD)
+    assert_close_to_float64(call, make(name))
+
+
 def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:
     call = make_call(400, batch=1, size=0.02, causal=False)  # more weights than leaders
     found = by_kernel(call, make("entmax15"))
@@ -225,3 +234,47 @@ def test_the_operator_is_sound() -> None:
     given = (call.query_BHQD, call.key_BGKD, None, numbers, None, numbers, 0.3, True, None)
     inputs = (*given, "kneemax", 1, 0.0, "entropy_nats max_logit", [1, 5])
     torch.library.opcheck(torch.ops.attnorm.map_statistics, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+EVERY_DAY = '("threshold_sums", "kneemax"), ("map_sums", "softpick")'
+AT_NIGHT = '("threshold_sums", "entmax"), ("threshold_sums", "entmax15"), ("map_sums", "sigmoid"), ("map_sums", "relu")'
+
+
+@pytest.mark.parametrize("which", [EVERY_DAY, pytest.param(AT_NIGHT, marks=pytest.mark.nightly)])
+def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
+    script = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnorm.kernels import map_sums, maps, threshold_maps, threshold_sums, weight_statistics
+types = dict(q="*bf16", k="*bf16", mask="*u8", row_queries="*i32", listed="*i32", broken="*u8")
+types |= dict.fromkeys(("scale", "cap", "floor", "natural", "slope", "enough", "tolerance", "doubt", "unit"), "fp32")
+rows = ("factor", "row_shift", "parameter", "out", "gaps", "sums", "more", "count", "logits", "shift", "threshold")
+types |= dict.fromkeys(rows, "*fp32")
+def compiles(kernel, given):
+    given = {key: value for key, value in given.items() if key in kernel.arg_names}
+    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=given)
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+shared = dict(
+    FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
+    FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MOST=9, EARLY=3, BLOCK=128, MORE=True,
+)
+compiles(weight_statistics.weight_statistics, shared)
+for kernel, name in [WHICH]:
+    if kernel == "map_sums":
+        one = maps.MAPS[name]
+        weights = maps.softpick_digits if name == "softpick" else one.weights
+        given = dict(SLOPES=one.slopes, REFERENCE=int(one.reference), NORMALISED=one.normalised, DEFORMED=False)
+        compiles(map_sums.map_sums, {**shared, **given, "WEIGHTS": weights})
+    else:
+        one = threshold_maps.MAPS[name]
+        weights = one.weights
+        given = dict(
+            NEWTON=one.newton, START=one.start, COUNTED=one.counted, DEFORMED=one.deformed, PARAMETER=one.parameter
+        )
+        compiles(threshold_sums.threshold_sums, {**shared, **given, "WEIGHTS": weights})
+    state = dict(HAS_THRESHOLD=kernel != "map_sums", REFERENCE=0, PARAMETER=True)
+    compiles(weight_statistics.key_weights, {**shared, **given, **state, "WEIGHTS": weights})
+"""
+    assert_compiles(script.replace("WHICH", which))
