@@ -22,6 +22,7 @@ from attnorm.files import write_json
 from attnorm.mechanisms.soft import Soft
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.normalizers.former_defaults import state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep, capture
@@ -62,6 +63,7 @@ class VisionSettings:
     dtype: str = "float32"  # float32 or bfloat16 (autocast)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "normalizer", state_spec(self.normalizer))
         for name, value, known in (
             ("architecture", self.architecture, ARCHITECTURES),
             ("landmarks", self.landmarks, LANDMARKS),
