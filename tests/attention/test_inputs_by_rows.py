@@ -285,6 +285,10 @@ interpreted = pytest.mark.skipif(
         (normalizer("adaptive_temperature"), in_float32(16, softcap=3.0), False, False),
         (compose("softmax", scale="adaptive_temperature", sink="softmax1"), LARGE, False, False),
         (compose("softmax", scale=["adaptive_temperature", "ssmax"]), LARGE, False, False),
+        (normalizer("norm_softmax"), LARGE, False, True),
+        (normalizer("norm_softmax"), in_float32(16, softcap=3.0), False, False),
+        (compose("softmax", scale="norm_softmax", sink="softmax1"), LARGE, False, False),
+        (compose("softmax", scale=["norm_softmax", "ssmax"]), LARGE, False, False),
     ],
 )
 def test_kernels_take_what_they_have_a_form_for(

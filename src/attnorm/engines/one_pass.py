@@ -5,6 +5,9 @@ float32. engines/one_pass_operators.py calls the kernels.
 
 Adaptive temperature finds the entropy of each row first, then its beta is a factor (engines/sharpened_operators.py).
 
+NormSoftmax finds the mean and the variance of each row first, then 1 / deviation is a factor, through which the
+gradient reaches q and k (engines/variance_operators.py).
+
 Self-adjusted softmax is a search for the extreme logits of each row, then one call. Logits count from the smallest one,
 which is the shift of the row and carries its gradient; the output is divided by the row's range.
 
@@ -18,11 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines import one_pass_operators, sharpened_operators
+from attnorm.engines import one_pass_operators, sharpened_operators, variance_operators
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
 from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
+from attnorm.normalizers.norm_softmax import UnitVariance
 from attnorm.normalizers.softcap import Softcap
 from attnorm.normalizers.topk import TopK
 
@@ -63,6 +67,7 @@ def _decodes(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> bool:
         inputs.keys >= FEWEST_KEYS
         and inputs.groups * inputs.queries <= MOST_ROWS
         and not (learns or form.map.ranged or form.top is not None)
+        and not any(isinstance(rule, UnitVariance) for rule in normalizer.rules)
     )
 
 
@@ -85,7 +90,7 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
         if inputs.positions is not None or map_.row_factor is not None or map_.row_shift is not None:
             return None
         form = replace(form, rule=rule[0], parameter=rule[1])
-    elif isinstance(last, EntropyRule):
+    elif isinstance(last, EntropyRule | UnitVariance):
         if map_.map != "softmax" or normalizer.sink is not None or form.softcap is not None:
             return None
     elif last is not None and not isinstance(last, ScaleRule):
@@ -124,6 +129,8 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     factor, shift = _row_numbers(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
         return _sharpened(inputs, normalizer.rules[-1], factor, form)
+    if normalizer.rules and isinstance(normalizer.rules[-1], UnitVariance):
+        return _to_unit_variance(inputs, normalizer.rules[-1], factor, form)
     sink = None
     if normalizer.sink is not None:
         logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
@@ -162,6 +169,26 @@ def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: L
         inputs.causal, form.window, inputs.scale,
     )[0]  # fmt: skip
     return output
+
+
+def _to_unit_variance(inputs: Inputs, rule: UnitVariance, factor: Tensor | None, form: Lowered) -> Tensor:
+    """Output of softmax of logits over the deviation of each row before any selection.
+
+    The mean changes no weight. As a shift it keeps digits: the gradient of the factor is then a sum over distances from
+    the mean.
+    """
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    variance, mean, count = variance_operators.row_variance(
+        inputs.q_BHQD, inputs.k_BGKD, mask, inputs.causal, inputs.scale
+    )
+    if factor is None:
+        sharp = rule.factor(variance)
+    else:
+        sharp = factor * rule.factor(factor * factor * variance)
+    sharp = torch.where(count > 1, sharp, 0.0)  # a single key has no gradient, and a factor of 1e6 would show rounding
+    if form.top is not None:
+        return _call(inputs, inputs.v_BGKE, sharp, None, None, form, _least(inputs, sharp, form, form.top))[0]
+    return _call(inputs, inputs.v_BGKE, sharp, -sharp * mean, None, form)[0]
 
 
 def _entropy_of_few(inputs: Inputs, factor: Tensor | None) -> Tensor:

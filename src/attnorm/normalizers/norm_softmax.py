@@ -29,11 +29,15 @@ class UnitVariance(LogitRule):
             raise ValueError(f"expected a positive temperature, got {temperature}")
         self.temperature = float(temperature)
 
+    def factor(self, variance: Tensor) -> Tensor:
+        """What multiplies the centred logits of rows with this variance."""
+        return torch.rsqrt(variance + LEAST_VARIANCE) / self.temperature
+
     def forward(self, block: Block) -> Tensor:
         n = block.n.clamp(min=1)
         centred = block.hide(block.logits - block.logits.sum(-1, keepdim=True) / n)
         variance = centred.square().sum(-1, keepdim=True) / n
-        return centred * torch.rsqrt(variance + LEAST_VARIANCE) / self.temperature
+        return centred * self.factor(variance)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}"
