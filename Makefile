@@ -15,6 +15,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray/(air|dashboard|data|llm|rllib|serve|train|tune)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -60,8 +61,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	      "name another one: make PYTHON=python3.12 ..." >&2; exit 1; }; \
 	  echo "creating .venv and installing attnorm with its dependencies (about 1.5 GB; a minute or two)"; \
 	  $(PYTHON) -m venv .venv; }
+# The pip of older Pythons takes a minute to choose versions, a current one half of it. Without an index the old one serves.
+	@$(BIN)/python -m pip install --quiet --upgrade pip 2>/dev/null || true
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 # pip would compile to bytecode on one core. Some packages hold files that are no valid Python; of others little is
 # imported.
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|transformers/models|pip|debugpy|onnxruntime)/' .venv/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/($(NOT_COMPILED))/' .venv/lib || true
 	@touch $@
