@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnorm.bench.model_passes import Shape, random_model, tokens
-from attnorm.bench.monitor import EVERY, MOST, training_step
 from attnorm.bench.results import Ratio, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
+from attnorm.bench.training import EVERY, MOST, training_step
 from attnorm.monitor.monitor import AttentionMonitor
 
 

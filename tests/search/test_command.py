@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.search.results import ENOUGH
-from attnorm.search.trials import JOURNAL
+from attnorm.search.run import JOURNAL
 from tests.training.conftest import write_text
 
 optuna = pytest.importorskip("optuna")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attnorm.search.plan import read_search_plan
-from attnorm.search.trials import HOW, open_storage
+from attnorm.search.run import HOW, open_storage
 from attnorm.sweep.folder import read_items, result_of
 from attnorm.sweep.tasks import TIMING, train_lm_item
 from tests.sweep.ray_cluster import run_with_kills, two_nodes

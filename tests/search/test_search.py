@@ -18,8 +18,7 @@ from attnorm.models.layer_recipe import read_recipe_file
 from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
 from attnorm.search.results import SearchResult, TrialResult, _front
-from attnorm.search.run import search, uniform_parameters
-from attnorm.search.trials import open_storage, quiet_optuna, run_trial
+from attnorm.search.run import open_storage, quiet_optuna, run_trial, search, uniform_parameters
 from attnorm.sweep.engines import WorkerDied
 from attnorm.sweep.plan import Item
 from attnorm.sweep.work import Outcome, run_item
@@ -169,7 +168,7 @@ def test_a_trial_that_was_half_drawn_is_completed(plan: Path, tmp_path: Path, mo
 def test_a_trial_that_is_worse_than_others_at_the_same_step_is_pruned(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnorm.search.trials.STARTUP_TRIALS", 1)
+    monkeypatch.setattr("attnorm.search.run.STARTUP_TRIALS", 1)
     out = tmp_path / "out"
     out.mkdir()
     study = optuna.create_study(study_name="search-pruning", storage=open_storage(out, None))

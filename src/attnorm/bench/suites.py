@@ -12,7 +12,6 @@ from attnorm.bench.analyze import measure_analysis
 from attnorm.bench.attention import compare_attention, measure_footprints
 from attnorm.bench.cuda import compare_cuda, measure_cuda_analysis
 from attnorm.bench.linear import measure_linear
-from attnorm.bench.monitor import measure_monitor
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import (
     ApproximationError,
@@ -27,7 +26,7 @@ from attnorm.bench.results import (
 )
 from attnorm.bench.sweep import measure_sweep
 from attnorm.bench.timing import this_machine
-from attnorm.bench.training import compare_training
+from attnorm.bench.training import compare_training, measure_monitor
 
 Suite = Literal[
     "normalizers",

@@ -1,4 +1,4 @@
-"""Benchmark training with other normalizers: a step of `attnorm train lm` against the same step with softmax."""
+"""Benchmark training steps: with other normalizers against softmax, and with AttentionMonitor against without it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,15 @@ from attnorm.bench.timing import time_alone
 
 if TYPE_CHECKING:
     from attnorm.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
+
+import warnings
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from attnorm.bench.model_passes import Shape, random_model, tokens
+from attnorm.bench.timing import time_alternating
 
 LEAST = 0.8  # promised: times the speed of softmax
 GPT2: dict[str, Any] = {
@@ -79,3 +88,70 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
         for _ in range(1 if quick else STEPS_BEFORE + 2):
             step()
         return time_alone(step, rounds=1 if quick else 9)
+
+
+MOST = 1.03  # promised: times the plain step, at the default setting
+EVERY = 25  # the default of AttentionMonitor
+
+
+def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
+    """Yield the ratios for softmax and for a patched model; on a GPU, if there is one, also with bfloat16 autocast.
+
+    Autocast makes the step shorter but not the monitor, so the promise is hardest to keep there.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(64, layers=2, heads=2) if quick else Shape(512)
+    batch = 2 if quick or device == "cpu" else 32
+    for half in (False, True) if device == "cuda" else (False,):
+        for normalizer in (None, "ssmax"):
+            yield from _of(normalizer, shape, batch, device, half, quick)
+
+
+def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: bool, quick: bool) -> Iterator[Ratio]:
+    from attnorm.models.patch import patch
+    from attnorm.monitor.alerts import AttentionAlert
+    from attnorm.monitor.monitor import AttentionMonitor
+
+    model = random_model(shape).to(device).train()
+    if normalizer is not None:
+        patch(model, normalizer, train_length=shape.length)
+    ids = tokens(batch * shape.length).reshape(batch, shape.length).to(device)
+    step = training_step(model, ids, half=half)
+    monitor = AttentionMonitor(every=1)
+
+    def watched_step() -> None:
+        with monitor.step(model):
+            step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttentionAlert)  # random weights select at random
+        timed = time_alternating(watched_step, step, rounds=1 if quick else 7)
+    where = f"{device}{', bfloat16 autocast' if half else ''}"
+    topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {where}"
+    runs = normalizer or "softmax"
+    yield Ratio(
+        topic=topic, what=f"{runs}: a step with the monitor", against="the step without", ours_ms=timed.ours_ms,
+        theirs_ms=timed.theirs_ms, speedup=timed.speedup,
+    )  # fmt: skip
+    # Between logging steps the monitor does nothing: these are plain steps.
+    yield Ratio(
+        topic=topic, what=f"{runs}: one step in {EVERY} with it, per step", against="the step without",
+        ours_ms=((EVERY - 1) * timed.theirs_ms + timed.ours_ms) / EVERY, theirs_ms=timed.theirs_ms,
+        speedup=EVERY / (EVERY - 1 + 1 / timed.speedup), target=None if quick else 1 / MOST,
+    )  # fmt: skip
+
+
+def training_step(model: Any, ids: Tensor, *, half: bool = False) -> Callable[[], None]:
+    """Return a training step: forward, backward and AdamW, synchronized."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=half):
+            logits = model(input_ids=ids).logits
+        cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
