@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Read once, when Triton starts: the conftest.py of a folder named on the command line may import it first.
+if not any(Path(device).exists() for device in ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
 
 gc.disable()  # until the tests are collected: it took a fifth of that time and found nothing
 
