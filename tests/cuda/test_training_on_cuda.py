@@ -199,5 +199,7 @@ def test_a_captured_image_classifier_trains_as_it_does_without(
         monkeypatch.setattr(vision, "STEPS_BEFORE", steps_before)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*CUDA graph")
-            courses.append(vision.train_vit(settings, images, torch.device(DEVICE))[1]["training_loss"])
+            record = vision.train_vit(settings, images, torch.device(DEVICE))[1]
+        courses.append(record["training_loss"])
+        assert record["cuda_graph"] == (steps_before == 3 and DEVICE == "cuda")
     assert_close(*(torch.tensor(course) for course in courses), rtol=5e-3, atol=0)

@@ -86,6 +86,14 @@ def test_the_report_shows_the_evaluation_of_its_folder(run: Path) -> None:
     assert 'href="#evaluation"' in (run / "report.html").read_text(encoding="utf-8")
 
 
+def test_an_evaluation_that_was_stopped_in_its_first_part_is_not_shown(run: Path) -> None:
+    for part in (save(evaluation(), run / "evaluation") / "parts").glob("*.json"):
+        part.unlink()
+    found = runner.invoke(app, ["report", str(run)])
+    assert found.exit_code == 0, found.output
+    assert section(run / "report.html") == ""
+
+
 def test_the_evaluation_may_be_in_another_folder_and_of_another_model(run: Path, tmp_path: Path) -> None:
     other = save(evaluation("tuned"), tmp_path / "scores")
     assert runner.invoke(app, ["report", str(run), "--evaluation", str(other)]).exit_code == 0

@@ -72,7 +72,7 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
         outputs = waiting.pop(module, [])
         if len(outputs) == 1 and args and isinstance(args[0], Tensor):  # differential attention combines several
             call, output = outputs[0]
-            gates = _gates(call, output, args[0], may_grow=_mentions("softplus", type(module).forward))
+            gates = _gates(call, output, args[0], may_grow=_mentions("softplus", type(module).forward, unknown=False))
             if gates is not None:
                 found.layers[call.kind, call.layer] = gates
 
@@ -107,11 +107,12 @@ def _code_of(module: nn.Module) -> list[nn.Module]:
 
 
 @lru_cache(maxsize=1000)
-def _mentions(word: str, forward: Callable[..., Any]) -> bool:
+def _mentions(word: str, forward: Callable[..., Any], unknown: bool = True) -> bool:
+    """unknown: the answer where there is no source code; True to look at the numbers."""
     try:
         return word in inspect.getsource(forward)
-    except (OSError, TypeError):  # no source at hand: look at the numbers
-        return True
+    except (OSError, TypeError):
+        return unknown
 
 
 def _is_output(output: Tensor, args: tuple[Any, ...]) -> bool:

@@ -32,6 +32,7 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
     evaluation: scores of the model before and after a swap, which get a section of their own.
     """
     style, script = _joined("style", "css", STYLES), _joined("script", "js", SCRIPTS)
+    scores = None if evaluation is None else evaluation.score_table()
     return (
         _templates()
         .get_template("page.html.j2")
@@ -43,7 +44,7 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
             data=payload(analysis),
             **page_text.page_words(analysis),
             verdict_words=VERDICTS,
-            evaluation=None if evaluation is None else evaluation.score_table(),
+            evaluation=scores if scores is not None and scores.rows else None,  # none: stopped in its first part
             width=WIDTH,
             line=LINE,
         )

@@ -252,7 +252,7 @@ def train_vit(
     record: Record = {
         "settings": settings.as_dict(), "tokens": (train.side // settings.patch) ** 2, "problem": problem,
         "training_loss": [loss if math.isfinite(loss) else None for loss in course],
-        "images_per_second": settings.batch * (step - timed) / seconds,
+        "images_per_second": settings.batch * (step - timed) / seconds, "cuda_graph": update.captured is not None,
         "peak_bytes": peak.bytes() if device.type == "cuda" else None,
         "seconds": time.perf_counter() - started,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -284,21 +284,21 @@ class _Update:
 
     def __init__(self, model: Any, settings: VisionSettings) -> None:
         self.model, self.settings, self.optimizer = model, settings, _optimizer(model, settings)
-        self._captured: CapturedStep | None = None
+        self.captured: CapturedStep | None = None
         self._calls = 0
 
     def __call__(self, pixels: Tensor, labels: Tensor, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._calls == STEPS_BEFORE and pixels.is_cuda:
-            self._captured = capture(self._gradients, pixels, labels)
-            if self._captured is None:
+            self.captured = capture(self._gradients, pixels, labels)
+            if self.captured is None:
                 self.optimizer.zero_grad()
         self._calls += 1
-        loss = (self._gradients if self._captured is None else self._captured)(pixels, labels)
+        loss = (self._gradients if self.captured is None else self.captured)(pixels, labels)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        if self._captured is None:
+        if self.captured is None:
             self.optimizer.zero_grad()
         return loss
 
