@@ -26,6 +26,7 @@ from attnorm.experiments.clrs_text.work import (
     run_items,
 )
 from attnorm.experiments.experiment import ExperimentFinding
+from attnorm.run_folder import try_lock
 from attnorm.training.clrs.run import OWN, REFITTED
 from attnorm.training.clrs.train import NotFiniteError
 
@@ -131,7 +132,7 @@ def test_the_refitted_model_is_trained_with_the_fitted_polynomial(finished: Clrs
     assert record["run"]["normalizer_options"] == {"coefficients": coefficients_of(finished.lines())}
 
 
-def test_records_of_several_sittings_merge(finished: ClrsWorkspace, tmp_path: Path) -> None:
+def test_records_of_several_machines_merge(finished: ClrsWorkspace, tmp_path: Path) -> None:
     lines = (finished.folder / RECORDS).read_text().splitlines(keepends=True)
     (tmp_path / "clrs-text-1.jsonl").write_text("".join(lines[:6]))
     with lzma.open(tmp_path / "clrs-text-2.jsonl.xz", "wt") as file:
@@ -141,6 +142,20 @@ def test_records_of_several_sittings_merge(finished: ClrsWorkspace, tmp_path: Pa
     assert len(elsewhere.lines()) == len(lines)
     assert replace(elsewhere, plan=replace(TINY, steps=3)).lines() == [], "another plan has other lines"
     assert len(replace(elsewhere, plan=replace(TINY, seeds=9)).lines()) == len(lines), "more seeds use the same lines"
+
+
+def test_an_item_that_another_process_trains_is_left_to_it(
+    finished: ClrsWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(work, "_finish", lambda workspace, item, *others: trained.append(item.name))
+    said: list[str] = []
+    more = replace(finished, plan=replace(TINY, seeds=4))
+    first, second = (item.name for item in items(more.plan) if item.seed == 2)
+    with try_lock(finished.folder / work.LOCKS / f"{first}.lock"):
+        assert not run_items(more, device="cpu", log=said.append)
+    assert first in said[0]
+    assert trained == [second]
 
 
 def test_an_item_that_does_not_fit_is_not_started(finished: ClrsWorkspace, monkeypatch: pytest.MonkeyPatch) -> None:

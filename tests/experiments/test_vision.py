@@ -21,6 +21,7 @@ from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
+from attnorm.run_folder import try_lock
 from attnorm.training.vision.images import generated_textures, read_archive, shifted_and_mirrored
 from attnorm.training.vision.train import VisionSettings, build_model, square_landmarks
 
@@ -156,6 +157,21 @@ def test_finished_models_are_not_trained_again(
     append_jsonl(tmp_path / vision.RECORDS, of_a_gpu)
     assert vision.records_of(PLAN, QUICK, silent, tmp_path / "parts" / "vision") == of_a_gpu
     assert vision.records_of(PLAN, replace(QUICK, only=("soft",)), silent, parts) == [records[1]]
+
+
+def test_a_model_that_another_process_trains_is_left_to_it(
+    trained: tuple[Path, list[vision.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, records = trained
+
+    def train(settings: VisionSettings, *_: Any) -> tuple[None, vision.Record]:
+        return None, records[1] | {"settings": settings.as_dict()}
+
+    monkeypatch.setattr(vision, "train_vit", train)
+    parts = tmp_path / "parts" / "vision"
+    with try_lock(parts / "locks" / "softmax, patch 8, seed 0.lock"):
+        found = vision.records_of(PLAN, QUICK, silent, parts)
+    assert [record["model"] for record in found] == ["soft", "linear"]
 
 
 def test_records_of_other_settings_are_not_used(

@@ -24,6 +24,7 @@ from attnorm.experiments.language_models.train import free_memory, machine
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
+from attnorm.run_folder import lock, try_lock
 from attnorm.training.device import chosen_device
 from attnorm.training.vision.images import ImageSplits, generated_textures, read_archive
 from attnorm.training.vision.train import Record, VisionSettings, train_vit
@@ -108,7 +109,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 
 
 def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
-    """Return the record of every model of the plan; train those without one.
+    """Return the record of every model of the plan; train those without one, which no other process is training.
 
     Raises:
         ValueError: The full plan needs --images, or --only names no model of the plan.
@@ -118,23 +119,31 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
         plan = replace(plan, settings=replace(plan.settings, dtype="float32"))
     source = image_source(subject)
     wanted = plan.trained(subject.seed, subject.only)
-    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
-    known = {_key(one["settings"], one["images"]): one for file in files if file.exists() for one in read_jsonl(file)}
+    known = _known_records(parts)
     missing = [one for one in wanted if _key(one[1].as_dict(), source) not in known]
     images = None
     for done, (model, settings) in enumerate(missing):
-        if images is None:
-            progress("reading images", 0, len(missing))
-            images = read_images(subject)
         label = f"{model.name}, patch {settings.patch}, seed {settings.seed}"
-        progress(f"training {label}", done, len(missing))
-        _, trained = train_vit(settings, images, device)
-        record = {"model": model.name, "images": source, **trained, **machine(device)}
-        parts.mkdir(parents=True, exist_ok=True)
-        append_jsonl(parts / RESULTS, [record])
-        known[_key(settings.as_dict(), source)] = record
-        free_memory()
-    return [known[_key(settings.as_dict(), source)] | {"model": model.name} for model, settings in wanted]
+        with try_lock(parts / "locks" / f"{label}.lock") as mine:
+            if not mine or _key(settings.as_dict(), source) in _known_records(parts):  # another process trains it
+                continue
+            if images is None:
+                progress("reading images", 0, len(missing))
+                images = read_images(subject)
+            progress(f"training {label}", done, len(missing))
+            _, trained = train_vit(settings, images, device)
+            record = {"model": model.name, "images": source, **trained, **machine(device)}
+            with lock(parts / "locks" / "records.lock"):
+                append_jsonl(parts / RESULTS, [record])
+            free_memory()
+    known = _known_records(parts)
+    found = [(model, _key(settings.as_dict(), source)) for model, settings in wanted]
+    return [known[key] | {"model": model.name} for model, key in found if key in known]
+
+
+def _known_records(parts: Path) -> dict[str, Record]:
+    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
+    return {_key(one["settings"], one["images"]): one for file in files if file.exists() for one in read_jsonl(file)}
 
 
 def image_source(subject: ExperimentSubject) -> str:

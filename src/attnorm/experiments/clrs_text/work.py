@@ -3,7 +3,7 @@
 The lines are all that the results need, so lines of several machines merge: every file clrs-text*.jsonl or
 clrs-text*.jsonl.xz of the folder is read. A line belongs to a plan if it has its key, a hash of everything that decides
 the result. An item that is stopped by the time limit leaves a checkpoint in the folder, from which the next call there
-continues.
+continues. Several processes may work in one folder: each takes the next item that no other is training.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any
 from attnorm.experiments.clrs_text.plan import FIRST_SEED, SOFTMAX, ClrsItem, ClrsPlan, items
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash, settings_hash
+from attnorm.run_folder import lock, try_lock
 from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, read_examples
 from attnorm.training.clrs.model import ClrsBase
 from attnorm.training.clrs.run import REFITTED, ClrsTests, OutOfTimeError, train_clrs
@@ -24,6 +25,7 @@ from attnorm.training.device import chosen_device
 
 RECORDS = "clrs-text.jsonl"
 RUNS = "runs"
+LOCKS = "locks"
 SLACK = 1.1  # an item starts only if this many times its expected duration is left
 Line = dict[str, Any]
 Log = Callable[[str], None]
@@ -118,27 +120,32 @@ def run_items(
     wanted = items(plan)
     finished = True
     for number, item in enumerate(wanted):
-        lines = workspace.lines()
-        if any(_key(line) == _item_key(item) for line in lines):
-            continue
-        progress(item.name, number, len(wanted))
-        rate = item.learning_rate or best_rate(lines, plan, item.label)
-        coefficients = coefficients_of(lines) or []
-        if rate is None or (item.label == REFITTED and not coefficients):
-            log(f"{item.name}: waits for other items")
-            finished = False
-            continue
-        expected = _expected_seconds(lines, item)
-        if time.monotonic() + SLACK * expected >= deadline:
-            log(f"{item.name}: not started, it takes about {expected:.0f} s")
-            finished = False
-            continue
-        line = _finish(workspace, item, rate, coefficients, deadline, device)
-        if line is None:
-            log(f"{item.name}: stopped by the time limit, resumes from its checkpoint")
-            return False
-        append_jsonl(workspace.folder / RECORDS, [{"run": run, **line}])
-        log(f"{item.name}: held-out loss {line['held_out_loss']}, {line['wall_seconds']} s {line['problem'] or ''}")
+        with try_lock(workspace.folder / LOCKS / f"{item.name}.lock") as mine:
+            lines = workspace.lines()
+            if any(_key(line) == _item_key(item) for line in lines):
+                continue
+            progress(item.name, number, len(wanted))
+            rate = item.learning_rate or best_rate(lines, plan, item.label)
+            coefficients = coefficients_of(lines) or []
+            expected = _expected_seconds(lines, item)
+            reason = None
+            if not mine:
+                reason = "another process trains it"
+            elif rate is None or (item.label == REFITTED and not coefficients):
+                reason = "waits for other items"
+            elif time.monotonic() + SLACK * expected >= deadline:
+                reason = f"not started, it takes about {expected:.0f} s"
+            if reason is not None or rate is None:
+                log(f"{item.name}: {reason}")
+                finished = False
+                continue
+            line = _finish(workspace, item, rate, coefficients, deadline, device)
+            if line is None:
+                log(f"{item.name}: stopped by the time limit, resumes from its checkpoint")
+                return False
+            with lock(workspace.folder / LOCKS / "records.lock"):
+                append_jsonl(workspace.folder / RECORDS, [{"run": run, **line}])
+            log(f"{item.name}: held-out loss {line['held_out_loss']}, {line['wall_seconds']} s {line['problem'] or ''}")
     progress("", len(wanted), len(wanted))
     return finished
 
