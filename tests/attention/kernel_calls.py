@@ -45,11 +45,14 @@ def mask_of(kind: str, shape: tuple[int, ...]) -> Tensor | None:
     return mask.to(DEVICE)
 
 
-def run(tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, **options: Any) -> list[Tensor]:
-    """Output and gradients, those of the normalizer's parameters too."""
+def run(
+    tensors: tuple[Tensor, ...], normalizer: Any, engine: Any, rows: Tensor | None = None, **options: Any
+) -> list[Tensor]:
+    """Output and gradients, those of the normalizer's parameters too. rows: (B, H, Q), True = has a gradient."""
     output = attnorm.attention(*tensors, normalizer, engine=engine, **options)
     learned = [p for p in normalizer.parameters() if p.requires_grad]
     probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
+    probe = probe if rows is None else probe * rows[..., None]
     return [output, *torch.autograd.grad((output.double() * probe).sum(), [*tensors, *learned])]
 
 

@@ -177,6 +177,7 @@ def _to_unit_variance(inputs: Inputs, rule: UnitVariance, factor: Tensor | None,
     The mean changes no weight. As a shift it keeps digits: the gradient of the factor is then a sum over distances from
     the mean.
     """
+    inputs = replace(inputs, k_BGKD=_without_common_key(inputs.k_BGKD))
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     variance, mean, count = variance_operators.row_variance(
         inputs.q_BHQD, inputs.k_BGKD, mask, inputs.causal, inputs.scale
@@ -189,6 +190,19 @@ def _to_unit_variance(inputs: Inputs, rule: UnitVariance, factor: Tensor | None,
     if form.top is not None:
         return _call(inputs, inputs.v_BGKE, sharp, None, None, form, _least(inputs, sharp, form, form.top))[0]
     return _call(inputs, inputs.v_BGKE, sharp, -sharp * mean, None, form)[0]
+
+
+def _without_common_key(k: Tensor) -> Tensor:
+    """Keys minus their mean, in channels where it exceeds their deviation.
+
+    This adds the same number to all logits of a row. The logit gradients of a row sum to 0 but for rounding errors, and
+    the gradient of q would have these errors times the component that all keys share. In other channels the difference
+    would only be rounded once more. SageAttention subtracts the mean before it quantizes keys (Zhang et al. 2024,
+    https://arxiv.org/abs/2410.02367).
+    """
+    variance, mean = torch.var_mean(k.detach().float(), -2, correction=0, keepdim=True)
+    common = torch.where(mean.square() > variance, mean, 0.0)  # 0 where a key is not finite, too
+    return k - common.to(k.dtype)
 
 
 def _entropy_of_few(inputs: Inputs, factor: Tensor | None) -> Tensor:
