@@ -3,7 +3,9 @@
 test_rows.py checks the blocks. Without a GPU the kernels run under Triton's interpreter.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +51,12 @@ MAPS: dict[str, tuple[str, dict[str, object]]] = {
 SOME_MAPS = ("entmax15", "kneemax", "sigmoid", "softpick")
 # What is left of a weight when nearly all of it is in one place: its logarithm has the error of the logits over it.
 OF_SMALL_WEIGHTS = ("effective_gap", "effective_gap_without_sink")
+
+
+def often(names: Sequence[str]) -> list[Any]:
+    """A map with a threshold and one without on every commit, the others at night: they differ in their formulas."""
+    every_commit = ("entmax15", "sigmoid")
+    return [name if name in every_commit else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def make(name: str) -> Normalizer:
@@ -123,7 +131,7 @@ def test_a_negative_factor_turns_the_order_of_the_keys_around(map_: str) -> None
     assert_close_to_float64(CALLS["causal"], attnorm.compose(make(map_).map, scale=get("ssmax", s=-1.3)))
 
 
-@pytest.mark.parametrize("name", ["entmax15", "kneemax", "entmax", "sigmoid"])
+@pytest.mark.parametrize("name", often(["entmax15", "kneemax", "entmax", "sigmoid"]))
 def test_equal_keys_at_the_top(name: str) -> None:
     call = make_call(80, size=4.0)
     call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]
@@ -131,7 +139,7 @@ def test_equal_keys_at_the_top(name: str) -> None:
     assert_close_to_float64(call, make(name))
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "squared relu", "softpick", "entmax15"])
+@pytest.mark.parametrize("name", often(["sigmoid", "squared relu", "softpick", "entmax15"]))
 def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
     call = make_call(260, batch=1, causal=False)
     call.query_BHQD.fill_(0.3)
@@ -141,6 +149,7 @@ def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
 
 def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:
     call = make_call(400, batch=1, size=0.02, causal=False)  # more weights than leaders
+    call = replace(call, query_BHQD=call.query_BHQD[:, :, :40])
     found = by_kernel(call, make("entmax15"))
     assert found.values["effective_keys"].min() > 200
     assert_close_to_float64(call, make("entmax15"))
@@ -206,7 +215,7 @@ def test_a_threshold_relu_has_a_norm_in_every_row() -> None:
     assert found.values["jacobian_norm"].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "relu"])
+@pytest.mark.parametrize("name", often(["entmax15", "asentmax", "kneemax", "sigmoid", "softpick", "relu"]))
 def test_a_compiled_function_keeps_one_graph(name: str) -> None:
     call = on_device(make_call(70, 90, batch=1))
     normalizer = make(name).to(DEVICE)
