@@ -4,6 +4,7 @@ import atexit
 import gc
 import importlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Read once, when Triton starts: the conftest.py of a folder named on the command line may import it first.
-if not any(Path(device).exists() for device in ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")):
+DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+if shutil.which("nvidia-smi") is None and not any(Path(driver).exists() for driver in DRIVERS):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
 
 gc.disable()  # until the tests are collected: it took a fifth of that time and found nothing
