@@ -675,6 +675,8 @@ OLD_KNEEMAX: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # what it mea
     ("kneemax", {"knee": 0.25}, {"knee": 0.25}),
     ("tempered", {"map": "kneemax+share=1", "temperature": 2.0}, {"map": "kneemax", "temperature": 2.0}),
     ("composed", {"map": "kneemax+share=1"}, {"map": "kneemax"}),
+    ("laser", {"normalizer": "kneemax+share=1"}, {"normalizer": "kneemax"}),
+    ("forget", {"normalizer": "kneemax+share=1"}, {"normalizer": "kneemax"}),
 ]
 
 
@@ -684,9 +686,10 @@ def test_a_kneemax_saved_before_its_default_changed_keeps_its_knee(
     name: str, means: dict[str, Any], written: dict[str, Any], format_: int, tmp_path: Path
 ) -> None:
     model, ids = llama(), tokens()
-    patch(model, name, warm_start=False, **means)
+    spec = ":".join([name, *(f"{option}={value}" for option, value in means.items())])
+    patch(model, {"0-1": spec}, warm_start=False)
     expected = quiet_logits(model, ids)
-    heads = {"heads": 4} if name == "composed" else {}
+    heads = {"heads": 4} if name in ("composed", "forget") else {}
 
     def as_before(recipe: dict[str, Any]) -> dict[str, Any]:
         return {**recipe, "options": {**heads, **written}}
@@ -702,13 +705,17 @@ def test_a_kneemax_saved_before_its_default_changed_keeps_its_knee(
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
 
 
-def test_a_saved_kneemax_states_its_knee(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spec", "stated"),
+    [("kneemax", {"knee": 0.25}), ("laser:normalizer=kneemax", {"normalizer": "kneemax+knee=0.25"})],
+)
+def test_a_saved_kneemax_states_its_knee(spec: str, stated: dict[str, Any], tmp_path: Path) -> None:
     model, ids = llama(), tokens()
-    patch(model, "kneemax")
+    patch(model, {"0-1": spec})
     expected = quiet_logits(model, ids)
     save_pretrained(model, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["attnorm"]["recipes"]
-    assert [recipe["options"] for recipe in saved] == [{"knee": 0.25}]
+    assert [recipe["options"] for recipe in saved] == [stated]
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), ids), expected)
 
 

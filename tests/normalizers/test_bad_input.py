@@ -95,6 +95,8 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: get("kneemax", knee=0.51), ValueError, "knee ... 0.51"),
     (lambda: get("kneemax", knee=math.nan), ValueError, "knee ... nan"),
     (lambda: get("kneemax", share=2.0, knee=0.1), ValueError, "share=2.0 ... knee=0.1"),
+    (lambda: get("kneemax", share=30.0, knee=0.25), ValueError, "share=30.0 ... knee=0.25"),
+    (lambda: get("laser", normalizer="kneemax+knee"), ValueError, "kneemax+knee"),
     (lambda: get("topk", k=0), ValueError, "k ... 0"),
     (lambda: get("topk", k=-3), ValueError, "k ... -3"),
     (

@@ -1,12 +1,14 @@
 """A record without the options of a default that changed is from before: `kneemax` meant share=1."""
 
+import inspect
 import pickle
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from attnorm.normalizers.former_defaults import (
+    PART_OPTIONS,
     key_spec,
     read_options,
     read_settings,
@@ -15,7 +17,7 @@ from attnorm.normalizers.former_defaults import (
     state_spec,
 )
 from attnorm.normalizers.kneemax import DEFAULT_KNEE, Kneemax
-from attnorm.normalizers.registry import get
+from attnorm.normalizers.registry import BUILT_IN, get
 from attnorm.normalizers.spec import parse_spec
 
 
@@ -29,9 +31,12 @@ from attnorm.normalizers.spec import parse_spec
         ("alibi:map=kneemax", "alibi:map=kneemax+knee=0.25", "alibi:map=kneemax+share=1"),
         ("composed:scale=ssmax:map=kneemax+temperature=2", "composed:scale=ssmax:map=kneemax+temperature=2+knee=0.25",
          "composed:scale=ssmax:map=kneemax+temperature=2+share=1"),
+        ("laser:normalizer=kneemax", "laser:normalizer=kneemax+knee=0.25", "laser:normalizer=kneemax+share=1"),
+        ("forget:bias=3:normalizer=kneemax", "forget:bias=3:normalizer=kneemax+knee=0.25",
+         "forget:bias=3:normalizer=kneemax+share=1"),
         *((same, same, same) for same in (
             "kneemax:knee=0.1", "kneemax: share = 2", "composed:map=kneemax+share=3", "softmax", "topk:k=4", "nearmax",
-            "recipe.toml", "composed:scale=ssa", "no such", "tempered:map",
+            "recipe.toml", "composed:scale=ssa", "no such", "tempered:map", "laser:normalizer=softmax",
         )),
     ],
 )  # fmt: skip
@@ -56,6 +61,41 @@ def test_a_completed_specification_is_what_the_plain_name_makes() -> None:
     assert torch.equal(get("kneemax")(logits), get("kneemax", knee=DEFAULT_KNEE)(logits))
 
 
+def test_an_option_that_is_none_states_nothing() -> None:
+    """In earlier versions knee=None was the default, with the knee at 1/n."""
+    assert state_options("kneemax", {"knee": None}) == {"knee": DEFAULT_KNEE}
+    assert read_options("kneemax", {"knee": None}) == {"knee": None, "share": 1}
+    assert (state_spec("kneemax:knee=null"), read_spec("kneemax:knee=null")) == ("kneemax:knee=0.25", "kneemax:share=1")
+
+
+def test_every_option_that_can_name_kneemax_is_completed() -> None:
+    """All options of the registry that take a string are tried, so that a new one cannot be forgotten."""
+    found: dict[str, str] = {}
+    for name, entry in BUILT_IN.items():
+        for option, parameter in inspect.signature(entry.factory()).parameters.items():
+            if str not in (parameter.annotation, *get_args(parameter.annotation)):
+                continue
+            try:
+                get(name, **{option: "kneemax"})
+            except (TypeError, ValueError):
+                continue
+            assert name not in found, "former_defaults completes one option per normalizer"
+            found[name] = option
+    assert found == PART_OPTIONS
+
+
+@pytest.mark.parametrize("name", ["laser", "forget"])
+def test_a_mechanism_takes_options_of_its_normalizer(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    plain, stated, earlier, other = (
+        get(name, normalizer=normalizer)(q, k, v, causal=True)
+        for normalizer in ("kneemax", "kneemax+knee=0.25", "kneemax+share=1", get("kneemax", share=1))
+    )
+    assert torch.equal(plain, stated)
+    assert torch.equal(earlier, other)
+    assert (earlier - plain).abs().max() > 0.001
+
+
 def test_settings_and_results_keep_their_meaning() -> None:
     line = {
         "normalizer": "kneemax", "seed": 1,
@@ -70,6 +110,8 @@ def test_settings_and_results_keep_their_meaning() -> None:
     }  # fmt: skip
     assert line["normalizer"] == "kneemax", "the record itself stays"
     assert read_settings({"steps": 3}) == {"steps": 3}
+    tested = read_settings({"tests": {"others": ["kneemax", "re-fitted"], "observed": 1}})
+    assert tested == {"tests": {"others": ["kneemax:share=1", "re-fitted"], "observed": 1}}
 
 
 def test_keys_of_runs_are_those_of_earlier_versions() -> None:

@@ -301,7 +301,7 @@ NUMBERS = {
     "relu": {"power": 1.0}, "softpick": {"eps": 1e-8}, "topk": {"k": 64},
     "log_scaled": {"train_length": 1024, "attention_scale": 0.1, "floor_scale": 8192, "extension": 4.0},
     "scale_invariant": {"tau": 10.0}, "kernel": {"power": 2, "offset": 0.0},
-    "kneemax": {"share": None, "knee": 0.25, "temperature": 1.0}, "local": {"window": 256}, "softcap": {"cap": 50.0},
+    "kneemax": {"share": None, "knee": None, "temperature": 1.0}, "local": {"window": 256}, "softcap": {"cap": 50.0},
     "ssa": {"beta": 2.0}, "norm_softmax": {"temperature": 1.0}, "threshold_relu": {"beta": 1.0, "power": 2.0},
     "odd_polynomial": {"power": 3}, "tempered": {"temperature": 1.0},
 }  # fmt: skip
@@ -313,6 +313,7 @@ def test_numbers_that_are_the_default() -> None:
             option: value for option, value in defaults(registry.BUILT_IN[name].factory()).items() if option in expected
         }
         assert found == expected, name
+    assert str(get("kneemax").map) == "Kneemax(knee=0.25)"
 
 
 def test_a_name_is_given_only_to_what_has_none() -> None:

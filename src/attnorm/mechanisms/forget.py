@@ -15,9 +15,9 @@ from torch.nn.functional import linear, logsigmoid, pad
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms.attend import attend
 from attnorm.normalizers.block import Positions
+from attnorm.normalizers.composition import resolve_part
 from attnorm.normalizers.contract import Mechanism, Normalizer, per_head_parameter
 from attnorm.normalizers.declaration import WarmStart, declare
-from attnorm.normalizers.registry import resolve
 
 
 @declare(
@@ -33,7 +33,8 @@ class Forget(Mechanism):
     """softmax of logits that fall by a learned forget gate of every token between key and query; causal.
 
     heads: of q, for gates per head. width: of the hidden states x that the gates read (default: gates that do not
-    depend on x). bias: b at the start; 5 is a gate of 0.993. normalizer: any shift invariant one.
+    depend on x). bias: b at the start; 5 is a gate of 0.993. normalizer: any shift invariant one, an
+    object or a name, which may have options as in kneemax+knee=0.1.
     """
 
     name = "forget"
@@ -51,7 +52,7 @@ class Forget(Mechanism):
             raise ValueError(f"expected heads with width={width}: gates are read per head. Pass heads=, those of q.")
         if not isinstance(normalizer, str | Normalizer):
             raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
-        chosen = resolve(normalizer)
+        chosen = resolve_part(normalizer)
         if not isinstance(chosen, Normalizer) or not chosen.properties.shift_invariant:
             raise ValueError(
                 f"expected a shift invariant normalizer, got {chosen.name!r}. Take 'softmax' or 'entmax15'."

@@ -15,16 +15,19 @@ from torch import Tensor
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms.attend import attend
 from attnorm.normalizers.block import Positions
+from attnorm.normalizers.composition import resolve_part
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import WarmStart, declare
-from attnorm.normalizers.registry import resolve
 
 LOG2E = math.log2(math.e)
 
 
 @declare(warm_start=WarmStart("far", "nothing to set: a smooth maximum of the values instead of their mean"))
 class Laser(Mechanism):
-    """log of attention over exp(v): a smooth maximum of the values, with any normalizer whose rows sum to 1."""
+    """log of attention over exp(v): a smooth maximum of the values, with any normalizer whose rows sum to 1.
+
+    normalizer: an object or a name, which may have options as in kneemax+knee=0.1.
+    """
 
     name = "laser"
 
@@ -32,7 +35,7 @@ class Laser(Mechanism):
         super().__init__()
         if not isinstance(normalizer, str | Normalizer):
             raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
-        chosen = resolve(normalizer)
+        chosen = resolve_part(normalizer)
         if not isinstance(chosen, Normalizer) or chosen.properties.row_sum != "one" or chosen.properties.signed:
             raise ValueError(
                 f"expected a row normalizer whose rows sum to 1, got {chosen.name!r}: "

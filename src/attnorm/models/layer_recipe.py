@@ -3,7 +3,8 @@
     {"0-3": "softmax", "4-7": "entmax:alpha=1.3"}     layers count from 0; both ends of a range belong to it
 
 Layers that a recipe leaves out, or names `softmax`, keep the softmax of the model. A recipe file has the same mapping
-in its table [layers]; `learning_rate` above it is the rate that `attnorm train lm --recipe FILE` uses.
+in its table [layers]; `learning_rate` above it is the rate that `attnorm train lm --recipe FILE` uses. Files of
+`attnorm search` state the defaults that changed; those of earlier versions are read with the earlier defaults.
 """
 
 import json
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.files import write_text
-from attnorm.normalizers.former_defaults import state_spec
+from attnorm.normalizers.former_defaults import read_spec, state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 
 SOFTMAX = "softmax"
 SUFFIX = ".toml"
+SEARCH_NOTE = "attnorm search, trial"  # the first comment of a file that `attnorm search` wrote starts so
 MOST_LAYERS = 10_000
 RANGE = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 
@@ -111,7 +113,8 @@ def read_recipe_file(path: Path) -> RecipeFile:
         ValueError: It cannot be read, or holds something else.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
     except OSError as error:
         raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or not TOML
@@ -130,6 +133,8 @@ def read_recipe_file(path: Path) -> RecipeFile:
         layer_groups(layers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if text.startswith(f"# {SEARCH_NOTE} "):
+        layers = {key: read_spec(spec) for key, spec in layers.items()}
     return RecipeFile(layers, None if rate is None else float(rate))
 
 

@@ -92,11 +92,16 @@ def behind(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
     """
     if not isinstance(map, str | Normalizer) or map == name:
         raise ValueError(f"expected another row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
-    if isinstance(map, str) and "+" in map:
-        named, options = parse_part(map)
-        map = get(named, **options)  # type: ignore[assignment]
-    inner = _row(map)
+    inner = _row(resolve_part(map))
     return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
+
+
+def resolve_part(part: Part) -> Normalizer | Mechanism:
+    """As `resolve`, for an option that names a normalizer, which may have options as in kneemax+knee=0.1."""
+    if isinstance(part, str) and "+" in part:
+        name, options = parse_part(part)
+        return get(name, **options)
+    return resolve(part)
 
 
 def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None = None) -> Normalizer:
@@ -104,7 +109,7 @@ def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None 
     return Normalizer(Mixture(_row(first), _row(second), share=share, heads=heads), name="mixture")
 
 
-def _row(part: Part) -> Normalizer:
+def _row(part: Part | Mechanism) -> Normalizer:
     normalizer = resolve(part)
     if isinstance(normalizer, Mechanism):
         raise TypeError(

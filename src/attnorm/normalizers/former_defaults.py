@@ -19,7 +19,13 @@ class ChangedDefault:
 
 
 CHANGED = {"kneemax": ChangedDefault(("knee", "share"), now={"knee": DEFAULT_KNEE}, before={"share": 1})}
-WITH_MAP = ("composed", "tempered", "alibi")  # their option `map` names another normalizer, such as kneemax+knee=0.1
+PART_OPTIONS = {  # normalizer -> its option that names another one, such as kneemax+knee=0.1
+    "composed": "map",
+    "tempered": "map",
+    "alibi": "map",
+    "laser": "normalizer",
+    "forget": "normalizer",
+}
 
 
 def state_options(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +57,8 @@ def key_spec(spec: str) -> str:
 def read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return recorded settings, or a result with its settings, with the earlier defaults where they state none.
 
-    Read are the entries `normalizer` (a specification, or a name with `normalizer_options`), `recipe` and `settings`.
+    Read are the entries `normalizer` (a specification, or a name with `normalizer_options`), `recipe`, `others` of
+    `tests`, and `settings`.
     """
     found = dict(settings)
     if "normalizer_options" in found:
@@ -62,6 +69,8 @@ def read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["recipe"] = {
             key: read_spec(value) if isinstance(value, str) else value for key, value in found["recipe"].items()
         }
+    if isinstance(found.get("tests"), dict) and "others" in found["tests"]:
+        found["tests"] = {**found["tests"], "others": [*map(read_spec, found["tests"]["others"])]}
     if isinstance(found.get("settings"), dict):
         found["settings"] = read_settings(found["settings"])
     return found
@@ -72,10 +81,11 @@ Defaults = Callable[[ChangedDefault], Mapping[str, Any]]
 
 def _complete_options(name: str | None, options: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     complete = dict(options)
-    if name in WITH_MAP and isinstance(options.get("map"), str):
-        complete["map"] = _complete_spec(options["map"], "+", defaults)
+    part = PART_OPTIONS.get(name or "", "")
+    if isinstance(options.get(part), str):
+        complete[part] = _complete_spec(options[part], "+", defaults)
     changed = CHANGED.get(name or "")
-    if changed is not None and not any(option in options for option in changed.stated_by):
+    if changed is not None and all(options.get(option) is None for option in changed.stated_by):
         complete |= defaults(changed)
     return complete
 
@@ -84,13 +94,21 @@ def _complete_spec(spec: str, between: str, defaults: Defaults) -> str:
     """What is not a specification stays as it is: who uses it raises the error."""
     name, *parts = spec.split(between)
     changed = CHANGED.get(name.strip())
-    if changed is not None and not any(part.partition("=")[0].strip() in changed.stated_by for part in parts):
-        parts += [f"{option}={value}" for option, value in defaults(changed).items()]
-    if name.strip() in WITH_MAP:
-        parts = [_complete_map(part, defaults) for part in parts]
+    if changed is not None:
+        parts = [part for part in parts if not _is_null(part, changed)]
+        if not any(part.partition("=")[0].strip() in changed.stated_by for part in parts):
+            parts += [f"{option}={value}" for option, value in defaults(changed).items()]
+    if option := PART_OPTIONS.get(name.strip()):
+        parts = [_complete_part(part, option, defaults) for part in parts]
     return between.join([name, *parts])
 
 
-def _complete_map(part: str, defaults: Defaults) -> str:
-    option, equals, value = part.partition("=")
-    return f"{option}={_complete_spec(value, '+', defaults)}" if equals and option.strip() == "map" else part
+def _is_null(part: str, changed: ChangedDefault) -> bool:
+    """Whether it is knee=null, which states nothing."""
+    option, _, value = (word.strip() for word in part.partition("="))
+    return option in changed.stated_by and value.lower() == "null"
+
+
+def _complete_part(part: str, option: str, defaults: Defaults) -> str:
+    key, equals, value = part.partition("=")
+    return f"{key}={_complete_spec(value, '+', defaults)}" if equals and key.strip() == option else part

@@ -105,20 +105,20 @@ class Kneemax(Map):
 
     properties = Properties(row_sum="one", exact_zeros=True)
 
-    def __init__(self, share: float | None = None, *, knee: float = DEFAULT_KNEE) -> None:
+    def __init__(self, share: float | None = None, *, knee: float | None = None) -> None:
         super().__init__()
         if share is not None and not share > 0:
             raise ValueError(f"share must be positive (the knee in uniform weights 1/n), got {share}")
-        if not 0 < knee <= LARGEST_KNEE:
+        if knee is not None and not 0 < knee <= LARGEST_KNEE:
             raise ValueError(
                 f"knee must lie in (0, {LARGEST_KNEE}], got {knee}; above it the knee bends single weights only, "
                 "and entmax15 is the map to take"
             )
-        if share is not None and knee != DEFAULT_KNEE:
+        if share is not None and knee is not None:
             raise ValueError(f"share={share} puts the knee at share/n and knee={knee} at a fixed weight; give only one")
         # Pickles of earlier versions have both where a knee was given: the knee decides.
         self.share = 1.0 if share is None else float(share)
-        self.knee = float(knee) if share is None else None
+        self.knee = None if share is not None else DEFAULT_KNEE if knee is None else float(knee)
         if share is not None:
             self.properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
@@ -154,8 +154,10 @@ def kneemax_row(z: Tensor, knee: float) -> Tensor:
     return weights(tau + (weights(tau).sum() - 1) / slope)
 
 
-def _reference(row: Row, share: float | None = None, knee: float = 0.25, temperature: float = 1.0, **_: Any) -> Tensor:
-    return kneemax_row(tempered(row, temperature), knee if share is None else share / row.n)
+def _reference(
+    row: Row, share: float | None = None, knee: float | None = None, temperature: float = 1.0, **_: Any
+) -> Tensor:
+    return kneemax_row(tempered(row, temperature), (knee or 0.25) if share is None else share / row.n)
 
 
 @declare(
@@ -172,7 +174,7 @@ def _reference(row: Row, share: float | None = None, knee: float = 0.25, tempera
 def kneemax(
     share: float | None = None,
     *,
-    knee: float = DEFAULT_KNEE,
+    knee: float | None = None,
     temperature: float = 1.0,
     learned: bool = False,
     heads: int | None = None,

@@ -15,12 +15,13 @@ seeds = 5                               train the best mixed and the best unifor
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_recipe import compact, parse_layers
+from attnorm.normalizers.former_defaults import read_spec, state_spec
 from attnorm.suggest import did_you_mean
 from attnorm.sweep.plan import Item, Resources, make_item, read_resources, read_toml, require_known
 from attnorm.sweep.tasks import TASKS, lm_settings
@@ -110,6 +111,23 @@ def read_search_plan(path: Path) -> SearchPlan:
         raise ValueError(f"{path.name}: {error}") from None
 
 
+def read_content(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content that a search recorded, with the earlier defaults where its normalizers state none."""
+    return {**content, "space": _complete_space(content["space"], read_spec)}
+
+
+def _complete_space(space: dict[str, Any], complete: Callable[[str], str]) -> dict[str, Any]:
+    """Complete the names of normalizers; one whose drawn options state what it means stays as it is."""
+    ranges = space.get("options", {})
+
+    def completed(name: str) -> str:
+        drawn = name + "".join(f":{option}=0" for option in ranges.get(name, {}))
+        return name if complete(drawn) == drawn else complete(name)
+
+    found = {**space, "normalizers": [*map(completed, space["normalizers"])]}
+    return {**found, "options": {completed(name): each for name, each in ranges.items()}} if ranges else found
+
+
 def _parsed(path: Path, content: dict[str, Any]) -> SearchPlan:
     require_known("plan", content, KEYS)
     space = _table(content, "space")
@@ -135,6 +153,11 @@ def _parsed(path: Path, content: dict[str, Any]) -> SearchPlan:
     names = space.get("normalizers")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"expected a list of normalizers in [space], got {names!r}")
+    _ranges(_table(space, "options"), names)  # checked as they were written
+    space = _complete_space(space, state_spec)
+    if len(set(space["normalizers"])) < len(set(names)):
+        raise ValueError(f"expected different normalizers in [space], got {names!r}. Remove equal ones.")
+    names = space["normalizers"]
     ranges = _ranges(_table(space, "options"), names)
     plan = SearchPlan(
         objectives=tuple(objectives), trials=_count("trials", content.get("trials", 60), 1),
@@ -145,7 +168,10 @@ def _parsed(path: Path, content: dict[str, Any]) -> SearchPlan:
         confirm_seeds=_count("seeds", confirm.get("seeds", 0), 0),
         options=options, resources=read_resources("plan", _table(content, "resources")),
         slurm=_table(content, "slurm"), folder=path.parent,
-        content={name: content.get(name) for name in KEYS if name in content and name not in ("resources", "slurm")},
+        content={
+            name: space if name == "space" else content[name]
+            for name in KEYS if name in content and name not in ("resources", "slurm")
+        },
     )  # fmt: skip
     for name in names:  # every normalizer is tried before anything runs
         middle = "".join(f":{option}={(low + high) / 2:.4g}" for option, (low, high) in ranges.get(name, {}).items())

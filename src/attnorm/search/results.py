@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from attnorm.figures import save_figure_files
 from attnorm.files import atomic_replace, write_json
-from attnorm.models.layer_recipe import write_recipe_file
+from attnorm.models.layer_recipe import SEARCH_NOTE, write_recipe_file
 from attnorm.search.plan import COMMAND, SearchPlan
 from attnorm.sweep.folder import states
 from attnorm.sweep.plan import Item, Plan
@@ -147,9 +147,7 @@ def _write_table(out: Path, result: SearchResult) -> None:
 
 def _write_recipe(path: Path, plan: SearchPlan, trial: TrialResult) -> None:
     numbers = ", ".join(f"{name} {value:.5g}" for name, value in trial.values.items())
-    note = (
-        f"attnorm search, trial {trial.number}: {numbers}\nOne random seed. Compare with other seeds before you use it."
-    )
+    note = f"{SEARCH_NOTE} {trial.number}: {numbers}\nOne random seed. Compare with other seeds before you use it."
     write_recipe_file(path, trial.recipe, trial.learning_rate, note)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnorm.files import write_json
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
-from attnorm.search.plan import COMMAND, SearchPlan
+from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm.sweep.engines import Engine, WorkerDied, open_engine
 from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_table
@@ -90,8 +90,14 @@ def _open_folder(out: Path, plan: SearchPlan) -> None:
         require_only(out, (), "files, but no search")
         make_writable(out)
     else:  # more trials or seeds continue a search
-        here, there = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, record["content"]))
+        recorded = read_content(record["content"])
+        here, there = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
         require_same_run(here, there, f"{out} holds another search", "Choose another folder")
+        if recorded != record["content"]:  # its study has the choices and items under other names
+            raise ValueError(
+                f"{out} holds a search of an earlier version, whose normalizers mean "
+                f"{', '.join(recorded['space']['normalizers'])}. It cannot be continued. Choose another folder."
+            )
     write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})
 
 

@@ -18,7 +18,8 @@ import torch
 
 from attnorm.files import write_json
 from attnorm.normalizers.adaptive_temperature import adaptive_temperature
-from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.former_defaults import read_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.clrs.data import ClrsData, EncodedExample
@@ -50,6 +51,9 @@ class ClrsTests:
     others: tuple[str, ...] = ()
     observed: int = 1
     test: bool = True  # False: the held-out loss only, to choose a learning rate
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
 
     def as_dict(self) -> dict[str, Any]:
         return {"others": list(self.others), "observed": self.observed, "test": self.test}
@@ -101,7 +105,7 @@ def train_clrs(
     with only_process(out):
         record = open_run(out, identity, resume=True)
         if record["result"]:
-            return record
+            return {**record, "result": _read_result(record["result"])}
         with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
             run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
             report("training", run.step, recipe.steps, None)
@@ -165,8 +169,19 @@ def _tested_with(model: Any, name: str, coefficients: Sequence[float]) -> Abstra
 
     if name == OWN:
         return nullcontext()
-    other: str | Normalizer | Mechanism = adaptive_temperature(coefficients) if name == REFITTED else name
-    return swap(model, other, warm_start=False)
+    if name == REFITTED:
+        return swap(model, adaptive_temperature(coefficients), warm_start=False)
+    named, options = parse_spec(name)
+    return swap(model, named, warm_start=False, **options)
+
+
+def _read_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded result whose test normalizers are named with the defaults of their time."""
+    by_normalizer = ("exact", "test_loss", "entropy")
+    return {
+        key: {read_spec(name): each for name, each in value.items()} if key in by_normalizer else value
+        for key, value in result.items()
+    }
 
 
 def learned_values(model: Any) -> dict[str, list[float]]:
