@@ -1,5 +1,7 @@
 """Patched models leave Python: torch.export and ONNX give eager's numbers, at other lengths than the traced one too."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnorm
 from attnorm.normalizers.block import is_exporting
+from attnorm.normalizers.contract import Normalizer
 
 TRACED, LONGER = 9, 70
 
@@ -69,6 +72,39 @@ def test_onnxruntime_computes_what_torch_computes(tmp_path) -> None:
         found = torch.from_numpy(session.run(None, given)[0])
         truth, eager = exact(tokens(length)), model(tokens(length))
         assert (found - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-6
+
+
+class Attention(nn.Module):
+    def __init__(self, normalizer: str) -> None:
+        super().__init__()
+        self.normalizer = normalizer  # by name: made while it is traced
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, self.normalizer, causal=True)
+
+
+ROW_NORMALIZERS = [name for name in attnorm.available() if isinstance(attnorm.get(name), Normalizer)]
+EVERY_COMMIT = ("adaptive_temperature", "norm_softmax")  # each went wrong once, in onnxruntime alone
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EVERY_COMMIT else pytest.param(name, marks=pytest.mark.nightly) for name in ROW_NORMALIZERS],
+)
+@torch.no_grad()
+def test_every_row_normalizer_in_onnxruntime(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="pip install attnorm[onnx]")
+    runtime = pytest.importorskip("onnxruntime", reason="pip install attnorm[onnx]")
+    generator = torch.Generator().manual_seed(0)
+    traced, longer = (torch.randn(3, 1, 2, length, 8, generator=generator).unbind() for length in (9, 40))
+    module, varies = Attention(name), name != "topk"  # torch cannot prove that k keys exist
+    length = {2: torch.export.Dim("length", min=3, max=4096)}
+    program = torch.export.export(module, traced, dynamic_shapes=(length,) * 3 if varies else None)
+    torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "attention.onnx")
+    session = runtime.InferenceSession(tmp_path / "attention.onnx", providers=["CPUExecutionProvider"])
+    given = longer if varies else traced
+    inputs = {one.name: tensor.numpy() for one, tensor in zip(session.get_inputs(), given, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, inputs)[0]), module(*given), rtol=1e-5, atol=1e-5)
 
 
 class Exporting(nn.Module):

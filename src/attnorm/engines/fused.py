@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnorm.engines.inputs import HALF, Inputs, in_forward_mode, rounded
 from attnorm.normalizers.adaptive_temperature import EntropyRule
+from attnorm.normalizers.block import is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
 
@@ -37,9 +38,9 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return True
     if len(others) > 1 or others[0] is not normalizer.rules[-1] or not isinstance(others[0], EntropyRule):
         return False
-    # The entropy of SDPA carries no gradient.
+    # The entropy of SDPA carries no gradient, and ONNX has no logsumexp of SDPA.
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())
-    return normalizer.sink is None and not inputs.needs_grad and not trains
+    return normalizer.sink is None and not inputs.needs_grad and not trains and not is_exporting()
 
 
 def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:

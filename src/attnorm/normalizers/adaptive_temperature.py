@@ -34,7 +34,8 @@ class EntropyRule(LogitRule):
             raise ValueError(f"coefficients must be finite numbers, highest power first, got {list(coefficients)}")
         self.coefficients = tuple(float(c) for c in coefficients)
         self.monotone = monotone
-        self.turning_points = [LEAST_ENTROPY, *(t for t in _turning_points(self.coefficients) if t > LEAST_ENTROPY)]
+        turns = _turning_points(self.coefficients) if monotone else []  # eigenvalues, which no export can contain
+        self.turning_points = [LEAST_ENTROPY, *(turn for turn in turns if turn > LEAST_ENTROPY)]
 
     def beta(self, entropy: Tensor) -> Tensor:
         """The factor for rows of this entropy, in nats."""
