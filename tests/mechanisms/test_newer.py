@@ -99,10 +99,12 @@ def test_laser_takes_any_normalizer_whose_rows_sum_to_1() -> None:
 
 
 def test_laser_equals_x_transformers() -> None:
-    peer = pytest.importorskip("x_transformers.attend", reason="x-transformers is not installed")
-    q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
-    theirs = torch.log(peer.Attend(causal=True)(q, k, torch.exp(v))[0])
-    torch.testing.assert_close(attnorm.attention(q, k, v, "laser", causal=True), theirs, rtol=0, atol=1e-6)
+    peer = pytest.importorskip("x_transformers.x_transformers", reason="x-transformers is not installed")
+    layer = peer.Attention(dim=WIDTH, heads=4, dim_head=8, causal=True, laser=True, laser_softclamp_value=1e9).double()
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (layer.to_q, layer.to_k, layer.to_v))
+    found = layer.to_out(attnorm.attention(q, k, v, "laser", causal=True).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(found, layer(x), rtol=0, atol=1e-6)
 
 
 @each_call
