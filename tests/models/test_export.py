@@ -71,7 +71,8 @@ def test_onnxruntime_computes_what_torch_computes(tmp_path) -> None:
         given = {session.get_inputs()[0].name: tokens(length).numpy()}
         found = torch.from_numpy(session.run(None, given)[0])
         truth, eager = exact(tokens(length)), model(tokens(length))
-        assert (found - truth).abs().max() <= 2 * (eager - truth).abs().max() + 1e-6
+        rounding = 8 * torch.finfo(torch.float32).eps * truth.abs().max()  # its sums have another order
+        assert (found - truth).abs().max() <= 2 * (eager - truth).abs().max() + rounding
 
 
 class Attention(nn.Module):
