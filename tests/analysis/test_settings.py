@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from attnorm.analysis.settings import (
     named_normalizers,
     sampled_rows_at,
     settings_of,
+    started_at_length,
 )
 from attnorm.analysis.tables import SENSITIVITY
 from attnorm.metrics.sampling import rows_to_measure
+from tests.models.tiny import tiny
 
 
 def settings(**changes: Any) -> AnalysisSettings:
@@ -78,6 +81,23 @@ def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be
     imposter.name = "model"
     with pytest.raises(ValueError, match=r"'model'.*another \.name"):
         named_normalizers((imposter,))
+
+
+def test_one_normalizer_with_several_options_is_named_with_them() -> None:
+    specs = ["entmax:alpha=1.2", "entmax:alpha=1.8", "ssmax:learned=false"]
+    named = named_normalizers(specs)
+    assert [one.name for one in named.values()] == [*named] == specs
+    assert named["entmax:alpha=1.8"].map.alpha == 1.8
+
+
+def test_options_do_not_keep_a_normalizer_from_starting_at_the_length_of_the_model() -> None:
+    specs = ("ssmax", "ssmax:learned=false", "ssmax:s=0.3", "ssmax:bias=true")
+    started = started_at_length(named_normalizers(specs), tiny("llama"), specs, 64)
+    plain, fixed, given, biased = (float(one.rules[0].s.detach()) for one in started.values())
+    assert plain == fixed == pytest.approx(64 / math.lgamma(65))
+    assert given == pytest.approx(0.3)
+    assert biased > 0  # what starts at s = 0 is not measured without its bias
+    assert [one.name for one in started.values()] == [*specs]
 
 
 def test_a_mechanism_cannot_be_measured_on_logits() -> None:

@@ -119,6 +119,10 @@ def test_pass_keys_are_spread_over_depths_and_right_or_wrong(bundled: Any) -> No
         ({"tasks": ["vt"], "lengths": [512]}, "1024 for ruler_vt, got 512"),
         ({"normalizers": ["sofmax"]}, "softmax"),
         ({"normalizers": ["model"]}, "model"),
+        ({"normalizers": ["tda"]}, "another architecture"),
+        ({"normalizers": ["entmax:alpha=x"]}, "alpha must be a number, got 'x'"),
+        ({"normalizers": ["forget:width=31"]}, "width=192.*width=31"),
+        ({"normalizers": ["soft"]}, "no causal form"),
         ({"limit": 0}, "got 0"),
         ({"lengths": [100_000]}, "100000"),
     ],
@@ -126,9 +130,31 @@ def test_pass_keys_are_spread_over_depths_and_right_or_wrong(bundled: Any) -> No
 def test_bad_input_is_named_before_anything_runs(
     bundled: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
 ) -> None:
+    def too_late(*_: Any) -> Scores:
+        raise AssertionError("a part ran")
+
     monkeypatch.setattr(evaluation_run, "all_tasks", lambda: ())
+    monkeypatch.setattr(evaluation_run, "score_perplexity", too_late)
     with pytest.raises(ValueError, match=named):
         small(bundled, **options)
+
+
+def test_a_normalizer_that_no_model_can_use_is_named_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(evaluation_run, "load")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[layers]\n"1" = "differential"\n')
+    for normalizer in ("tda", recipe):
+        with pytest.raises(ValueError, match="another architecture"):
+            small("bundled", normalizers=[normalizer])
+
+
+def test_the_model_decides_how_many_heads_forget_has(bundled: Any) -> None:
+    found = small(bundled, tasks=["perplexity"], normalizers=["forget:width=192"])
+    assert found.rows[1].mean == pytest.approx(found.rows[0].mean, abs=0.01)  # it starts near softmax
+    with pytest.raises(ValueError, match=r"forget:width=192:heads=6.*comes from the model.*Remove 'heads=6'"):
+        small(bundled, normalizers=["forget:width=192:heads=6"])
 
 
 def test_a_missing_lm_eval_names_the_extra(bundled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

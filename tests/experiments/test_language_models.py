@@ -344,3 +344,7 @@ def test_every_model_of_the_large_plan_can_be_built_and_trained(normalizer: str)
         loss = model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss
         loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_fastest_attention_of_gates_that_read_hidden_states() -> None:
+    assert fastest_attention("forget:width=24", torch.device("cpu")) == "engine"

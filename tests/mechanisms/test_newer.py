@@ -284,7 +284,7 @@ def test_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) ->
 def test_forget_needs_a_shift_invariant_normalizer_and_starts_near_softmax() -> None:
     with pytest.raises(ValueError, match="sigmoid"):
         Forget(normalizer="sigmoid")
-    with pytest.raises(ValueError, match="width=3"):
+    with pytest.raises(ValueError, match=r"width=3.*heads=.*attnorm\.patch"):
         Forget(width=3)
     q, k, v = torch.randn(3, 1, 4, 30, 8).unbind()
     found = attnorm.attention(q, k, v, Forget(bias=20.0), causal=True)

@@ -31,7 +31,7 @@ from attnorm.models.dispatch import KERNEL, NORMALIZER, UnsupportedModel, attent
 from attnorm.models.layer_normalizer import head_count
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
-from attnorm.models.patch_state import device_of, recipe_of
+from attnorm.models.patch_state import device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.patched_attention import patched_attention
 from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
@@ -343,6 +343,34 @@ def test_what_is_no_model_or_no_normalizer_is_named() -> None:
         patch(llama(), 3)
     with pytest.raises(TypeError, match=r"'ssmax': s .*'x'"):
         patch(llama(), "ssmax", s="x")
+
+
+def test_options_are_written_behind_the_name_or_passed() -> None:
+    models = [llama() for _ in range(3)]
+    patch(models[0], "entmax:alpha=1.3")
+    patch(models[1], "entmax", alpha=1.3)
+    assert fingerprint(models[0]) == fingerprint(models[1])
+    with pytest.raises(ValueError, match=r"'entmax:alpha=1.3' and as alpha="):
+        patch(models[2], "entmax:alpha=1.3", alpha=1.5)
+
+
+def patched_normalizers(model: PreTrainedModel) -> list[Any]:
+    return [normalizer_of(module) for module in patched_modules(model).values()]
+
+
+def test_an_option_may_be_named_as_the_argument_normalizer() -> None:
+    models = [llama() for _ in range(3)]
+    patch(models[0], "laser:normalizer=entmax15", layers=[1])
+    patch(models[1], "laser", normalizer="entmax15", layers=[1])
+    assert fingerprint(models[0]) == fingerprint(models[1])
+    assert [part.normalizer.name for part in patched_normalizers(models[1])] == ["entmax15"]
+    with swap(models[2], "forget", normalizer="kneemax+knee=0.1"):
+        assert {part.normalizer.name for part in patched_normalizers(models[2])} == {"kneemax"}
+    with pytest.raises(TypeError, match=r"patch\(model, attnorm.get\('laser', normalizer=...\)\)"):
+        patch(models[2], "laser", normalizer=attnorm.get("entmax15"))
+    with pytest.raises(TypeError, match=r"'ssmax'.*'normalizer'.*accepts"):
+        patch(models[2], "ssmax", normalizer="entmax15")
+    patch(model=models[2], normalizer=attnorm.get("laser", normalizer=attnorm.get("entmax15")))
 
 
 def test_options_beside_an_object_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnorm
 from attnorm.normalizers import (
     Block,
     LogitRule,
@@ -152,6 +153,17 @@ def test_what_others_registered_is_suggested_too() -> None:
     register("flat_attention")(Flat)
     with pytest.raises(ValueError, match="'flat_attention'"):
         get("flat_atention")
+
+
+def test_options_may_be_written_behind_the_name() -> None:
+    logits = torch.randn(2, 5)
+    expected = attnorm.normalize(logits, attnorm.get("entmax", alpha=1.3))
+    assert torch.equal(attnorm.normalize(logits, "entmax:alpha=1.3"), expected)
+    assert attnorm.get("ssmax:s=0.5", heads=3).rules[0].s.tolist() == [0.5] * 3
+    with pytest.raises(ValueError, match=r"'entmax:alpha=1.3' and as alpha="):
+        attnorm.get("entmax:alpha=1.3", alpha=1.5)
+    with pytest.raises(ValueError, match=r"'entmx'.*'entmax'"):
+        attnorm.get("entmx:alpha=1.3")
 
 
 def test_wrong_options_are_answered_with_the_right_ones() -> None:

@@ -26,11 +26,17 @@ Train = Callable[..., dict[str, Any]]
         ({"warmup": -1}, "got -1"),
         ({"dtype": "float8"}, "'float8'.*float32, bfloat16"),
         ({"architecture": "gpt5"}, "'gpt5'.*'gpt2'"),
+        ({"normalizer": "entmax:alpha=1.3", "normalizer_options": {"alpha": 1.5}}, "alpha once"),
     ],
 )
 def test_settings_that_cannot_be(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny(**changed)
+
+
+def test_options_behind_the_name_are_the_same_settings() -> None:
+    assert tiny(normalizer="entmax:alpha=1.3") == tiny(normalizer="entmax", normalizer_options={"alpha": 1.3})
+    assert tiny(normalizer="kneemax:share=1").normalizer_options == {"share": 1}
 
 
 def test_a_missing_file(texts: tuple[Path, Path], tmp_path: Path) -> None:

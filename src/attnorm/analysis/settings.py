@@ -11,6 +11,7 @@ import torch
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, warm_start_of
 from attnorm.normalizers.registry import entries, get, resolve
+from attnorm.normalizers.spec import parse_spec
 from attnorm.suggest import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
@@ -163,6 +164,8 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
                 f"expected row normalizers, got the mechanism {found.name!r}, which has no rows of logits to measure. "
                 "Choose another name."
             )
+        if found is not None and isinstance(one, str) and ":" in one:
+            found.name = one  # with its options: entmax may occur with several
         name = "model" if found is None else found.name
         if name in named:
             raise ValueError(f"two normalizers are named {name!r}; give one of them another .name")
@@ -189,12 +192,15 @@ def started_at_length(
     length = trained_length(config) if length is None else length
     layer = LayerFacts(heads=1, length=length, causal=not getattr(config, "is_encoder_decoder", False))
     started = dict(named)
-    for name in names & set(named) & set(entries()):
+    for spec in names & set(named) - {"model"}:
+        name, options = parse_spec(spec)
         start = warm_start_of(entries()[name].factory())
-        if start is not None and start.by_length is not None:
-            normalizer = get(name, **{start.by_length: start.options(layer, {})[start.by_length]})
+        chosen = {**start.options(layer, options), **options}
+        if start.by_length in chosen and not start.values(layer, options, chosen):
+            normalizer = get(name, **{**options, start.by_length: chosen[start.by_length]})
             assert isinstance(normalizer, Normalizer)
-            started[name] = normalizer
+            normalizer.name = spec
+            started[spec] = normalizer
     return started
 
 

@@ -34,8 +34,9 @@ def analyze(
     normalizers: Annotated[
         str,
         typer.Option(
-            metavar="NAME,NAME,...",
-            help="Normalizers to measure: model is the one that the model runs; others are applied to the same logits.",
+            metavar="SPEC,SPEC,...",
+            help="Normalizers to measure, as NAME or NAME:KEY=VALUE: model is the one that the model runs; others are "
+            "applied to the same logits.",
         ),
     ] = "model",
     rows: options.Rows = None,

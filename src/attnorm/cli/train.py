@@ -28,7 +28,7 @@ def lm(
     architecture: Annotated[
         str, typer.Option(help="gpt2, llama (rotary positions) or nope (llama without positions).")
     ] = "gpt2",
-    normalizer: Annotated[str, typer.Option(metavar="NAME", help="Normalizer; see `attnorm normalizers`.")] = "softmax",
+    normalizer: Annotated[str, typer.Option(metavar="SPEC", help="Normalizer, as NAME or NAME:KEY=VALUE.")] = "softmax",
     normalizer_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3.")] = "",
     recipe: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Recipe file with a normalizer per layer, instead.")

@@ -26,11 +26,10 @@ from attnorm.evaluation.tasks import (
 )
 from attnorm.files import read_text, text_name, write_json
 from attnorm.models.describe import longest_context
-from attnorm.models.layer_recipe import is_recipe
+from attnorm.models.layer_recipe import is_recipe, read_recipe_file
 from attnorm.models.load import BUNDLED, LoadedModel, load
-from attnorm.models.patch import swap
+from attnorm.models.patch import check_replacement, swap
 from attnorm.normalizers.former_defaults import key_spec, read_spec, state_spec
-from attnorm.normalizers.registry import get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
@@ -89,6 +88,9 @@ def evaluate(
         model, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
     check_model(loaded)
+    for side in sides[1:]:
+        with _swapped(loaded, side):
+            pass  # one that does not fit this model raises now, not after the parts before it
     warn_of_lengths(loaded, items)
     if content is None:
         ((name, content),) = default_text(bundled=loaded.asked == BUNDLED).items()
@@ -121,15 +123,20 @@ def evaluate(
 
 
 def check_side(side: str) -> None:
-    """Raise ValueError for a normalizer that does not exist, before a model is loaded."""
+    """Raise ValueError for a normalizer that no trained model can use, before a model is loaded."""
     if side == AS_LOADED:
         raise ValueError(f"{AS_LOADED!r} is always evaluated first. Leave it out.")
     if is_recipe(side):
         if not Path(side).is_file():
             raise ValueError(f"expected a recipe file, got {side}, which does not exist")
-        return
-    name, options = parse_spec(side)
-    get(name, **options)
+        specs = [*read_recipe_file(Path(side)).layers.values()]
+    else:
+        specs = [side]
+    try:
+        for spec in specs:
+            check_replacement(spec)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:

@@ -49,7 +49,10 @@ class Forget(Mechanism):
     ) -> None:
         super().__init__()
         if width is not None and heads is None:
-            raise ValueError(f"expected heads with width={width}: gates are read per head. Pass heads=, those of q.")
+            raise ValueError(
+                f"expected heads with width={width}, since each query head has its own gate, got None. Pass heads=, "
+                "the number of query heads; attnorm.patch and the commands take it from the model."
+            )
         if not isinstance(normalizer, str | Normalizer):
             raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
         chosen = resolve_part(normalizer)

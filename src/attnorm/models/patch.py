@@ -8,9 +8,10 @@ import copy
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.layer_input import check_readable
 from attnorm.models.layer_normalizer import (
+    USUAL_LENGTH,
     build,
     check_fit,
     checked_heads,
@@ -44,7 +46,7 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.former_defaults import state_options
 from attnorm.normalizers.registry import as_normalizer
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, with_options
 
 Replacement = str | Normalizer | Mechanism
 LayerRecipe = Mapping[str, Replacement] | Mapping[int, Replacement] | os.PathLike[str]
@@ -99,6 +101,32 @@ class Patch:
         return "Patch(removed)" if self._modules else "Patch(softmax in every layer)"
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_option_normalizer(function: Callable[P, T]) -> Callable[P, T]:
+    """Let laser and forget have their option `normalizer`, although an argument of the function has that name.
+
+    Python rejects a call with both. Here ("laser", normalizer="entmax15") becomes ("laser:normalizer=entmax15").
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        if len(args) < 2 or "normalizer" not in options:
+            return function(*args, **options)
+        spec, option = args[1], options.pop("normalizer")
+        if not isinstance(spec, str) or not isinstance(option, str):
+            raise TypeError(
+                f"expected the option normalizer= as a name, got {option!r}. Pass an object instead: "
+                f"{function.__name__}(model, attnorm.get({spec!r}, normalizer=...))."
+            )
+        return function(args[0], f"{spec}:normalizer={option}", *args[2:], **options)  # type: ignore[arg-type]
+
+    return call
+
+
+@_with_option_normalizer
 def patch(
     model: nn.Module,
     normalizer: Replacement | LayerRecipe,
@@ -110,13 +138,14 @@ def patch(
 ) -> Patch:
     """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
-    normalizer: a name, with its options as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
+    normalizer: a name with its options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
         {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
     layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
     warm_start: start where the trained function changes least (attnorm.models.layer_normalizer); given options win.
     train_length: of the texts that the model was trained on, if not what its config says.
 
     >>> handle = patch(model, "ssmax")
+    >>> patch(model, "entmax", alpha=1.3)  # or "entmax:alpha=1.3"
     >>> patch(model, "entmax15", layers={10: [0, 3], 11: None})
     >>> patch(model, {"0-3": "softmax", "4-7": "entmax:alpha=1.3"})
     """
@@ -150,6 +179,8 @@ def _replacements(
 ) -> Iterator[tuple[Replacement, dict[str, Any], Chosen]]:
     """Yield every normalizer with its options and the attention modules that get it."""
     if not is_recipe(normalizer):
+        if isinstance(normalizer, str):
+            normalizer, options = with_options(normalizer, options)
         yield normalizer, options, _chosen(model, layers)
         return
     if layers is not None or options:
@@ -163,6 +194,14 @@ def _replacements(
             yield name, given, _chosen(model, group)
 
 
+def check_replacement(spec: str) -> None:
+    """Raise ValueError or TypeError for a specification that no trained model can use, before a model is loaded."""
+    name, options = parse_spec(spec)
+    part, _ = build(name, options, LayerFacts(heads=2, length=USUAL_LENGTH), warm=True)
+    _check_architecture(part)
+
+
+@_with_option_normalizer
 @contextmanager
 def swap(
     model: nn.Module,
@@ -296,12 +335,16 @@ def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int |
     )
 
 
-def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
+def _check_architecture(part: Normalizer | Mechanism) -> None:
     if isinstance(part, Mechanism) and part.another_architecture and not getattr(part, "second", None):
         raise ValueError(
             f"{part.name!r} {part.another_architecture}: another architecture, which no trained model has; build it "
             "with attnorm.attention and train it (differential_v2: attnorm train lm --normalizer differential_v2)"
         )
+
+
+def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
+    _check_architecture(part)
     if isinstance(part, Forget | DifferentialV2) and part.reads_hidden_states:
         check_readable(module, part, place)
     if part.name == "soft" and getattr(module, "is_causal", True):

@@ -27,6 +27,7 @@ import torch
 from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
 from attnorm.normalizers.declaration import Declaration, declaration_of
 from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.spec import with_options
 
 ENTRY_POINT_GROUP = "attnorm.normalizers"
 
@@ -212,7 +213,9 @@ def get(name: MechanismName, **options: Any) -> Mechanism: ...
 @overload
 def get(name: str, **options: Any) -> Normalizer | Mechanism: ...
 def get(name: str, **options: Any) -> Normalizer | Mechanism:
-    """The normalizer of that name, e.g. get("entmax", alpha=1.3) or get("ssmax", heads=12)."""
+    """The normalizer of that name, e.g. get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
+    if isinstance(name, str) and ":" in name:
+        name, options = with_options(name, options)
     known = entries()
     if not isinstance(name, str) or name not in known:
         close = difflib.get_close_matches(str(name), known, n=3)

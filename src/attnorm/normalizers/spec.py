@@ -4,6 +4,7 @@ An option may name a part with options of its own, joined by +, as in composed:s
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -11,19 +12,30 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse 'entmax:alpha=1.3:learned=true' into "entmax" and its options.
 
     Raises:
-        ValueError: An option without a value, given twice, or `heads`, which is set by the caller.
+        ValueError: An option without a value, given twice, or `heads`, which the model decides.
     """
     name, *parts = (part.strip() for part in spec.split(":"))
     options: dict[str, Any] = {}
     for part in parts:
         key, equals, value = (word.strip() for word in part.partition("="))
-        if not (key and equals and value) or key in options or key == "heads":
-            raise ValueError(
-                f"options of a normalizer are written name:key=value:key=value, each key once, `heads` not among them; "
-                f"got {part!r} in {spec!r}"
-            )
+        if key == "heads":
+            raise ValueError(f"expected no heads in {spec!r}: their number comes from the model. Remove {part!r}.")
+        if not (key and equals and value) or key in options:
+            raise ValueError(f"expected options as name:key=value:key=value, each key once, got {part!r} in {spec!r}.")
         options[key] = parse_value(value)
     return name, options
+
+
+def with_options(spec: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of a specification, and its options together with others.
+
+    Raises:
+        ValueError: As `parse_spec`, or an option in both.
+    """
+    name, written = parse_spec(spec)
+    if twice := [option for option in written if option in options]:
+        raise ValueError(f"expected {twice[0]} once, got it in {spec!r} and as {twice[0]}=. Remove one of them.")
+    return name, {**written, **options}
 
 
 def parse_part(spec: str) -> tuple[str, dict[str, Any]]:

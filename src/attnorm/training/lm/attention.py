@@ -21,8 +21,10 @@ from attnorm.attention import choose_engine
 from attnorm.engines.inputs import validate_inputs
 from attnorm.engines.triton_support import FEWEST_QUERIES
 from attnorm.models.dispatch import NORMALIZER
+from attnorm.models.layer_normalizer import USUAL_LENGTH, build
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
+from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.spec import parse_spec
@@ -96,7 +98,7 @@ def fastest_attention(normalizer: str, device: torch.device, width: int = 64) ->
     normalizer: with options, as in `topk:k=4`. width: of a head.
     """
     name, options = parse_spec(normalizer)
-    one = get(name, **options)
+    one, _ = build(name, options, LayerFacts(heads=2, length=USUAL_LENGTH), warm=False)
     fused = isinstance(one, Mechanism) or _is_rescaled_softmax(one) or _runs_on_kernels(one, width, device, DTYPES[-1:])
     return "engine" if fused else "dense"
 

@@ -13,7 +13,7 @@ import torch
 from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
 from attnorm.normalizers.former_defaults import state_options, state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, with_options
 from attnorm.suggest import did_you_mean
 from attnorm.training.lm.data import LARGEST_VOCABULARY
 
@@ -84,6 +84,9 @@ class LMSettings:
         object.__setattr__(self, "recipe", {layers: state_spec(spec) for layers, spec in self.recipe.items()})
         if self.recipe:
             self._simplify_recipe()
+        name, options = with_options(self.normalizer, self.normalizer_options)
+        object.__setattr__(self, "normalizer", name)
+        object.__setattr__(self, "normalizer_options", options)
         object.__setattr__(self, "normalizer_options", state_options(self.normalizer, self.normalizer_options))
 
     def _simplify_recipe(self) -> None:
