@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -33,6 +34,15 @@ def test_the_examples_of_a_page_run_one_after_another(
     names: dict[str, object] = {"__name__": "__main__"}
     for code in blocks((DOCS / page).read_text()):
         exec(compile(code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["training.md", "reference/monitoring.md"])
+def test_the_examples_of_qk_clip_show_it_acting(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = (code for code in blocks((DOCS / page).read_text()) if "QKClip" in code)
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    assert names["clip"].clips
 
 
 @pytest.mark.parametrize("name", attnorm.__all__)

@@ -1,5 +1,6 @@
 """Tables from lines: means over seeds, who is best, and whether sharper heads find more."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from attnorm.experiments.language_models.results import (
     wilson_interval,
 )
 from attnorm.experiments.language_models.tables import all_tables, summary
+from attnorm.experiments.language_models.workspace import read_results
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def lines() -> list[dict[str, Any]]:
@@ -51,6 +55,24 @@ def test_seeds_are_averaged_and_the_lowest_loss_comes_first() -> None:
     assert first.found[8].mean == pytest.approx(0.6)
     assert first.attention == {"entropy_ratio": pytest.approx(0.6)}
     assert first.tokens_per_second == 101.0
+
+
+def test_seeds_whose_attention_was_computed_in_different_ways_are_marked() -> None:
+    made = lines()
+    next(line for line in made if line["stage"] == "main" and line["seed"] == 1)["attention"] = "dense"
+    assert [(one.name, one.computed) for one in contenders(made)] == [
+        ("ssmax", "engine and dense"),
+        ("softmax", "engine"),
+    ]
+    assert "| engine and dense |" in all_tables(made)
+
+
+def test_the_page_names_each_normalizer_whose_seeds_were_computed_in_different_ways() -> None:
+    published = read_results(RESULTS / "language-models.jsonl.xz")
+    mixed = {one.normalizer for one in contenders(published) if " and " in one.computed}
+    section = (RESULTS / "language-models.md").read_text().partition("## How attention is computed")[2]
+    assert mixed == {"softpick"}
+    assert "Seeds 0 and 1 of `softpick`" in section.partition("## ")[0]
 
 
 def test_the_tables_say_it() -> None:

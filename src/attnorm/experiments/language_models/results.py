@@ -99,7 +99,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         parameters=main[0]["parameters"] if main and trained else None,
         tokens_per_second=_largest(main, "tokens_per_second") if trained else None,
         peak_memory_bytes=_largest(main, "peak_memory_bytes") if trained else None,
-        computed=main[0]["attention"] if main and trained else "",
+        computed=" and ".join(dict.fromkeys(line["attention"] for line in main)) if trained else "",
     )
 
 
