@@ -64,6 +64,7 @@ GIBIBYTE = 2**30
 MEGABYTE = 10**6
 MOST_MEMORY = 1.5  # promised: times the plain pass, and 1 GiB more
 WHAT_IFS = ("model", "ssmax", "log_scaled")
+OTHER_MAPS = ("sigmoid", "relu", "sparsemax", "entmax15", "kneemax", "softpick")  # whose statistics have kernels
 
 
 def compare_cuda(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
@@ -296,13 +297,19 @@ def _statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]
     _, heads, length, width = size
     topic = f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal"
     shape = f"{heads} heads, width {width}, L = {length:,}"
-    for what, ours, most in (
+    calls: list[tuple[str, Call, float | None]] = [
         ("attention_statistics", partial(attention_statistics, q, k, causal=True), 1.2),
         ("attention with return_statistics", partial(attention, q, k, v, causal=True, return_statistics=True), 2.0),
-    ):
+    ]
+    calls += [
+        (f"attention_statistics of {name}", partial(attention_statistics, q, k, name, causal=True), None)
+        for name in OTHER_MAPS
+    ]
+    for what, ours, most in calls:
         timed = time_alternating(_finished(ours), _finished(partial(_cudnn, q, k, v)), rounds=1 if quick else 5)
         yield Ratio(
-            topic=topic, what=f"{what}, {shape}", against="cuDNN attention", target=None if quick else 1 / most,
+            topic=topic, what=f"{what}, {shape}", against="cuDNN attention",
+            target=None if quick or most is None else 1 / most,
             **asdict(timed),
         )  # fmt: skip
 

@@ -197,7 +197,7 @@ def _one_pass_tile(q: Tensor) -> Tile:
 def _threshold_tile(q: Tensor) -> Tile:
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if q.shape[-1] <= 64 else (32, 32, 4, 2)
-    return (64, 64, 8, 3) if q.shape[-1] <= 128 else (64, 32, 8, 2)  # with 4 warps registers are spilled
+    return (64, 64, 4, 3) if q.shape[-1] <= 128 else (64, 32, 8, 2)  # with 8 warps 66 instead of 34 ms on an H200
 
 
 def _tolerances(dtype: torch.dtype) -> tuple[float, float, float]:
