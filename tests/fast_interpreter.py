@@ -2,8 +2,8 @@
 
 Triton 3.9 prepares `triton.language` anew at every call of a device function (5 ms), combines the elements of a custom
 reduction one by one, looks for overflow at each integer operation although it reports none unless it debugs, and makes
-the type of each result anew. Here the language is prepared once per launch, a reduction combines whole slices, and
-types are made once.
+the type of each result anew. Here the language is prepared once per launch, a reduction combines whole slices, types
+are made once, and most operators are one call of numpy (direct_operators.py).
 """
 
 import functools
@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from attnorm.engines.triton_support import HAS_TRITON
+from tests.direct_operators import direct_operators
+
+DIRECT: dict[tuple[Any, str], Any] = {}
 
 
 @functools.cache
@@ -28,6 +31,7 @@ def speed_up_interpreter() -> None:
         interpreter._patch_attr = _patch_attribute
     if triton.__version__.startswith("3.9."):
         _remember_types(interpreter)
+        DIRECT.update(direct_operators(interpreter))
 
 
 def _patching_once(interpreter: Any) -> Any:
@@ -57,7 +61,8 @@ def _patch_attribute(where: Any, name: str, member: Any, builder: Any, scope: An
         options["_semantic"] = interpreter_semantic
         return function(*arguments, **options)
 
-    scope.set_attr(where, name, interpreted)
+    direct = DIRECT.get((where, name))
+    scope.set_attr(where, name, interpreted if direct is None else direct(interpreted))
 
 
 def _remember_types(interpreter: Any) -> None:

@@ -1,0 +1,202 @@
+"""Operators of Triton's interpreter as one call of numpy each; their results stay the same.
+
+An operator of the interpreter casts, broadcasts and checks its operands anew at each call: 0.1 ms for 64 numbers, of
+which numpy needs 2 µs. Here the first call on operands of these types and shapes asks Triton, which also says what type
+results. Later calls leave casts and broadcasts to numpy, which does the same where all operands have one type.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Plain = Callable[..., Any]  # an operator of the interpreter
+Compute = Callable[..., Any]  # the same of arrays and numbers
+
+OPERATORS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.divide,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+# What a Python number becomes beside a tensor of this type; beside any other, Triton decides.
+NUMBERS: dict[str, dict[type, Any]] = {
+    "fp32": {int: np.float32, float: np.float32},
+    "fp64": {int: np.float64, float: np.float64},
+    "int32": {int: np.int32},
+    "int64": {int: np.int64},
+    "int1": {},
+}
+
+
+def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain], Plain]]:
+    """By class or module and name, what makes an operator of the interpreter a direct one."""
+    language, core = interpreter.tl, interpreter.tl.core
+    direct = _Direct(core.tensor, core.constexpr, interpreter.TensorHandle)
+    found: dict[tuple[Any, str], Callable[[Plain], Plain]] = {}
+    for name, compute in OPERATORS.items():
+        found[core.tensor, f"__{name}__"] = direct.operator(name, compute)
+        found[core.tensor, f"__r{name}__"] = direct.operator(name, lambda a, b, compute=compute: compute(b, a))
+    found[core.tensor, "__getitem__"] = direct.new_axes
+    found[core.tensor, "to"] = _to
+    for where in (language, core):
+        found[where, "where"] = direct.choice
+        found[where, "maximum"] = direct.extreme(core, np.fmax, np.maximum)
+        found[where, "minimum"] = direct.extreme(core, np.fmin, np.minimum)
+    return found
+
+
+def _advance(width: int, pointers: Any, offset: Any) -> Any:
+    return pointers + width * offset.astype(np.uint64)
+
+
+def _to(plain: Plain) -> Plain:
+    def operate(given: Any, dtype: Any, *options: Any, **named: Any) -> Any:
+        return given if given.dtype is dtype and not options and not named else plain(given, dtype, *options, **named)
+
+    return operate
+
+
+class _Direct:
+    def __init__(self, tensor: Any, constexpr: Any, handle: Any) -> None:
+        self.tensor, self.constexpr, self.handle = tensor, constexpr, handle
+
+    def operator(self, name: str, compute: Compute) -> Callable[[Plain], Plain]:
+        suitable = {"truediv": {"fp32", "fp64"}, "and": {"int1"}, "or": {"int1"}}.get(name, {*NUMBERS} - {"int1"})
+        chosen: dict[str, Compute] = dict.fromkeys(suitable, compute)
+        if compute is np.add:
+            chosen["pointer"] = _advance
+        return self._binary(chosen.get)
+
+    def extreme(self, core: Any, of_floats: Compute, propagating: Compute) -> Callable[[Plain], Plain]:
+        """`propagating`: NaN if one operand is."""
+        usual = self._binary({"fp32": of_floats, "fp64": of_floats, "int32": propagating, "int64": propagating}.get)
+        with_nan = self._binary({"fp32": propagating, "fp64": propagating}.get)
+
+        def replace(plain: Plain) -> Plain:
+            without = usual(plain)
+            every = with_nan(lambda left, right: plain(left, right, propagate_nan=core.PropagateNan.ALL))
+
+            def operate(left: Any, right: Any, propagate_nan: Any = core.PropagateNan.NONE) -> Any:
+                return (every if propagate_nan == core.PropagateNan.ALL else without)(left, right)
+
+            return operate
+
+        return replace
+
+    def _binary(self, choose: Callable[[str], Compute | None]) -> Callable[[Plain], Plain]:
+        known: dict[Any, Any] = {}
+        tensor, constexpr, like = self.tensor, self.constexpr, self._like
+
+        def replace(plain: Plain) -> Plain:
+            def operate(left: Any, right: Any) -> Any:
+                if type(left) is constexpr:
+                    left = left.value
+                if type(right) is constexpr:
+                    right = right.value
+                key = (
+                    id(left.type) if type(left) is tensor else type(left),
+                    id(right.type) if type(right) is tensor else type(right),
+                )
+                found = known.get(key)
+                if found is None:
+                    result = plain(left, right)
+                    known[key] = *self._plan(choose, left, right), result, left, right  # no other type gets their ids
+                    return result
+                compute, left_number, right_number, result, *_ = found
+                if compute is None:
+                    return plain(left, right)
+                a = left.handle.data if left_number is None else left_number(left)
+                b = right.handle.data if right_number is None else right_number(right)
+                return like(result, compute(a, b))
+
+            return operate
+
+        return replace
+
+    def choice(self, plain: Plain) -> Plain:
+        """`where` of a boolean condition."""
+        known: dict[Any, Any] = {}
+        tensor, constexpr, like = self.tensor, self.constexpr, self._like
+
+        def operate(condition: Any, left: Any, right: Any) -> Any:
+            if type(left) is constexpr:
+                left = left.value
+            if type(right) is constexpr:
+                right = right.value
+            key = (
+                id(condition.type) if type(condition) is tensor else type(condition),
+                id(left.type) if type(left) is tensor else type(left),
+                id(right.type) if type(right) is tensor else type(right),
+            )
+            found = known.get(key)
+            if found is None:
+                result = plain(condition, left, right)
+                boolean = type(condition) is tensor and condition.dtype.name == "int1"
+                plan = self._plan(lambda kind: np.where if boolean and kind in NUMBERS else None, left, right)
+                known[key] = *plan, result, condition, left, right
+                return result
+            compute, left_number, right_number, result, *_ = found
+            if compute is None:
+                return plain(condition, left, right)
+            a = left.handle.data if left_number is None else left_number(left)
+            b = right.handle.data if right_number is None else right_number(right)
+            return like(result, compute(condition.handle.data, a, b))
+
+        return operate
+
+    def new_axes(self, plain: Plain) -> Plain:
+        """`x[:, None]`: what is asked for has the form that numpy knows."""
+        known: dict[Any, Any] = {}
+        like = self._like
+
+        def operate(given: Any, slices: Any) -> Any:
+            if type(slices) is not tuple:
+                return plain(given, slices)
+            key = id(given.type), *[None if one is None else type(one) for one in slices]
+            found = known.get(key)
+            if found is None:
+                result = plain(given, slices)
+                form = given.handle.data[slices].shape if given.type.is_block() else None
+                known[key] = form == result.handle.data.shape, result, given
+                return result
+            same, result, _ = found
+            return like(result, given.handle.data[slices]) if same else plain(given, slices)
+
+        return operate
+
+    def _plan(self, choose: Callable[[str], Compute | None], left: Any, right: Any) -> tuple[Any, Any, Any]:
+        """The function of arrays, None if Triton has to compute it, and what makes each operand a number."""
+        if type(left) is self.tensor and left.dtype.is_ptr():
+            advance = choose("pointer")
+            counted = type(right) is int or (type(right) is self.tensor and right.dtype.name in ("int32", "int64"))
+            if advance is None or not counted:
+                return None, None, None
+            width = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
+            return functools.partial(advance, width), None, np.int64 if type(right) is int else None
+        kinds = {one.dtype.name for one in (left, right) if type(one) is self.tensor}
+        (kind,) = kinds if len(kinds) == 1 else ("several",)
+        if kind not in NUMBERS:
+            return None, None, None
+        numbers = {self.tensor: None, **NUMBERS[kind]}
+        if type(left) not in numbers or type(right) not in numbers:
+            return None, None, None
+        return choose(kind), numbers[type(left)], numbers[type(right)]
+
+    def _like(self, result: Any, data: Any) -> Any:
+        """A tensor of the same type and shape with other data."""
+        handle = object.__new__(self.handle)  # a comparison has the type of what it compares on its handle: not here
+        handle.data, handle.dtype, handle.attr = data, result.dtype, {}
+        made = object.__new__(self.tensor)
+        made.handle, made.type, made.dtype = handle, result.type, result.dtype
+        made.shape, made.numel = result.shape, result.numel
+        return made
