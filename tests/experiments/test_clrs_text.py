@@ -53,7 +53,7 @@ def made_line(label: str, seed: int, exact: dict[str, Any], run: str = "r", **ot
     algorithms = sorted(exact[OWN])
     return {
         "run": run, "stage": "main", "label": label, "seed": seed, "learning_rate": 1e-3, "problem": None,
-        "exact": exact, "entropy": entropy, "largest_training_size": 12, "algorithms": algorithms, "base": "made",
+        "exact": exact, "entropy": entropy, "training_sizes": [4, 8, 12], "algorithms": algorithms, "base": "made",
         "steps": 7, "held_out_loss": 1.0, "wall_seconds": 1.0, **others,
     }  # fmt: skip
 
@@ -219,8 +219,25 @@ def test_intervals_are_wilsons_over_all_seeds() -> None:
     share, low, high = interval(found.variants[0], "heapsort", [8])
     expected = binomtest(48, 96).proportion_ci(method="wilson")
     assert (share, low, high) == pytest.approx((0.5, expected.low, expected.high))
-    assert found.sizes == {"in": [8], "out": [16]}
+    assert found.sizes == {"in": [8], "between": [], "out": [16]}
     assert found.variants[0].mean_entropy("entropy_nats") == {8: 2.0, 16: 2.0}
+
+
+def test_sizes_between_those_of_the_training_are_compared_apart() -> None:
+    """Trained on 4, 8 and 12: size 7 is no larger, and yet a size that the model has never seen."""
+
+    def answers(right: int) -> dict[str, dict[str, str]]:
+        return {name: {"7": f"{'1' * right:0<32}", "8": "1" * 32, "16": "0" * 32} for name in NAMES}
+
+    lines = [made_line(SOFTMAX, seed, {OWN: answers(20)}) for seed in (0, 1)]
+    results = results_of(lines + [made_line(ADAPTIVE, seed, {OWN: answers(0)}) for seed in (0, 1)])
+    assert results.sizes == {"in": [8], "between": [7], "out": [16]}
+    found = comparisons_of(results)
+    outcomes = {where: {one.outcome for one in found[ADAPTIVE, where]} for where in ("in", "between", "out")}
+    assert outcomes == {"in": {"no difference"}, "between": {"worse"}, "out": {"no difference"}}
+    assert [all(one.unsolved for one in found[ADAPTIVE, where]) for where in ("in", "between", "out")] == [
+        False, False, True,
+    ]  # fmt: skip
 
 
 def test_better_on_most_reproduces_and_the_exceptions_are_judged_apart() -> None:
@@ -232,7 +249,7 @@ def test_better_on_most_reproduces_and_the_exceptions_are_judged_apart() -> None
 
 
 def test_no_difference_does_not_reproduce_and_better_exceptions_are_no_exceptions() -> None:
-    assert verdicts(trained(cells(20, 4), at_test=cells(20, 30))) == ["does not", "reproduces", "does not"]
+    assert verdicts(trained(cells(20, 4), at_test=cells(20, 30))) == ["does not", "not tested", "does not"]
     assert verdicts(trained(cells(20, 30), at_test=cells(20, 4)))[:2] == ["reproduces", "does not"]
     few = cells(20, 4) | cells(20, 30, NAMES[10:15])
     assert verdicts(trained(few, at_test=cells(20, 4)))[0] == "partly"

@@ -95,8 +95,17 @@ def comparisons_of(results: ClrsResults) -> Found:
         (one.name, where): compare(one, softmax, results.algorithms, results.sizes[where])
         for one in results.variants
         if one is not softmax and one.by_seed.keys() & softmax.by_seed.keys()
-        for where in RANGES
+        for where, sizes in results.sizes.items()
+        if sizes
     }
+
+
+def _by_range(found: Found, variant: ClrsVariant) -> str:
+    return "; ".join(
+        f"{words}: {_in_words(found[variant.name, where])}"
+        for where, words in RANGES.items()
+        if (variant.name, where) in found
+    )
 
 
 def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
@@ -108,7 +117,8 @@ def _in_words(comparisons: Sequence[ClrsComparison]) -> str:
     higher = sum(one.difference > 0 for one in comparisons)
     return (
         f"better beyond chance on {_count(comparisons, 'better')} of {len(comparisons)}, worse on "
-        f"{_count(comparisons, 'worse')} (higher on {higher}; mean difference {mean:+.1f} points)"
+        f"{_count(comparisons, 'worse')} (higher on {higher}, no right answer of either on "
+        f"{sum(one.unsolved for one in comparisons)}; mean difference {mean:+.1f} points)"
     )
 
 
@@ -126,13 +136,13 @@ def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, 
     at_test = results.variant(SOFTMAX, ADAPTIVE)
     findings = []
     if adaptive is not None and (adaptive.name, "out") in found:
-        inside, outside = (found[adaptive.name, where] for where in RANGES)
+        outside = found[adaptive.name, "out"]
         unjudged = _can_judge(results, softmax, adaptive)
         findings.append(
             ExperimentFinding(
                 f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
                 f"especially at larger sizes ({PAPER}).",
-                f"{RANGES['in']}: {_in_words(inside)}; {RANGES['out']}: {_in_words(outside)}",
+                _by_range(found, adaptive),
                 "not tested" if unjudged else _mostly_better(outside),
                 unjudged or "Exact sign tests on the same questions, Holm's correction over algorithms.",
             )
@@ -141,6 +151,8 @@ def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, 
         if exceptions:
             better = [one.algorithm for one in exceptions if one.outcome == "better"]
             verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
+            if not unjudged and _mostly_better(outside) == "does not":
+                unjudged = "The other algorithms do not improve either, so there is nothing to be an exception to."
             findings.append(
                 ExperimentFinding(
                     f"Exceptions are {', '.join(EXCEPTIONS)}: adaptive temperature does not help there ({PAPER}).",
@@ -152,15 +164,14 @@ def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, 
                 )
             )
     if at_test is not None and (at_test.name, "out") in found:
-        inside, outside = (found[at_test.name, where] for where in RANGES)
         unjudged = _can_judge(results, softmax)
+        outside = found[at_test.name, "out"]
         helps = _count(outside, "better") > _count(outside, "worse")
         findings.append(
             ExperimentFinding(
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
-                f"softmax models tested with it: {RANGES['in']}: {_in_words(inside)}; {RANGES['out']}: "
-                f"{_in_words(outside)}",
+                f"softmax models tested with it: {_by_range(found, at_test)}",
                 "not tested" if unjudged else "does not" if helps else "reproduces",
                 unjudged,
             )
@@ -176,7 +187,7 @@ def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
 
 
 def summary_of(results: ClrsResults, found: Found) -> str:
-    largest = max(results.sizes["in"], default=0)
+    largest = max(results.training_sizes)
     trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
     parts = [f"{trained}, sizes up to {largest} in training."]
     for one in results.variants:
@@ -221,7 +232,7 @@ def _comparison_table(found: Found) -> pa.Table:
         {
             "variant": name, "range": where, "algorithm": one.algorithm, "difference": one.difference,
             "better": one.better, "worse": one.worse, "p": one.p, "p_holm": one.p_holm,
-            "same_sign_in_every_seed": one.every_seed, "outcome": one.outcome,
+            "same_sign_in_every_seed": one.every_seed, "unsolved_by_both": one.unsolved, "outcome": one.outcome,
         }
         for (name, where), comparisons in found.items()
         for one in comparisons

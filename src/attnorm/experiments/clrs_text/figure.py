@@ -29,14 +29,14 @@ def _drawn(results: ClrsResults) -> list[tuple[ClrsVariant, dict[str, Any]]]:
 
 
 def panels(results: ClrsResults, about: str) -> Figure:
-    """Draw right answers in % against size, a panel per algorithm; training sizes are shaded."""
+    """Draw right answers in % against size, a panel per algorithm."""
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
     rows = math.ceil(count / columns)
     width, height = 2.1 * columns + 0.7, 1.1 + 1.75 * rows  # inches
     figure = Figure(figsize=(width, height), facecolor="white")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    sizes = [*results.sizes["in"], *results.sizes["out"]]
+    sizes = sorted(size for some in results.sizes.values() for size in some)
     for index, axes in enumerate(grid.flat):
         if index >= count:
             axes.set_visible(False)
@@ -45,7 +45,7 @@ def panels(results: ClrsResults, about: str) -> Figure:
         axes.tick_params(labelbottom=index + columns >= count)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.02, 1.0), ncols=2, fontsize=8)
-    figure.supxlabel("problem size (shaded: as in training)", fontsize=9, y=0.3 / height)
+    figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=0.3 / height)
     figure.supylabel("right answers (%)", fontsize=9, x=0.005)
     note(figure, about)
     figure.subplots_adjust(
@@ -55,8 +55,7 @@ def panels(results: ClrsResults, about: str) -> Figure:
 
 
 def _draw_panel(axes: Axes, results: ClrsResults, algorithm: str, sizes: list[int]) -> None:
-    if results.sizes["in"]:
-        axes.axvspan(min(sizes) - 0.5, max(results.sizes["in"]) + 0.5, color=PALE, alpha=0.13, linewidth=0)
+    _mark_training(axes, results)
     for variant, look in _drawn(results):
         found = [interval(variant, algorithm, [size]) for size in sizes]
         axes.plot(sizes, [100 * one[0] for one in found], **{**look, "markersize": 2.5}, label=variant.name)
@@ -69,6 +68,11 @@ def _draw_panel(axes: Axes, results: ClrsResults, algorithm: str, sizes: list[in
     tidy(axes)
 
 
+def _mark_training(axes: Axes, results: ClrsResults) -> None:
+    for size in results.training_sizes:
+        axes.axvspan(size - 0.3, size + 0.3, color=PALE, alpha=0.25, linewidth=0)
+
+
 def entropies(results: ClrsResults, about: str) -> Figure:
     """Draw the mean entropy of answer rows against size, in nats and as a share of the uniform row's."""
     figure = Figure(figsize=(8.6, 3.6), facecolor="white")
@@ -77,12 +81,11 @@ def entropies(results: ClrsResults, about: str) -> Figure:
         (left, "entropy_nats", "a", "Entropy of answer rows (nats)"),
         (right, "entropy_ratio", "b", "Entropy / log of the visible keys"),
     ):
-        if results.sizes["in"]:
-            axes.axvspan(min(results.sizes["in"]), max(results.sizes["in"]), color=PALE, alpha=0.13, linewidth=0)
+        _mark_training(axes, results)
         for variant, look in _drawn(results):
             means = variant.mean_entropy(name)
             axes.plot(list(means), list(means.values()), **look, label=variant.name)
-        axes.set_xlabel("problem size (shaded: as in training)")
+        axes.set_xlabel("problem size (grey: those of the training)")
         letter(axes, which, title)
         tidy(axes)
     left.legend(loc="best", fontsize=7)

@@ -20,8 +20,8 @@ from attnorm.experiments.retrieval.lines import holm
 from attnorm.training.clrs.run import OWN, REFITTED
 
 SIGNIFICANT = 0.05
-Range = Literal["in", "out"]
-RANGES: dict[Range, str] = {"in": "sizes as in training", "out": "larger sizes"}
+Range = Literal["in", "between", "out"]
+RANGES: dict[Range, str] = {"in": "sizes of the training", "between": "sizes between these", "out": "larger sizes"}
 Cells = Mapping[str, Mapping[str, str]]
 
 
@@ -64,7 +64,8 @@ class ClrsVariant:
 class ClrsResults:
     variants: list[ClrsVariant]
     algorithms: list[str]
-    sizes: dict[Range, list[int]]
+    sizes: dict[Range, list[int]]  # of the test
+    training_sizes: list[int]
     base: str
     steps: int
     missing: list[str]  # labels without a finished main run
@@ -97,12 +98,14 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
     ]  # fmt: skip
     first = mine[0]
     sizes = sorted({int(size) for cells in first["exact"][OWN].values() for size in cells})
-    largest = first["largest_training_size"]
+    trained = first["training_sizes"]
     ranges: dict[Range, list[int]] = {
-        "in": [size for size in sizes if size <= largest], "out": [size for size in sizes if size > largest],
-    }  # fmt: skip
+        "in": [size for size in sizes if size in trained],
+        "between": [size for size in sizes if size not in trained and size < max(trained)],
+        "out": [size for size in sizes if size > max(trained)],
+    }
     missing = [label for label in labels if not any(line["label"] == label for line in mine)]
-    return ClrsResults(variants, sorted(first["algorithms"]), ranges, first["base"], first["steps"], missing)
+    return ClrsResults(variants, sorted(first["algorithms"]), ranges, trained, first["base"], first["steps"], missing)
 
 
 def interval(variant: ClrsVariant, algorithm: str, sizes: Iterable[int]) -> tuple[float, float, float]:
@@ -122,6 +125,7 @@ class ClrsComparison:
     p: float
     p_holm: float
     every_seed: bool  # the difference has the same sign for every seed
+    unsolved: bool  # neither has a right answer
 
     @property
     def outcome(self) -> Literal["better", "worse", "no difference"]:
@@ -149,9 +153,10 @@ def compare(
         totals = [sum(one) for one in by_seed]
         same = all(one > 0 for one in totals) or all(one < 0 for one in totals)
         questions = sum(map(len, by_seed))
-        raw.append((algorithm, sum(totals) / questions if questions else 0.0, better, worse, p, same))
+        unsolved = not any("1" in one.bits(seed, algorithm, sizes) for one in (variant, baseline) for seed in seeds)
+        raw.append((algorithm, sum(totals) / questions if questions else 0.0, better, worse, p, same, unsolved))
     corrected = holm([one[4] for one in raw])
     return [
-        ClrsComparison(algorithm, difference, better, worse, p, p_holm, same)
-        for (algorithm, difference, better, worse, p, same), p_holm in zip(raw, corrected, strict=True)
+        ClrsComparison(algorithm, difference, better, worse, p, p_holm, same, unsolved)
+        for (algorithm, difference, better, worse, p, same, unsolved), p_holm in zip(raw, corrected, strict=True)
     ]

@@ -187,6 +187,6 @@ def _finish(
     about = {
         "base": workspace.base.name, "steps": steps, "batch": plan.batch,
         "algorithms": sorted({one.algorithm for one in workspace.data.test}),
-        "largest_training_size": workspace.data.longest_training_size,
+        "training_sizes": workspace.data.training_sizes,
     }  # fmt: skip
     return {**line, **about, "wall_seconds": round(time.monotonic() - began, 1)}

@@ -194,8 +194,8 @@ class ClrsData:
     source: dict[str, Any]
 
     @property
-    def longest_training_size(self) -> int:
-        return max(one.size for one in self.train)
+    def training_sizes(self) -> list[int]:
+        return sorted({one.size for one in self.train})
 
 
 def prepare_data(
