@@ -12,31 +12,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.kernels.blocks import (
+    Constants,
+    Matrix,
+    Sight,
+    block_of_keys,
+    key_range,
+    load_row,
+    load_tile,
+    matrix_of_head,
+    queries_and_keys,
+    query_range,
+    seen_keys,
+    store_tile,
+)
 from attnorm.kernels.launch import Launch, in_rows, padded
-from attnorm.kernels.tiles import key_range, load_row, load_tile, query_range, seen_keys, store_tile
 
 
 @triton.jit
 def _fold(
-    count, mean, squares, start, stop, q_tile, k, rows,
-    mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, FULL: tl.constexpr,
+    count, mean, squares, start, stop, q_tile, k, rows, sight, scale, C: tl.constexpr, EDGE: tl.constexpr
 ):  # fmt: skip
     """Number, mean and squared deviations of the logits of a block of queries, with the keys from start to stop."""
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION) * scale
         if EDGE:
-            i, j = rows[:, None], columns[None, :]
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
+            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
             more = tl.sum(tl.where(seen, 1.0, 0.0), 1)
             here = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(more, 1.0)
             away = tl.where(seen, s - here[:, None], 0.0)
         else:
-            more = tl.full(count.shape, COLUMNS, tl.float32)
-            here = tl.sum(s, 1) / COLUMNS
+            more = tl.full(count.shape, C.COLUMNS, tl.float32)
+            here = tl.sum(s, 1) / C.COLUMNS
             away = s - here[:, None]
         step = here - mean
         share = more / tl.maximum(count + more, 1.0)
@@ -55,49 +64,35 @@ def row_variance(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """(B, H, Q): variance and mean, both 0 in rows that see nothing, and the number of visible keys."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks  # the longest causal rows first
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, 0, width, C,
+    )  # fmt: skip
     found_count = tl.zeros([ROWS], tl.float32)
     found_mean = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
-    found_count, found_mean, squares = _fold(
-        found_count, found_mean, squares, low, high, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries,
-        keys, offset, width, scale, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    found_count, found_mean, squares = _fold(
-        found_count, found_mean, squares, high, last, q_tile, k, rows, mask, k_row, mask_row, mask_column, queries,
-        keys, offset, width, scale, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    row_at = batch_head * queries + rows
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(1, 3):
+        found_count, found_mean, squares = _fold(
+            found_count, found_mean, squares, borders[part], borders[part + 1], q_tile, k, rows, sight, scale,
+            C, part != 1,
+        )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     tl.store(variance + row_at, squares / tl.maximum(found_count, 1.0), mask=inside)
     tl.store(mean + row_at, found_mean, mask=inside)
     tl.store(count + row_at, found_count, mask=inside)
 
 
 @triton.jit
-def _fold_queries(
-    found, start, stop, q_tile, k, rows, mean, mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        away = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale - mean[:, None]
+def _fold_queries(found, start, stop, q_tile, k, rows, mean, sight, scale, C: tl.constexpr, EDGE: tl.constexpr):
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        away = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION) * scale - mean[:, None]
         if EDGE:
-            i, j = rows[:, None], columns[None, :]
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
-            away = tl.where(seen, away, 0.0)
-        found = tl.dot(away.to(k_tile.dtype), k_tile, found, input_precision=PRECISION)
+            away = tl.where(seen_keys(rows[:, None], columns[None, :], sight, C), away, 0.0)
+        found = tl.dot(away.to(k_tile.dtype), k_tile, found, input_precision=C.PRECISION)
     return found
 
 
@@ -110,54 +105,39 @@ def backward_queries(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """slope: (B, H, Q), the gradient of a logit over its distance from the mean. grad_q: contiguous."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    row_at = batch_head * queries + rows
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, 0, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     row_mean = load_row(mean, row_at, inside, True, 0.0)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
-    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
-    found = _fold_queries(
-        found, low, high, q_tile, k, rows, row_mean, mask, k_row, mask_row, mask_column, queries, keys, offset, width,
-        scale, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    found = _fold_queries(
-        found, high, last, q_tile, k, rows, row_mean, mask, k_row, mask_row, mask_column, queries, keys, offset, width,
-        scale, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(1, 3):
+        found = _fold_queries(
+            found, borders[part], borders[part + 1], q_tile, k, rows, row_mean, sight, scale, C, part != 1
+        )
     found = found * (load_row(slope, row_at, inside, True, 0.0) * scale)[:, None]
-    grad_q += batch_head * queries * width
-    store_tile(grad_q, found.to(grad_q.dtype.element_ty), rows, queries, width, width, WIDTH)
+    store_tile(Matrix(grad_q + own.batch_head * queries * width, queries, width, width), found, rows, WIDTH)
 
 
 @triton.jit
 def _fold_keys(
-    found, start, stop, k_tile, q, columns, at_row, mean, slope, mask, q_row, mask_row, mask_column, queries, keys,
-    offset, width, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, FULL: tl.constexpr,
+    found, start, stop, k_tile, q, columns, at_row, mean, slope, sight, scale, C: tl.constexpr, EDGE: tl.constexpr
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
-    for at in range(start, stop, ROWS):
-        rows = at + tl.arange(0, ROWS)
-        inside = rows < queries
-        q_tile = load_tile(q, rows, queries, q_row, width, WIDTH, EDGE, FULL)
+    for at in range(start, stop, C.ROWS):
+        rows = at + tl.arange(0, C.ROWS)
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
         row_mean = load_row(mean, at_row + rows, inside, True, 0.0)
         row_slope = load_row(slope, at_row + rows, inside, True, 0.0)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION) * scale
         ds = (s - row_mean[None, :]) * row_slope[None, :]
         if EDGE:
-            i, j = rows[None, :], columns[:, None]
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
-            ds = tl.where(seen, ds, 0.0)
-        found = tl.dot(ds.to(q_tile.dtype), q_tile, found, input_precision=PRECISION)
+            ds = tl.where(seen_keys(rows[None, :], columns[:, None], sight, C), ds, 0.0)
+        found = tl.dot(ds.to(q_tile.dtype), q_tile, found, input_precision=C.PRECISION)
     return found
 
 
@@ -170,38 +150,26 @@ def backward_keys(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """slope: over its largest size, lift (1,), so that half precision can hold it. grad_k: contiguous."""
-    blocks = tl.cdiv(keys, COLUMNS)
-    program = tl.program_id(0)
-    block = program % blocks  # the first keys are seen by most queries
-    batch_head = (program // blocks).to(tl.int64)
-    key_heads = heads // groups
-    batch, key_head = batch_head // key_heads, batch_head % key_heads
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    k_tile = load_tile(k + batch * k_batch + key_head * k_head, columns, keys, k_row, width, WIDTH, True, FULL)
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own = block_of_keys(keys, heads, groups, COLUMNS)
+    columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
+    k = matrix_of_head(k, own.batch, own.head, k_batch, k_head, k_row, keys, width)
+    k_tile = load_tile(k, columns, WIDTH, True, FULL)
     found = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    first, low, high, last = query_range(
-        block * COLUMNS, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS
-    )
+    borders = query_range(own.index * COLUMNS, Sight(mask, mask_row, mask_column, queries, keys, offset, 0), C)
     for member in range(groups):
-        head = key_head * groups + member
-        at_row = (batch * heads + head) * queries
-        q_here = q + batch * q_batch + head * q_head
-        mask_here = mask + batch * mask_batch + head * mask_head
-        found = _fold_keys(
-            found, first, low, k_tile, q_here, columns, at_row, mean, slope, mask_here, q_row, mask_row, mask_column,
-            queries, keys, offset, width, scale, CAUSAL, MASKED, True, PRECISION, ROWS, WIDTH, FULL,
-        )  # fmt: skip
-        found = _fold_keys(
-            found, low, high, k_tile, q_here, columns, at_row, mean, slope, mask_here, q_row, mask_row, mask_column,
-            queries, keys, offset, width, scale, CAUSAL, MASKED, False, PRECISION, ROWS, WIDTH, FULL,
-        )  # fmt: skip
-        found = _fold_keys(
-            found, high, last, k_tile, q_here, columns, at_row, mean, slope, mask_here, q_row, mask_row, mask_column,
-            queries, keys, offset, width, scale, CAUSAL, MASKED, True, PRECISION, ROWS, WIDTH, FULL,
-        )  # fmt: skip
+        head = own.head * groups + member
+        at_row = (own.batch * heads + head) * queries
+        q_here = matrix_of_head(q, own.batch, head, q_batch, q_head, q_row, queries, width)
+        mask_here = mask + own.batch * mask_batch + head * mask_head
+        sight = Sight(mask_here, mask_row, mask_column, queries, keys, offset, 0)
+        for part in tl.static_range(3):
+            found = _fold_keys(
+                found, borders[part], borders[part + 1], k_tile, q_here, columns, at_row, mean, slope, sight, scale,
+                C, part != 1,
+            )  # fmt: skip
     found = found * (tl.load(lift) * scale)
-    grad_k += batch_head * keys * width
-    store_tile(grad_k, found.to(grad_k.dtype.element_ty), columns, keys, width, width, WIDTH)
+    store_tile(Matrix(grad_k + own.batch_head * keys * width, keys, width, width), found, columns, WIDTH)
 
 
 def variance_of_rows(
