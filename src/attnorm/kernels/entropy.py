@@ -12,28 +12,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.kernels.blocks import (
+    Constants,
+    Matrix,
+    key_range,
+    load_row,
+    load_tile,
+    queries_and_keys,
+    seen_keys,
+    store_tile,
+)
 from attnorm.kernels.launch import Launch, in_rows, padded
 from attnorm.kernels.maps import LN2
-from attnorm.kernels.tiles import key_range, load_row, load_tile, seen_keys, store_tile
 
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _fold(
-    total, tilt, peak, start, stop, q_tile, k, rows, unit,
-    mask, k_row, mask_row, mask_column, queries, keys, offset, width,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+def _fold(total, tilt, peak, start, stop, q_tile, k, rows, unit, sight, C: tl.constexpr, EDGE: tl.constexpr):
     """D and T, in bits, and the largest product of a block of queries, with the keys from start to stop added."""
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         if EDGE:
-            i, j = rows[:, None], columns[None, :]
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
+            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
             largest = tl.maximum(peak, tl.max(tl.where(seen, dot, float("-inf")), 1))
             level = tl.where(largest == float("-inf"), 0.0, largest) * unit
         else:
@@ -63,17 +66,12 @@ def row_entropy(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """(B, H, Q): the entropy in nats and log2 of the denominator, both 0 in rows that see nothing."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks  # the longest causal rows first
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    row_at = batch_head * queries + rows
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, 0, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     unit = load_row(factor, row_at, inside, FACTORED, 1.0) * scale
     q_tile = tl.where((unit < 0)[:, None], -q_tile, q_tile)  # so that the largest product has the largest logit
     unit = tl.abs(unit)
@@ -81,15 +79,11 @@ def row_entropy(
     total = tl.zeros([ROWS], tl.float32)
     tilt = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
-    total, tilt, peak = _fold(
-        total, tilt, peak, low, high, q_tile, k, rows, unit, mask, k_row, mask_row, mask_column, queries, keys, offset,
-        width, CAUSAL, MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    total, tilt, peak = _fold(
-        total, tilt, peak, high, last, q_tile, k, rows, unit, mask, k_row, mask_row, mask_column, queries, keys, offset,
-        width, CAUSAL, MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(1, 3):
+        total, tilt, peak = _fold(
+            total, tilt, peak, borders[part], borders[part + 1], q_tile, k, rows, unit, sight, C, part != 1
+        )
     total = tl.where(total == 0, 1.0, total)
     bits = tl.log2(total)
     level = tl.where(peak == float("-inf"), 0.0, peak) * unit
@@ -107,24 +101,21 @@ def entropy_slopes(s, factor, reference, entropy):
 
 @triton.jit
 def _fold_gradient(
-    found, found_factor, start, stop, q_tile, k, rows, factor, entropy, reference,
-    mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    found, found_factor, start, stop, q_tile, k, rows, factor, entropy, reference, sight, scale,
+    C: tl.constexpr, FACTORED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION) * scale
         slopes = entropy_slopes(s, factor[:, None], reference[:, None], entropy[:, None])
         if EDGE:
-            i, j = rows[:, None], columns[None, :]
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, 0, CAUSAL, False, MASKED)
+            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
             slopes = tl.where(seen, slopes, 0.0)
             s = tl.where(seen, s, 0.0)
         if FACTORED:
             found_factor += tl.sum(slopes * s, 1)
-        found = tl.dot(slopes.to(k_tile.dtype), k_tile, found, input_precision=PRECISION)
+        found = tl.dot(slopes.to(k_tile.dtype), k_tile, found, input_precision=C.PRECISION)
     return found, found_factor
 
 
@@ -137,39 +128,29 @@ def backward_queries(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """grad_entropy: (B, H, Q); grad_q (B, H, Q, D), contiguous, is added to, grad_factor (B, H, Q) is written."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    row_at = batch_head * queries + rows
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, 0, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     row_entropy = load_row(entropy, row_at, inside, True, 0.0)
     row_reference = load_row(reference, row_at, inside, True, 0.0)
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     found_factor = tl.zeros([ROWS], tl.float32)
-    _first, low, high, last = key_range(block, queries, keys, offset, 0, CAUSAL, False, MASKED, ROWS, COLUMNS)
-    found, found_factor = _fold_gradient(
-        found, found_factor, low, high, q_tile, k, rows, row_factor, row_entropy, row_reference,
-        mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
-        CAUSAL, MASKED, FACTORED, False, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    found, found_factor = _fold_gradient(
-        found, found_factor, high, last, q_tile, k, rows, row_factor, row_entropy, row_reference,
-        mask, k_row, mask_row, mask_column, queries, keys, offset, width, scale,
-        CAUSAL, MASKED, FACTORED, True, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(1, 3):
+        found, found_factor = _fold_gradient(
+            found, found_factor, borders[part], borders[part + 1], q_tile, k, rows, row_factor, row_entropy,
+            row_reference, sight, scale, C, FACTORED, part != 1,
+        )  # fmt: skip
     row_grad = load_row(grad_entropy, row_at, inside, True, 0.0)
-    grad_q += batch_head * queries * width
-    so_far = load_tile(grad_q, rows, queries, width, width, WIDTH, True, FULL).to(tl.float32)
+    grad_q = Matrix(grad_q + own.batch_head * queries * width, queries, width, width)
+    so_far = load_tile(grad_q, rows, WIDTH, True, FULL).to(tl.float32)
     found = so_far + found * (row_grad * row_factor * (scale * LN2))[:, None]
-    store_tile(grad_q, found.to(grad_q.dtype.element_ty), rows, queries, width, width, WIDTH)
+    store_tile(grad_q, found, rows, WIDTH)
     if FACTORED:
         tl.store(grad_factor + row_at, found_factor * row_grad * LN2, mask=inside)
 
