@@ -6,30 +6,32 @@ Every column of a tile keeps its own extremes and the tiles they lie in, so that
 import triton
 import triton.language as tl
 
-from attnorm.kernels.maps import no_rule
-from attnorm.kernels.tiles import key_range, load_row, load_tile, logits, seen_keys, store_tile
-
-LN2 = tl.constexpr(0.6931471805599453)
+from attnorm.kernels.blocks import (
+    Constants,
+    block_of_keys,
+    key_range,
+    load_row,
+    load_tile,
+    matrix_of_head,
+    queries_and_keys,
+    seen_keys,
+    store_tile,
+)
+from attnorm.kernels.maps import LN2
+from attnorm.kernels.tiles import plain_logits
 
 
 @triton.jit
 def _fold(
-    low, high, low_at, high_at, start, stop, q_tile, k, rows, factor,
-    mask, k_row, mask_row, mask_column, queries, keys, offset, window, width, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    low, high, low_at, high_at, start, stop, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        i, j = rows[:, None], columns[None, :]
-        z = logits(
-            dot * scale, i, j, offset, factor[:, None], 0.0, cap, 0.0, no_rule, False, False, CAPPED, FACTORED, False
-        )
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        z = plain_logits(q_tile, k, columns, factor, scale, cap, CAPPED, FACTORED, C, EDGE)
         smaller, larger = z < low, z > high
         if EDGE:
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
+            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
             smaller, larger = smaller & seen, larger & seen
         low, low_at = tl.where(smaller, z, low), tl.where(smaller, at, low_at)
         high, high_at = tl.where(larger, z, high), tl.where(larger, at, high_at)
@@ -52,40 +54,24 @@ def extreme_logits(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """(B, H, Q): the keys, and their logits in nats, 0 in a row that sees none."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks  # the longest causal rows first
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    row_at = batch_head * queries + rows
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, window, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
 
     low = tl.full([ROWS, COLUMNS], float("inf"), tl.float32)
     high = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     low_at = tl.zeros([ROWS, COLUMNS], tl.int32)
     high_at = tl.zeros([ROWS, COLUMNS], tl.int32)
-    first, begin, end, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
-    if WINDOWED or MASKED:
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(0 if WINDOWED or MASKED else 1, 3):
         low, high, low_at, high_at = _fold(
-            low, high, low_at, high_at, first, begin, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
-            queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, True,
-            PRECISION, COLUMNS, WIDTH, FULL,
+            low, high, low_at, high_at, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight, scale,
+            cap, CAPPED, FACTORED, C, part != 1,
         )  # fmt: skip
-    low, high, low_at, high_at = _fold(
-        low, high, low_at, high_at, begin, end, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
-        queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, False,
-        PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    low, high, low_at, high_at = _fold(
-        low, high, low_at, high_at, end, last, q_tile, k, rows, row_factor, mask, k_row, mask_row, mask_column,
-        queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, True,
-        PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
     least, most = tl.min(low, 1), tl.max(high, 1)
     tl.store(low_key + row_at, _first_key(low, least, low_at, keys, COLUMNS), mask=inside)
     tl.store(high_key + row_at, _first_key(high, most, high_at, keys, COLUMNS), mask=inside)
@@ -102,22 +88,19 @@ def sum_by_key(
 
     A key that is the extreme of most rows, as a sink is, would hold up atomic sums and sums by sorting.
     """
-    tiles = tl.cdiv(keys, COLUMNS)
-    start = tl.program_id(0) % tiles * COLUMNS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    key_heads = heads // groups
-    batch, key_head = batch_head // key_heads, batch_head % key_heads
+    own = block_of_keys(keys, heads, groups, COLUMNS)
+    start = own.index * COLUMNS
     columns = start + tl.arange(0, COLUMNS)
     found = tl.zeros([COLUMNS, WIDTH], tl.float32)
     for member in range(groups):
-        head = key_head * groups + member
+        head = own.head * groups + member
         for at in range(0, queries, ROWS):
             rows = at + tl.arange(0, ROWS)
-            key = tl.load(index + (batch * heads + head) * queries + rows, mask=rows < queries, other=-1)
+            key = tl.load(index + (own.batch * heads + head) * queries + rows, mask=rows < queries, other=-1)
             if tl.max(((key >= start) & (key < start + COLUMNS)).to(tl.int32), 0) > 0:
-                here = rows_in + batch * r_batch + head * r_head
-                tile = load_tile(here, rows, queries, r_row, width, WIDTH, True, False)
+                here = matrix_of_head(rows_in, own.batch, head, r_batch, r_head, r_row, queries, width)
+                tile = load_tile(here, rows, WIDTH, True, False)
                 match = (columns[:, None] == key[None, :]).to(tile.dtype)
                 found = tl.dot(match, tile, found, input_precision=PRECISION)
-    found = found.to(sums.dtype.element_ty)
-    store_tile(sums + batch * s_batch + key_head * s_head, found, columns, keys, s_row, width, WIDTH)
+    sums = matrix_of_head(sums, own.batch, own.head, s_batch, s_head, s_row, keys, width)
+    store_tile(sums, found, columns, WIDTH)

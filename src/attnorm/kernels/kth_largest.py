@@ -11,9 +11,9 @@ t lead to the k-th: every column keeps its own.
 import triton
 import triton.language as tl
 
-from attnorm.kernels.maps import no_rule
+from attnorm.kernels.blocks import Constants, key_range, load_row, queries_and_keys, seen_keys
 from attnorm.kernels.order_statistics import number_of, ordered
-from attnorm.kernels.tiles import key_range, load_row, load_tile, logits, seen_keys
+from attnorm.kernels.tiles import plain_logits
 
 EARLY = tl.constexpr(10)  # passes of interpolation; 64 rows of normal numbers need three or four
 NEAR = tl.constexpr(16)  # places from the k-th at which the logits next to the probe lead to it
@@ -22,37 +22,25 @@ MOST = tl.constexpr(48)  # a bisection takes 32
 
 @triton.jit
 def _logits_of_tile(
-    at, q_tile, k, rows, factor, mask, k_row, mask_row, mask_column, queries, keys, offset, window, width, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    at, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Logits, NaN where a key is hidden: then every comparison is false."""
-    columns = at + tl.arange(0, COLUMNS)
-    k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-    dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    i, j = rows[:, None], columns[None, :]
-    z = logits(
-        dot * scale, i, j, offset, factor[:, None], 0.0, cap, 0.0, no_rule, False, False, CAPPED, FACTORED, False
-    )
+    columns = at + tl.arange(0, C.COLUMNS)
+    z = plain_logits(q_tile, k, columns, factor, scale, cap, CAPPED, FACTORED, C, EDGE)
     if EDGE:
-        seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
-        z = tl.where(seen, z, float("nan"))
+        z = tl.where(seen_keys(rows[:, None], columns[None, :], sight, C), z, float("nan"))
     return z
 
 
 @triton.jit
 def _survey(
-    low, high, total, squares, count, start, stop, q_tile, k, rows, factor, mask, k_row, mask_row, mask_column,
-    queries, keys, offset, window, width, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    low, high, total, squares, count, start, stop, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Extremes, sums and squares of the visible logits, apart by column, and how many there are."""
-    for at in range(start, stop, COLUMNS):
-        z = _logits_of_tile(
-            at, q_tile, k, rows, factor, mask, k_row, mask_row, mask_column, queries, keys, offset, window, width,
-            scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, EDGE, PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
+    for at in range(start, stop, C.COLUMNS):
+        z = _logits_of_tile(at, q_tile, k, rows, factor, sight, scale, cap, CAPPED, FACTORED, C, EDGE)
         known = z == z
         low = tl.where(z < low, z, low)
         high = tl.where(z > high, z, high)
@@ -65,17 +53,12 @@ def _survey(
 
 @triton.jit
 def _count(
-    cells, above, below, t, start, stop, q_tile, k, rows, factor, mask, k_row, mask_row, mask_column, queries, keys,
-    offset, window, width, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    cells, above, below, t, start, stop, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """How many logits lie at or above t, the least of them, and the largest below t, apart by column."""
-    for at in range(start, stop, COLUMNS):
-        z = _logits_of_tile(
-            at, q_tile, k, rows, factor, mask, k_row, mask_row, mask_column, queries, keys, offset, window, width,
-            scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED, EDGE, PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
+    for at in range(start, stop, C.COLUMNS):
+        z = _logits_of_tile(at, q_tile, k, rows, factor, sight, scale, cap, CAPPED, FACTORED, C, EDGE)
         cells += (z >= t).to(tl.int32)
         above = tl.where((z >= t) & (z < above), z, above)
         below = tl.where((z < t) & (z > below), z, below)
@@ -112,40 +95,25 @@ def kth_largest(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """wanted (B, H, Q): k of each row. least (B, H, Q), in bits: -inf where all keys are kept."""
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks  # the longest causal rows first
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    row_at = batch_head * queries + rows
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, window, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
     places = tl.load(wanted + row_at, mask=inside, other=1)
-    first, begin, end, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
+    borders = key_range(own.index, sight, C)
+    FIRST: tl.constexpr = 0 if WINDOWED or MASKED else 1
 
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
     none = tl.zeros([ROWS], tl.int32)
     low, high, total, squares, count = zeros + float("inf"), zeros - float("inf"), zeros, zeros, none
-    if WINDOWED or MASKED:
+    for part in tl.static_range(FIRST, 3):
         low, high, total, squares, count = _survey(
-            low, high, total, squares, count, first, begin, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-            mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED,
-            True, PRECISION, COLUMNS, WIDTH, FULL,
+            low, high, total, squares, count, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
+            scale, cap, CAPPED, FACTORED, C, part != 1,
         )  # fmt: skip
-    low, high, total, squares, count = _survey(
-        low, high, total, squares, count, begin, end, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-        mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED,
-        False, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
-    low, high, total, squares, count = _survey(
-        low, high, total, squares, count, end, last, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-        mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED, MASKED,
-        True, PRECISION, COLUMNS, WIDTH, FULL,
-    )  # fmt: skip
 
     # The k-th logit lies between lower and upper, two logits of the row. `most` logits, more than k, lie at or above
     # lower, and `fewest`, less than k, above upper.
@@ -162,22 +130,11 @@ def kth_largest(
     while (tl.max(tl.where(settled, 0, 1), 0) > 0) & (steps < MOST):
         cells = tl.zeros([ROWS, COLUMNS], tl.int32)
         above, below = zeros + float("inf"), zeros - float("inf")
-        if WINDOWED or MASKED:
+        for part in tl.static_range(FIRST, 3):
             cells, above, below = _count(
-                cells, above, below, t[:, None], first, begin, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-                mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED,
-                MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
+                cells, above, below, t[:, None], borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
+                scale, cap, CAPPED, FACTORED, C, part != 1,
             )  # fmt: skip
-        cells, above, below = _count(
-            cells, above, below, t[:, None], begin, end, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-            mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED,
-            MASKED, False, PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
-        cells, above, below = _count(
-            cells, above, below, t[:, None], end, last, q_tile, k, rows, row_factor, mask, k_row, mask_row,
-            mask_column, queries, keys, offset, window, width, scale, cap, CAPPED, FACTORED, CAUSAL, WINDOWED,
-            MASKED, True, PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
         reached = tl.sum(cells, 1)
         over, under = tl.min(above, 1), tl.max(below, 1)
         hit = (settled == 0) & (reached >= places) & ((reached == places) | (over >= upper))

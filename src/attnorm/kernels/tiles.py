@@ -6,6 +6,7 @@ For threshold maps also the rows above their thresholds, and lists of the tiles 
 import triton
 import triton.language as tl
 
+from attnorm.kernels import blocks
 from attnorm.kernels.maps import LOG2E
 from attnorm.kernels.threshold_maps import positive
 
@@ -87,6 +88,20 @@ def logits(
         z = z + shift
     if RULED:
         z, _slope = RULE(z, tl.abs((i + offset - j).to(tl.float32)), parameter, FAST)
+    return z
+
+
+@triton.jit
+def plain_logits(
+    q_tile, k, columns, factor, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """z in bits of a tile of keys, without shift and rule."""
+    k_tile = blocks.load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+    dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+    z, _slope = capped(dot * scale, cap, CAPPED)
+    if FACTORED:
+        z = z * factor[:, None]
     return z
 
 
