@@ -86,6 +86,15 @@ def matrix_of_head(pointer, batch, head, batch_stride, head_stride, stride, leng
 
 
 @triton.jit
+def tile_of_head(
+    pointer, own, batch_stride, head_stride, stride, length, width, rows, WIDTH: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """Some rows of a matrix, at the end of which some may not exist."""
+    matrix = matrix_of_head(pointer, own.batch, own.head, batch_stride, head_stride, stride, length, width)
+    return load_tile(matrix, rows, WIDTH, True, FULL)
+
+
+@triton.jit
 def keys_of_head(pointer, own, groups, batch_stride, head_stride, stride, keys, width):
     """The keys or values that a block of queries reads."""
     pointer += own.batch * batch_stride + own.head // groups * head_stride
@@ -93,8 +102,8 @@ def keys_of_head(pointer, own, groups, batch_stride, head_stride, stride, keys, 
 
 
 @triton.jit
-def sight_of_head(mask, own, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window):
-    mask += own.batch * mask_batch + own.head * mask_head
+def sight_of_head(mask, batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window):
+    mask += batch * mask_batch + head * mask_head
     return Sight(mask, mask_row, mask_column, queries, keys, offset, window)
 
 
@@ -106,11 +115,12 @@ def queries_and_keys(
     """What a kernel without values reads: a block of queries, their indices and which of them exist, and the keys."""
     own = block_of_queries(queries, heads, C.ROWS)
     k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
-    sight = sight_of_head(mask, own, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window)
+    sight = sight_of_head(
+        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+    )
     rows = own.index * C.ROWS + tl.arange(0, C.ROWS)
     inside = rows < queries
-    q = matrix_of_head(q, own.batch, own.head, q_batch, q_head, q_row, queries, width)
-    q_tile = load_tile(q, rows, C.WIDTH, True, C.FULL)
+    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, C.WIDTH, C.FULL)
     return own, rows, inside, q_tile, k, sight
 
 
@@ -153,9 +163,15 @@ def seen_keys(i, j, sight, C: tl.constexpr):
     if C.WINDOWED:
         seen = seen & (j > i + sight.offset - sight.window)
     if C.MASKED:
-        at = sight.mask + i.to(tl.int64) * sight.mask_row + j.to(tl.int64) * sight.mask_column
-        seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+        seen = unmasked(seen, i, j, sight)
     return seen
+
+
+@triton.jit
+def unmasked(seen, i, j, sight):
+    """Which of the keys that may be seen the mask leaves."""
+    at = sight.mask + i.to(tl.int64) * sight.mask_row + j.to(tl.int64) * sight.mask_column
+    return seen & (tl.load(at, mask=seen, other=0) != 0)
 
 
 @triton.jit

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.kernels.blocks import Constants, Matrix, Sight
 from attnorm.kernels.launch import padded
 from attnorm.kernels.maps import LOG2E, MAPS, Reference
-from attnorm.kernels.one_pass import fold, reference_of
+from attnorm.kernels.one_pass import fold, inverse_of, reference_of
 from attnorm.kernels.one_pass_attention import Form, OnePassLaunch
-from attnorm.kernels.tiles import load_row
+from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
 FEWEST_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
@@ -34,6 +35,10 @@ def decode_parts(
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """part_out (B, H, Q, splits, E), total_out and peak_out (B, H, Q, splits): the state of each row over a part."""
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
+    M: tl.constexpr = MapConstants(
+        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
+    )  # fmt: skip
     program = tl.program_id(0)
     split = program % splits
     batch_head = (program // splits).to(tl.int64)
@@ -50,9 +55,7 @@ def decode_parts(
     q_at = q + batch * q_batch + head * q_head + rows * q_row
     q_tile = tl.load(q_at[:, None] + columns[None, :], mask=inside[:, None] & (columns < width)[None, :], other=0.0)
     row_at = (batch * heads + head) * queries + rows
-    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
-    row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
-    row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
+    row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
     parameter = tl.load(parameters + head, mask=inside, other=0.0)[:, None] if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
@@ -60,10 +63,9 @@ def decode_parts(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     start = begin + split * span
     acc, total, peak = fold(
-        acc, total, peak, start, tl.minimum(start + span, keys), q_tile, k, v, rows, row_factor, row_shift, row_least,
-        mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter,
-        MAP, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN,
-        CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT,
+        acc, total, peak, start, tl.minimum(start + span, keys), q_tile, Matrix(k, keys, k_row, width),
+        Matrix(v, keys, v_row, v_width), rows, row, Sight(mask, mask_row, mask_column, queries, keys, offset, window),
+        scale, cap, parameter, C, M, True,
     )  # fmt: skip
     at = row_at * splits + split
     tl.store(total_out + at, total, mask=inside)
@@ -112,7 +114,7 @@ def join_parts(
     if REFERENCE == 2:
         whole += floor * tl.exp2(-reference)
     if NORMALISED:
-        inverse = tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), tl.where(whole == 0, 0.0, float("nan")))
+        inverse = inverse_of(whole)
         acc = acc * inverse
         if REFERENCE != 0:
             tl.store(reference_out + row, reference + tl.log2(tl.where(whole > 0, whole, 1.0)))

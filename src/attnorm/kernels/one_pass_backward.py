@@ -8,93 +8,107 @@ ENTROPY: the factor of a row depends on the entropy of softmax with soft_factor,
 The gradient of k then has the entropy's part too, grad_entropy times dH/dz (kernels/entropy.py).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from attnorm.kernels.entropy import entropy_slopes
-from attnorm.kernels.maps import LN2, LOG2E
-from attnorm.kernels.tiles import (
-    capped,
+from attnorm.kernels.blocks import (
+    Constants,
+    Sight,
+    block_of_keys,
+    block_of_queries,
     key_range,
+    keys_of_head,
     load_row,
     load_tile,
+    matrix_of_head,
     query_range,
     seen_keys,
-    selected,
+    sight_of_head,
     store_tile,
+    tile_of_head,
 )
+from attnorm.kernels.entropy import entropy_slopes
+from attnorm.kernels.maps import LN2
+from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows, logits, selected
+
+
+class SumRows(NamedTuple):
+    """Numbers of each row, or pointers to those of all rows."""
+
+    reference: Any  # log2 of the denominator of a scaled map
+    inverse: Any  # 1 / denominator of another normalised map
+    delta: Any
+
+
+class SoftRows(NamedTuple):
+    """Pointers to numbers of all rows: the softmax whose entropy the factor depends on."""
+
+    factor: Any
+    entropy: Any
+    reference: Any
+    grad: Any  # of the entropy
 
 
 @triton.jit
-def _logit_gradient(
-    dot, dp, i, j, factor, shift, least, reference, inverse, delta, offset, scale, cap, parameter,
-    SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
-    NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
-):  # fmt: skip
-    """Weights of a tile, the gradients of its logits after factor and shift, and of its products; s capped, in bits."""
-    s, cap_slope = capped(dot * scale, cap, CAPPED)
-    z = s
-    if FACTORED:
-        z = z * factor
-    if SHIFTED:
-        z = z + shift
-    rule_slope = 1.0
-    if RULED:
-        z, rule_slope = RULE(z, tl.abs((i + offset - j).to(tl.float32)), parameter, FAST)
-    if SELECTED:
-        z = selected(z, least)
-    w, slope_a, slope_b = SLOPES(z, reference, P, FAST)
-    if NORMALISED:
-        dz = slope_a * dp - slope_b * delta
-        if REFERENCE == 0:
+def _sum_rows(pointers, at, inside, M: tl.constexpr):
+    reference = load_row(pointers.reference, at, inside, M.REFERENCE != 0, 0.0)
+    inverse = load_row(pointers.inverse, at, inside, M.NORMALISED and M.REFERENCE == 0, 1.0)
+    return SumRows(reference, inverse, load_row(pointers.delta, at, inside, M.NORMALISED, 0.0))
+
+
+@triton.jit
+def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
+    """Weights of a tile, the gradients of its logits after factor and shift, and of its products; s capped, in bits.
+
+    AXIS: of the keys.
+    """
+    z, s, cap_slope, rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, AXIS)
+    if M.SELECTED:
+        z = selected(z, tl.expand_dims(row.least, AXIS))
+    w, slope_a, slope_b = M.SLOPES(z, tl.expand_dims(sums.reference, AXIS), M.P, M.FAST)
+    if M.NORMALISED:
+        dz = slope_a * dp - slope_b * tl.expand_dims(sums.delta, AXIS)
+        if M.REFERENCE == 0:
+            inverse = tl.expand_dims(sums.inverse, AXIS)
             dz = dz * inverse
             w = w * inverse
     else:
         dz = slope_a * dp
-    if RULED:
+    if M.RULED:
         dz = dz * rule_slope
     ds = dz
-    if FACTORED:
-        ds = ds * factor
-    if CAPPED:
+    if M.FACTORED:
+        ds = ds * tl.expand_dims(row.factor, AXIS)
+    if M.CAPPED:
         ds = ds * cap_slope
     return w, dz, ds, s
 
 
 @triton.jit
 def _fold_queries(
-    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, factor, shift, least, reference,
-    inverse, delta, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
-    cap, parameter,
-    SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
-    NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, SELECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr,
+    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, row, sums, sight, scale, cap,
+    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        v_tile = load_tile(v, columns, keys, v_row, v_width, V_WIDTH, EDGE, V_FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
         i, j = rows[:, None], columns[None, :]
-        _w, dz, ds, s = _logit_gradient(
-            dot, dp, i, j, factor[:, None], shift[:, None], least[:, None], reference[:, None], inverse[:, None],
-            delta[:, None], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED,
-            FACTORED, SHIFTED, SELECTED,
-        )  # fmt: skip
+        _w, dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 1)
         if EDGE:
-            seen = seen_keys(i, j, mask, mask_row, mask_column, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED)
+            seen = seen_keys(i, j, sight, C)
             ds = tl.where(seen, ds, 0.0)
             dz = tl.where(seen, dz, 0.0)
             s = tl.where(seen, s, 0.0)
-        if FACTORED:
+        if M.FACTORED:
             grad_factor += tl.sum(dz * s, 1)
-        if SHIFTED:
+        if M.SHIFTED:
             grad_shift += tl.sum(dz, 1)
-        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=PRECISION)
+        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
     return grad_q, grad_factor, grad_shift
 
 
@@ -112,55 +126,37 @@ def backward_queries(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(queries, ROWS)
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    v += batch * v_batch + head // groups * v_head
-    mask += batch * mask_batch + head * mask_head
-    rows = block * ROWS + tl.arange(0, ROWS)
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
+    M: tl.constexpr = MapConstants(
+        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
+    )  # fmt: skip
+    own = block_of_queries(queries, heads, ROWS)
+    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
+    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
+    sight = sight_of_head(
+        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+    )
+    rows = own.index * ROWS + tl.arange(0, ROWS)
     inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    grad_tile = load_tile(grad + batch * o_batch + head * o_head, rows, queries, o_row, v_width, V_WIDTH, True, V_FULL)
-    row_at = batch_head * queries + rows
-    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
-    row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
-    row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
-    row_reference = load_row(reference, row_at, inside, REFERENCE != 0, 0.0)
-    row_inverse = load_row(inverse, row_at, inside, NORMALISED and REFERENCE == 0, 1.0)
-    row_delta = load_row(delta, row_at, inside, NORMALISED, 0.0)
-    parameter = tl.load(parameters + head) if RULED else 0.0
+    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
+    grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
+    row_at = own.batch_head * queries + rows
+    row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
+    sums = _sum_rows(SumRows(reference, inverse, delta), row_at, inside, M)
+    parameter = tl.load(parameters + own.head) if RULED else 0.0
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     found_factor = tl.zeros([ROWS], tl.float32)
     found_shift = tl.zeros([ROWS], tl.float32)
-    first, low, high, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
-    if WINDOWED or MASKED:
+    borders = key_range(own.index, sight, C)
+    for part in tl.static_range(0 if WINDOWED or MASKED else 1, 3):
         found, found_factor, found_shift = _fold_queries(
-            found, found_factor, found_shift, first, low, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-            row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
-            offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-            RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH,
-            V_WIDTH, FULL, V_FULL,
+            found, found_factor, found_shift, borders[part], borders[part + 1], q_tile, grad_tile, k, v, rows, row,
+            sums, sight, scale, cap, parameter, C, M, part != 1,
         )  # fmt: skip
-    found, found_factor, found_shift = _fold_queries(
-        found, found_factor, found_shift, low, high, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-        row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
-        offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-        RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH,
-        FULL, V_FULL,
-    )  # fmt: skip
-    found, found_factor, found_shift = _fold_queries(
-        found, found_factor, found_shift, high, last, q_tile, grad_tile, k, v, rows, row_factor, row_shift,
-        row_least, row_reference, row_inverse, row_delta, mask, k_row, v_row, mask_row, mask_column, queries, keys,
-        offset, window, width, v_width, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED,
-        RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH,
-        FULL, V_FULL,
-    )  # fmt: skip
     found = (found * plain_scale).to(grad_q.dtype.element_ty)
-    store_tile(grad_q + batch * gq_batch + head * gq_head, found, rows, queries, gq_row, width, WIDTH)
+    grad_q = matrix_of_head(grad_q, own.batch, own.head, gq_batch, gq_head, gq_row, queries, width)
+    store_tile(grad_q, found, rows, WIDTH)
     if FACTORED:
         tl.store(grad_factor + row_at, found_factor * LN2, mask=inside)
     if SHIFTED:
@@ -169,58 +165,41 @@ def backward_queries(
 
 @triton.jit
 def _fold_keys(
-    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, shift, least, reference,
-    inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask, q_row, o_row, mask_row, mask_column,
-    queries, keys, offset, window, width, v_width, scale, cap, parameter,
-    SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
-    NORMALISED: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr, SELECTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, ENTROPY: tl.constexpr,
-    SOFT_FACTORED: tl.constexpr,
+    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, logit_pointers, sum_pointers, soft, sight,
+    scale, cap, parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, WINDOWED: tl.constexpr,
+    ENTROPY: tl.constexpr, SOFT_FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
-    for at in range(start, stop, ROWS):
-        rows = at + tl.arange(0, ROWS)
-        inside = rows < queries
-        q_tile = load_tile(q, rows, queries, q_row, width, WIDTH, EDGE, FULL)
-        grad_tile = load_tile(grad, rows, queries, o_row, v_width, V_WIDTH, EDGE, V_FULL)
+    for at in range(start, stop, C.ROWS):
+        rows = at + tl.arange(0, C.ROWS)
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
         row_at = at_row + rows
-        row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
-        row_shift = load_row(shift, row_at, inside, SHIFTED, 0.0) * LOG2E
-        row_least = load_row(least, row_at, inside, SELECTED, float("-inf"))
-        row_reference = load_row(reference, row_at, inside, REFERENCE != 0, 0.0)
-        row_inverse = load_row(inverse, row_at, inside, NORMALISED and REFERENCE == 0, 1.0)
-        row_delta = load_row(delta, row_at, inside, NORMALISED, 0.0)
-        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=PRECISION)
+        row = logit_rows(logit_pointers, row_at, inside, M)
+        sums = _sum_rows(sum_pointers, row_at, inside, M)
+        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
         i, j = rows[None, :], columns[:, None]
-        w, _dz, ds, s = _logit_gradient(
-            dot, dp, i, j, row_factor[None, :], row_shift[None, :], row_least[None, :], row_reference[None, :],
-            row_inverse[None, :], row_delta[None, :], offset, scale, cap, parameter, SLOPES, RULE, P, FAST, REFERENCE,
-            NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED,
-        )  # fmt: skip
+        w, _dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 0)
         if ENTROPY:
             if WINDOWED:
-                within = j > i + offset - window
+                within = j > i + sight.offset - sight.window
                 ds = tl.where(within, ds, 0.0)
                 w = tl.where(within, w, 0.0)
-            row_soft_factor = load_row(soft_factor, row_at, inside, SOFT_FACTORED, 1.0)
-            row_soft_reference = load_row(soft_reference, row_at, inside, True, 0.0)
-            row_entropy = load_row(entropy, row_at, inside, True, 0.0)
-            row_grad = load_row(grad_entropy, row_at, inside, True, 0.0) * row_soft_factor
+            soft_factor = load_row(soft.factor, row_at, inside, SOFT_FACTORED, 1.0)
+            soft_reference = load_row(soft.reference, row_at, inside, True, 0.0)
+            entropy = load_row(soft.entropy, row_at, inside, True, 0.0)
+            row_grad = load_row(soft.grad, row_at, inside, True, 0.0) * soft_factor
             ds += row_grad[None, :] * entropy_slopes(
-                s, row_soft_factor[None, :], row_soft_reference[None, :], row_entropy[None, :]
-            )
-        if EDGE:
-            seen = seen_keys(
-                i, j, mask, mask_row, mask_column, queries, keys, offset, window,
-                CAUSAL, WINDOWED and not ENTROPY, MASKED,
+                s, soft_factor[None, :], soft_reference[None, :], entropy[None, :]
             )  # fmt: skip
+        if EDGE:
+            seen = seen_keys(i, j, sight, C)
             ds = tl.where(seen, ds, 0.0)
             w = tl.where(seen, w, 0.0)
-        grad_v = tl.dot((w * LIFT).to(grad_tile.dtype), grad_tile, grad_v, input_precision=PRECISION)
-        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=PRECISION)
+        grad_v = tl.dot((w * M.LIFT).to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
+        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
     return grad_k, grad_v
 
 
@@ -240,49 +219,40 @@ def backward_keys(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, ENTROPY: tl.constexpr, SOFT_FACTORED: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(keys, COLUMNS)
-    program = tl.program_id(0)
-    block = program % blocks  # the first keys are seen by most queries
-    batch_head = (program // blocks).to(tl.int64)
-    key_heads = heads // groups
-    batch, key_head = batch_head // key_heads, batch_head % key_heads
-    columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    k_tile = load_tile(k + batch * k_batch + key_head * k_head, columns, keys, k_row, width, WIDTH, True, FULL)
-    v_tile = load_tile(v + batch * v_batch + key_head * v_head, columns, keys, v_row, v_width, V_WIDTH, True, V_FULL)
+    C: tl.constexpr = Constants(
+        CAUSAL, WINDOWED and not ENTROPY, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL
+    )  # fmt: skip
+    M: tl.constexpr = MapConstants(
+        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
+    )  # fmt: skip
+    own = block_of_keys(keys, heads, groups, COLUMNS)
+    columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
+    k_tile = tile_of_head(k, own, k_batch, k_head, k_row, keys, width, columns, WIDTH, FULL)
+    v_tile = tile_of_head(v, own, v_batch, v_head, v_row, keys, v_width, columns, V_WIDTH, V_FULL)
+    logit_pointers = LogitRows(factor, shift, least)
+    sum_pointers = SumRows(reference, inverse, delta)
+    soft = SoftRows(soft_factor, entropy, soft_reference, grad_entropy)
     found_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     found_v = tl.zeros([COLUMNS, V_WIDTH], tl.float32)
-    first, low, high, last = query_range(
-        block * COLUMNS, queries, keys, offset, window, CAUSAL, WINDOWED and not ENTROPY, MASKED, ROWS, COLUMNS
-    )
+    borders = query_range(own.index * COLUMNS, Sight(mask, mask_row, mask_column, queries, keys, offset, window), C)
     for member in range(groups):
-        head = key_head * groups + member
-        at_row = (batch * heads + head) * queries
-        q_here = q + batch * q_batch + head * q_head
-        grad_here = grad + batch * o_batch + head * o_head
-        mask_here = mask + batch * mask_batch + head * mask_head
+        head = own.head * groups + member
+        at_row = (own.batch * heads + head) * queries
+        q_here = matrix_of_head(q, own.batch, head, q_batch, q_head, q_row, queries, width)
+        grad_here = matrix_of_head(grad, own.batch, head, o_batch, o_head, o_row, queries, v_width)
+        sight = sight_of_head(
+            mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+        )
         parameter = tl.load(parameters + head) if RULED else 0.0
-        found_k, found_v = _fold_keys(
-            found_k, found_v, first, low, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
-            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
-            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
-            True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
-        )  # fmt: skip
-        found_k, found_v = _fold_keys(
-            found_k, found_v, low, high, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
-            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
-            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
-            False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
-        )  # fmt: skip
-        found_k, found_v = _fold_keys(
-            found_k, found_v, high, last, k_tile, v_tile, q_here, grad_here, columns, at_row, factor, shift,
-            least, reference, inverse, delta, soft_factor, entropy, soft_reference, grad_entropy, mask_here, q_row,
-            o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, cap, parameter, SLOPES,
-            RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, CAUSAL, WINDOWED, MASKED,
-            True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, ENTROPY, SOFT_FACTORED,
-        )  # fmt: skip
+        for part in tl.static_range(3):
+            found_k, found_v = _fold_keys(
+                found_k, found_v, borders[part], borders[part + 1], k_tile, v_tile, q_here, grad_here, columns, at_row,
+                logit_pointers, sum_pointers, soft, sight, scale, cap, parameter, C, M, part != 1, WINDOWED, ENTROPY,
+                SOFT_FACTORED,
+            )  # fmt: skip
     found_k = (found_k * plain_scale).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)
-    store_tile(grad_k + batch * gk_batch + key_head * gk_head, found_k, columns, keys, gk_row, width, WIDTH)
-    store_tile(grad_v + batch * gv_batch + key_head * gv_head, found_v, columns, keys, gv_row, v_width, V_WIDTH)
+    grad_k = matrix_of_head(grad_k, own.batch, own.head, gk_batch, gk_head, gk_row, keys, width)
+    store_tile(grad_k, found_k, columns, WIDTH)
+    grad_v = matrix_of_head(grad_v, own.batch, own.head, gv_batch, gv_head, gv_row, keys, v_width)
+    store_tile(grad_v, found_v, columns, V_WIDTH)

@@ -3,6 +3,8 @@
 For threshold maps also the rows above their thresholds, and lists of the tiles that hold a weight.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -74,21 +76,53 @@ def capped(s, cap, CAPPED: tl.constexpr):
     return s, slope
 
 
+class LogitRows(NamedTuple):
+    """Numbers of each row, or pointers to those of all rows."""
+
+    factor: Any  # multiplies the logits
+    shift: Any  # is added, in bits
+    least: Any  # logits below it are hidden
+
+
+class MapConstants(NamedTuple):
+    """What is known of a map and the logits in front of it when a kernel is compiled."""
+
+    MAP: Any
+    SLOPES: Any
+    RULE: Any
+    P: Any
+    FAST: Any
+    REFERENCE: Any
+    NORMALISED: Any
+    RULED: Any
+    CAPPED: Any
+    FACTORED: Any
+    SHIFTED: Any
+    SELECTED: Any
+    PLAIN: Any
+    LIFT: Any
+
+
 @triton.jit
-def logits(
-    s, i, j, offset, factor, shift, cap, parameter,
-    RULE: tl.constexpr, FAST: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    SHIFTED: tl.constexpr,
-):  # fmt: skip
-    """z in bits of scaled products s in bits. factor, shift and the query i are per row."""
-    z, _slope = capped(s, cap, CAPPED)
-    if FACTORED:
-        z = z * factor
-    if SHIFTED:
-        z = z + shift
-    if RULED:
-        z, _slope = RULE(z, tl.abs((i + offset - j).to(tl.float32)), parameter, FAST)
-    return z
+def logit_rows(pointers, at, inside, M: tl.constexpr):
+    factor = blocks.load_row(pointers.factor, at, inside, M.FACTORED, 1.0)
+    shift = blocks.load_row(pointers.shift, at, inside, M.SHIFTED, 0.0) * LOG2E
+    return LogitRows(factor, shift, blocks.load_row(pointers.least, at, inside, M.SELECTED, float("-inf")))
+
+
+@triton.jit
+def logits(dot, i, j, offset, row, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
+    """z in bits of products, the capped logits in front of it, and the slopes of cap and rule; AXIS: of the keys."""
+    s, cap_slope = capped(dot * scale, cap, M.CAPPED)
+    z = s
+    if M.FACTORED:
+        z = z * tl.expand_dims(row.factor, AXIS)
+    if M.SHIFTED:
+        z = z + tl.expand_dims(row.shift, AXIS)
+    rule_slope = 1.0
+    if M.RULED:
+        z, rule_slope = M.RULE(z, tl.abs((i + offset - j).to(tl.float32)), parameter, M.FAST)
+    return z, s, cap_slope, rule_slope
 
 
 @triton.jit

@@ -24,7 +24,9 @@ from attnorm.kernels.blocks import (
     queries_and_keys,
     query_range,
     seen_keys,
+    sight_of_head,
     store_tile,
+    tile_of_head,
 )
 from attnorm.kernels.launch import Launch, in_rows, padded
 
@@ -153,16 +155,16 @@ def backward_keys(
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
     own = block_of_keys(keys, heads, groups, COLUMNS)
     columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
-    k = matrix_of_head(k, own.batch, own.head, k_batch, k_head, k_row, keys, width)
-    k_tile = load_tile(k, columns, WIDTH, True, FULL)
+    k_tile = tile_of_head(k, own, k_batch, k_head, k_row, keys, width, columns, WIDTH, FULL)
     found = tl.zeros([COLUMNS, WIDTH], tl.float32)
     borders = query_range(own.index * COLUMNS, Sight(mask, mask_row, mask_column, queries, keys, offset, 0), C)
     for member in range(groups):
         head = own.head * groups + member
         at_row = (own.batch * heads + head) * queries
         q_here = matrix_of_head(q, own.batch, head, q_batch, q_head, q_row, queries, width)
-        mask_here = mask + own.batch * mask_batch + head * mask_head
-        sight = Sight(mask_here, mask_row, mask_column, queries, keys, offset, 0)
+        sight = sight_of_head(
+            mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
+        )
         for part in tl.static_range(3):
             found = _fold_keys(
                 found, borders[part], borders[part + 1], k_tile, q_here, columns, at_row, mean, slope, sight, scale,
