@@ -16,75 +16,77 @@ deterministic.
 import triton
 import triton.language as tl
 
+from attnorm.kernels.blocks import (
+    Constants,
+    Sight,
+    block_from_last,
+    block_of_keys,
+    keys_of_head,
+    load_row,
+    load_tile,
+    matrix_of_head,
+    query_range,
+    sight_of_head,
+    store_tile,
+    tile_of_head,
+)
 from attnorm.kernels.stick_breaking import (
     GROUP,
     SPENT,
+    StickConstants,
     own_key,
+    stick_range,
     sum_up_to,
     taken_and_cost,
     weights_of,
-    without_own_keys,
 )
-from attnorm.kernels.tiles import key_range, load_row, load_tile, query_range, store_tile
 
 CHUNK = tl.constexpr(128)
 
 
 @triton.jit
 def _spend(
-    spent, live, start, stop, q_tile, k, rows, factor, later, stride,
-    mask, k_row, mask_row, mask_column, queries, keys, offset, window, width, scale,
-    FAST: tl.constexpr, FACTORED: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    FULL: tl.constexpr,
+    spent, live, start, stop, q_tile, k, rows, factor, later, stride, sight, scale,
+    C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """The cost with the keys from stop down to start added, and the first tile that was reached."""
-    tiles = tl.cdiv(stop - start, COLUMNS)
+    tiles = tl.cdiv(stop - start, C.COLUMNS)
     while (tiles > 0) & (tl.min(spent, 0) < SPENT):
         group = tl.minimum(tiles, GROUP)
         for index in range(group):
-            tile = start // COLUMNS + tiles - 1 - index
+            tile = start // C.COLUMNS + tiles - 1 - index
             tl.store(later + stride.to(tl.int64) * tile, spent)
-            columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-            k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            _taken, cost = taken_and_cost(
-                dot, rows[:, None], columns[None, :], factor[:, None], mask, mask_row, mask_column, queries, keys,
-                offset, window, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, EDGE,
-            )  # fmt: skip
+            columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
+            k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+            _taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
             spent += tl.sum(cost, 1)
         tiles -= group
-        live = start // COLUMNS + tiles
+        live = start // C.COLUMNS + tiles
     return spent, live
 
 
 @triton.jit
 def _fold_queries(
-    grad_q, grad_factor, before, start, stop, q_tile, grad_tile, k, v, rows, factor, later, earlier, stride,
-    mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
-    FAST: tl.constexpr, FACTORED: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, PART: tl.constexpr,
+    grad_q, grad_factor, before, start, stop, q_tile, grad_tile, k, v, rows, factor, later, earlier, stride, sight,
+    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, COLUMNS):
-        columns = at + tl.arange(0, COLUMNS)
-        k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-        v_tile = load_tile(v, columns, keys, v_row, v_width, V_WIDTH, EDGE, V_FULL)
-        place = stride.to(tl.int64) * (at // COLUMNS)
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        place = stride.to(tl.int64) * (at // C.COLUMNS)
         behind = tl.load(later + place)
         tl.store(earlier + place, before)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
-        taken, cost = taken_and_cost(
-            dot, rows[:, None], columns[None, :], factor[:, None], mask, mask_row, mask_column, queries, keys, offset,
-            window, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, EDGE,
-        )  # fmt: skip
-        w = weights_of(taken, cost, behind[:, None], PART) * dp
-        dz = w - tl.exp2(taken) * (sum_up_to(w, PART) + before[:, None])
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
+        w = weights_of(taken, cost, behind[:, None], S.PART) * dp
+        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
         before += tl.sum(w, 1)
-        if FACTORED:
+        if S.FACTORED:
             grad_factor += tl.sum(dz * dot, 1)
-        grad_q = tl.dot(dz.to(k_tile.dtype), k_tile, grad_q, input_precision=PRECISION)
+        grad_q = tl.dot(dz.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
     return grad_q, grad_factor, before
 
 
@@ -99,122 +101,90 @@ def backward_queries(
     V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The queries from begin to begin + chunk, both multiples of ROWS. later, earlier: (B, H, key tiles, chunk)."""
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
+    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
     blocks = chunk // ROWS
-    program = tl.program_id(0)
-    own = blocks - 1 - program % blocks
-    block = begin // ROWS + own
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    v += batch * v_batch + head // groups * v_head
-    mask += batch * mask_batch + head * mask_head
+    own = block_from_last(tl.program_id(0), blocks, heads)  # of the chunk
+    block = begin // ROWS + own.index
+    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
+    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
+    sight = sight_of_head(
+        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+    )
     rows = block * ROWS + tl.arange(0, ROWS)
     inside = rows < queries
-    q_tile = load_tile(q + batch * q_batch + head * q_head, rows, queries, q_row, width, WIDTH, True, FULL)
-    grad_tile = load_tile(grad + batch * o_batch + head * o_head, rows, queries, o_row, v_width, V_WIDTH, True, V_FULL)
-    row_at = batch_head * queries + rows
+    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
+    grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
+    row_at = own.batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
-    place = batch_head * tl.cdiv(keys, COLUMNS) * chunk + own * ROWS + tl.arange(0, ROWS)
+    place = own.batch_head * tl.cdiv(keys, COLUMNS) * chunk + own.index * ROWS + tl.arange(0, ROWS)
     later += place
     earlier += place
 
-    first, low, high, last = key_range(block, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS)
-    low, high = without_own_keys(first, low, high, block * ROWS + offset, REST, CAUSAL, COLUMNS)
+    borders = stick_range(block, sight, C, REST)
     spent = tl.where(inside, 0.0, SPENT)
-    live = tl.cdiv(last, COLUMNS)
-    spent, live = _spend(
-        spent, live, high, last, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column, queries,
-        keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS,
-        WIDTH, FULL,
-    )  # fmt: skip
-    if CAUSAL or not REST:
-        spent, live = _spend(
-            spent, live, low, high, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column,
-            queries, keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False,
-            PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
-    if WINDOWED:
-        spent, live = _spend(
-            spent, live, first, low, q_tile, k, rows, row_factor, later, chunk, mask, k_row, mask_row, mask_column,
-            queries, keys, offset, window, width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True,
-            PRECISION, COLUMNS, WIDTH, FULL,
-        )  # fmt: skip
-    tl.store(live_out + batch_head * blocks + own, live)
+    live = tl.cdiv(borders[3], COLUMNS)
+    for part in tl.static_range(2, -1, -1):
+        if part == 2 or (WINDOWED if part == 0 else CAUSAL or not REST):  # as in forward
+            spent, live = _spend(
+                spent, live, borders[part], borders[part + 1], q_tile, k, rows, row_factor, later, chunk, sight, scale,
+                C, S, part != 1,
+            )  # fmt: skip
+    tl.store(live_out + own.batch_head * blocks + own.index, live)
     tl.debug_barrier()  # the same program reads what it stored
 
     before = tl.zeros([ROWS], tl.float32)
     if REST:
-        values, seen = own_key(
-            v, rows, mask, mask_row, mask_column, queries, keys, offset, window, v_row, v_width, MASKED, V_WIDTH,
-            V_FULL,
-        )  # fmt: skip
+        values, seen = own_key(v, rows, sight, C)
         dp = tl.sum(grad_tile.to(tl.float32) * values.to(tl.float32), 1)
         before = tl.where(seen, tl.exp2(-spent), 0.0) * dp
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     found_factor = tl.zeros([ROWS], tl.float32)
     reached = live * COLUMNS
-    if WINDOWED:
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
         found, found_factor, before = _fold_queries(
-            found, found_factor, before, tl.maximum(first, reached), low, q_tile, grad_tile, k, v, rows, row_factor,
-            later, earlier, chunk, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width,
-            v_width, scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH,
-            FULL, V_FULL, PART,
+            found, found_factor, before, tl.maximum(borders[part], reached), borders[part + 1], q_tile, grad_tile,
+            k, v, rows, row_factor, later, earlier, chunk, sight, scale, C, S, part != 1,
         )  # fmt: skip
-    found, found_factor, before = _fold_queries(
-        found, found_factor, before, tl.maximum(low, reached), high, q_tile, grad_tile, k, v, rows, row_factor, later,
-        earlier, chunk, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width,
-        scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, False, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
-        PART,
-    )  # fmt: skip
-    found, found_factor, before = _fold_queries(
-        found, found_factor, before, tl.maximum(high, reached), last, q_tile, grad_tile, k, v, rows, row_factor, later,
-        earlier, chunk, mask, k_row, v_row, mask_row, mask_column, queries, keys, offset, window, width, v_width,
-        scale, FAST, FACTORED, REST, CAUSAL, WINDOWED, MASKED, True, PRECISION, COLUMNS, WIDTH, V_WIDTH, FULL, V_FULL,
-        PART,
-    )  # fmt: skip
     found = (found * (row_factor * plain_scale)[:, None]).to(grad_q.dtype.element_ty)
-    store_tile(grad_q + batch * gq_batch + head * gq_head, found, rows, queries, gq_row, width, WIDTH)
+    grad_q = matrix_of_head(grad_q, own.batch, own.head, gq_batch, gq_head, gq_row, queries, width)
+    store_tile(grad_q, found, rows, WIDTH)
     if FACTORED:
         tl.store(grad_factor + row_at, found_factor * plain_scale, mask=inside)
 
 
 @triton.jit
 def _fold_keys(
-    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, spent, later, earlier, begin,
-    mask, q_row, o_row, mask_row, mask_column, queries, keys, offset, window, width, v_width, scale,
-    FAST: tl.constexpr, FACTORED: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, EDGE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, PART: tl.constexpr,
+    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, spent, later, earlier, begin, sight,
+    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, ROWS):
-        rows = at + tl.arange(0, ROWS)
-        inside = rows < queries
-        q_tile = load_tile(q, rows, queries, q_row, width, WIDTH, EDGE, FULL)
-        grad_tile = load_tile(grad, rows, queries, o_row, v_width, V_WIDTH, EDGE, V_FULL)
-        row_factor = load_row(factor, at_row + rows, inside, FACTORED, 1.0)
+    for at in range(start, stop, C.ROWS):
+        rows = at + tl.arange(0, C.ROWS)
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
+        row_factor = load_row(factor, at_row + rows, inside, S.FACTORED, 1.0)
         behind = tl.load(later + (rows - begin))
         before = tl.load(earlier + (rows - begin))
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
         i, j = rows[:, None], columns[None, :]
-        taken, cost = taken_and_cost(
-            dot, i, j, row_factor[:, None], mask, mask_row, mask_column, queries, keys, offset, window, scale, FAST,
-            FACTORED, REST, CAUSAL, WINDOWED, MASKED, EDGE,
-        )  # fmt: skip
-        p = weights_of(taken, cost, behind[:, None], PART)
+        taken, cost = taken_and_cost(dot, i, j, row_factor, sight, scale, C, S, EDGE)
+        p = weights_of(taken, cost, behind[:, None], S.PART)
         w = p * dp
-        dz = w - tl.exp2(taken) * (sum_up_to(w, PART) + before[:, None])
-        if FACTORED:
+        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
+        if S.FACTORED:
             dz = dz * row_factor[:, None]
-        if REST and EDGE:
+        if S.REST and EDGE:
             rest = tl.exp2(-load_row(spent, at_row + rows, inside, True, 0.0))
-            at_mask = mask + rows.to(tl.int64) * mask_row + (rows + offset).to(tl.int64) * mask_column
-            own = inside & (rows + offset >= 0)
-            if MASKED:
-                own = own & (tl.load(at_mask, mask=own & (rows + offset < keys), other=0) != 0)
-            p = tl.where((j == i + offset) & own[:, None], rest[:, None], p)
-        grad_v = tl.dot(tl.trans((p * LIFT).to(grad_tile.dtype)), grad_tile, grad_v, input_precision=PRECISION)
-        grad_k = tl.dot(tl.trans(dz.to(q_tile.dtype)), q_tile, grad_k, input_precision=PRECISION)
+            at_mask = sight.mask + rows.to(tl.int64) * sight.mask_row
+            at_mask += (rows + sight.offset).to(tl.int64) * sight.mask_column
+            own = inside & (rows + sight.offset >= 0)
+            if C.MASKED:
+                own = own & (tl.load(at_mask, mask=own & (rows + sight.offset < sight.keys), other=0) != 0)
+            p = tl.where((j == i + sight.offset) & own[:, None], rest[:, None], p)
+        grad_v = tl.dot(tl.trans((p * S.LIFT).to(grad_tile.dtype)), grad_tile, grad_v, input_precision=C.PRECISION)
+        grad_k = tl.dot(tl.trans(dz.to(q_tile.dtype)), q_tile, grad_k, input_precision=C.PRECISION)
     return grad_k, grad_v
 
 
@@ -242,61 +212,51 @@ def backward_keys(
     ADD: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one key head, for the queries of a chunk in all heads that share it; ADD: to what is there."""
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
+    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
+    own = block_of_keys(keys, heads, groups, COLUMNS)
     tiles = tl.cdiv(keys, COLUMNS)
-    program = tl.program_id(0)
-    tile = program % tiles  # the first keys are seen by most queries
-    batch_head = (program // tiles).to(tl.int64)
-    key_heads = heads // groups
-    batch, key_head = batch_head // key_heads, batch_head % key_heads
-    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    k_tile = load_tile(k + batch * k_batch + key_head * k_head, columns, keys, k_row, width, WIDTH, True, FULL)
-    v_tile = load_tile(v + batch * v_batch + key_head * v_head, columns, keys, v_row, v_width, V_WIDTH, True, V_FULL)
+    columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
+    k_tile = tile_of_head(k, own, k_batch, k_head, k_row, keys, width, columns, WIDTH, FULL)
+    v_tile = tile_of_head(v, own, v_batch, v_head, v_row, keys, v_width, columns, V_WIDTH, V_FULL)
     found_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     found_v = tl.zeros([COLUMNS, V_WIDTH], tl.float32)
     first, low, high, last = query_range(
-        tile * COLUMNS, queries, keys, offset, window, CAUSAL, WINDOWED, MASKED, ROWS, COLUMNS
+        own.index * COLUMNS, Sight(mask, mask_row, mask_column, queries, keys, offset, window), C
     )
     if REST:
         if CAUSAL:
-            low = tl.maximum(low, tl.cdiv(tl.maximum((tile + 1) * COLUMNS - offset, 0), ROWS) * ROWS)
+            low = tl.maximum(low, tl.cdiv(tl.maximum((own.index + 1) * COLUMNS - offset, 0), ROWS) * ROWS)
             low = tl.minimum(low, last)
             high = tl.maximum(high, low)
         else:
             low, high = last, last
+    borders = first, low, high, last
     end = tl.minimum(begin + chunk, queries)
     for member in range(groups):
-        head = key_head * groups + member
-        at_head = batch * heads + head
-        reached = tl.minimum(begin + _last_live(live + at_head * (chunk // ROWS), tile, chunk // ROWS) * ROWS, end)
-        q_here = q + batch * q_batch + head * q_head
-        grad_here = grad + batch * o_batch + head * o_head
-        mask_here = mask + batch * mask_batch + head * mask_head
-        later_here = later + (at_head * tiles + tile) * chunk
-        earlier_here = earlier + (at_head * tiles + tile) * chunk
-        found_k, found_v = _fold_keys(
-            found_k, found_v, tl.maximum(first, begin), tl.minimum(low, reached), k_tile, v_tile, q_here, grad_here,
-            columns, at_head * queries, factor, spent, later_here, earlier_here, begin, mask_here, q_row, o_row,
-            mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL,
-            WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
-        )  # fmt: skip
-        found_k, found_v = _fold_keys(
-            found_k, found_v, tl.maximum(low, begin), tl.minimum(high, reached), k_tile, v_tile, q_here, grad_here,
-            columns, at_head * queries, factor, spent, later_here, earlier_here, begin, mask_here, q_row, o_row,
-            mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL,
-            WINDOWED, MASKED, False, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
-        )  # fmt: skip
-        found_k, found_v = _fold_keys(
-            found_k, found_v, tl.maximum(high, begin), tl.minimum(last, reached), k_tile, v_tile, q_here, grad_here,
-            columns, at_head * queries, factor, spent, later_here, earlier_here, begin, mask_here, q_row, o_row,
-            mask_row, mask_column, queries, keys, offset, window, width, v_width, scale, FAST, FACTORED, REST, CAUSAL,
-            WINDOWED, MASKED, True, PRECISION, ROWS, WIDTH, V_WIDTH, FULL, V_FULL, LIFT, PART,
-        )  # fmt: skip
-    grad_k += batch * gk_batch + key_head * gk_head
-    grad_v += batch * gv_batch + key_head * gv_head
+        head = own.head * groups + member
+        at_head = own.batch * heads + head
+        alive = _last_live(live + at_head * (chunk // ROWS), own.index, chunk // ROWS)
+        reached = tl.minimum(begin + alive * ROWS, end)
+        q_here = matrix_of_head(q, own.batch, head, q_batch, q_head, q_row, queries, width)
+        grad_here = matrix_of_head(grad, own.batch, head, o_batch, o_head, o_row, queries, v_width)
+        sight = sight_of_head(
+            mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+        )
+        later_here = later + (at_head * tiles + own.index) * chunk
+        earlier_here = earlier + (at_head * tiles + own.index) * chunk
+        for part in tl.static_range(3):
+            found_k, found_v = _fold_keys(
+                found_k, found_v, tl.maximum(borders[part], begin), tl.minimum(borders[part + 1], reached), k_tile,
+                v_tile, q_here, grad_here, columns, at_head * queries, factor, spent, later_here, earlier_here, begin,
+                sight, scale, C, S, part != 1,
+            )  # fmt: skip
+    grad_k = matrix_of_head(grad_k, own.batch, own.head, gk_batch, gk_head, gk_row, keys, width)
+    grad_v = matrix_of_head(grad_v, own.batch, own.head, gv_batch, gv_head, gv_row, keys, v_width)
     found_k = found_k * plain_scale
     found_v = found_v * (1.0 / LIFT)
     if ADD:
-        found_k += load_tile(grad_k, columns, keys, gk_row, width, WIDTH, True, FULL)
-        found_v += load_tile(grad_v, columns, keys, gv_row, v_width, V_WIDTH, True, V_FULL)
-    store_tile(grad_k, found_k.to(grad_k.dtype.element_ty), columns, keys, gk_row, width, WIDTH)
-    store_tile(grad_v, found_v.to(grad_v.dtype.element_ty), columns, keys, gv_row, v_width, V_WIDTH)
+        found_k += load_tile(grad_k, columns, WIDTH, True, FULL)
+        found_v += load_tile(grad_v, columns, V_WIDTH, True, V_FULL)
+    store_tile(grad_k, found_k, columns, WIDTH)
+    store_tile(grad_v, found_v, columns, V_WIDTH)
