@@ -351,6 +351,27 @@ def test_unit_variance_keeps_its_digits_where_all_keys_share_a_large_component(
         assert (ours.double() - true).norm() <= 2 * (theirs.double() - true).norm() + few * true.norm()
 
 
+@pytest.mark.parametrize("common", [20.0, 1000.0])
+def test_the_gradient_of_q_loses_what_sdpa_loses_to_a_component_of_all_keys_and_nothing_once_it_is_removed(
+    common: float,
+) -> None:
+    q, k, v = draw(GROUPS)
+    with torch.no_grad():
+        k[..., 0], k[..., 1] = common, common + k[..., 1]
+    tensors = tuple(t.detach().to(torch.float16).requires_grad_() for t in (q, k, v))
+
+    def error(normalizer: Any, engine: str, keys: Tensor) -> Tensor:
+        expected = run(exactly(tensors), normalizer, "blocked", causal=True)[1]
+        found = run((tensors[0], keys, tensors[2]), normalizer, engine, causal=True)[1]
+        return (found.double() - expected).norm() / expected.norm()
+
+    ssmax, keys = attnorm.get("ssmax"), tensors[1]
+    without = (keys - keys.mean(-2, keepdim=True)).detach().requires_grad_()
+    if DEVICE == "cpu":  # on CUDA SDPA may choose a kernel that rounds less
+        assert error(ssmax, "triton", keys) <= 2 * error(attnorm.get("softmax"), "fused", keys)
+    assert error(ssmax, "triton", without) <= 2 * torch.finfo(torch.float16).eps
+
+
 def test_a_key_that_is_not_finite_reaches_only_the_rows_of_unit_variance_that_see_it() -> None:
     q, k, v = (t.detach() for t in draw(SMALL))
     k += 5.0
