@@ -187,7 +187,8 @@ def test_the_summary_has_the_verdict_the_model_and_the_notes(analysis: Analysis)
     assert text.startswith(analysis.verdict.headline)
     assert "GPT2LMHeadModel" in text
     assert "a, b; 24, 48 tokens; model, ssmax" in text
-    assert all(advice.text in text for advice in analysis.verdict.advice)
+    assert analysis.verdict.advice
+    assert all(f"- {advice.heading}. {advice.text}" in text for advice in analysis.verdict.advice)
     assert "Note: distances" in text
 
 

@@ -547,6 +547,12 @@ def test_the_command_keeps_what_the_run_was_asked_for(
     assert repeated == f"attnorm analyze pretended/gpt --lengths 256 {words}".strip()
 
 
+def test_the_command_names_normalizers_with_their_options() -> None:
+    made = synthetic_manifest()
+    settings = made["settings"] | {"normalizers": ["model", "topk:k=4"]}
+    assert "--normalizers model,topk:k=4" in command({**made, "settings": settings, "texts": []}, metrics="all")
+
+
 @pytest.mark.parametrize(
     "given",
     [

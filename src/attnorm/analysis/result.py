@@ -315,7 +315,7 @@ def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVer
     lines = [verdict.headline, "", *_about(heads, manifest), "", _counts(verdict)]
     lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
     for title, cautions in (("What to try:", False), ("What not to expect:", True)):
-        given = [f"- {advice.text}" for advice in verdict.advice if advice.caution == cautions]
+        given = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
         lines += ["", title, *given] if given else []
     lines += ["", *(f"Note: {note}" for note in manifest["notes"])] if manifest["notes"] else []
     return visible_lines("\n".join(lines))

@@ -168,8 +168,7 @@ def _rank(row: Row) -> tuple[int, int, int]:
 
 def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
     for position, one in enumerate(advice, 1):
-        concerned = f" ({one.heads} head{'s' * (one.heads != 1)})" if one.heads else ""
-        yield Text(f"{position}. {one.title}{concerned}")
+        yield Text(f"{position}. {one.heading}")
         yield Padding(Text(one.text, style="dim"), (0, 0, 0, 3))
         for change in dict.fromkeys(what.change for what in one.what_if):
             # Counts of 0 before and after are left out; the HTML report has them.

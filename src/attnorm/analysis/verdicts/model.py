@@ -224,7 +224,7 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     answers = Counter(row.get("saturation") or "not judged" for row in heads)
     if all(number(row, "saturation_excess") is None for row in heads):
         measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
-        why = "no head uses enough keys" if measured else "measure it with --metrics vectors"
+        why = "no head uses enough keys" if measured else "the metric group vectors was not measured"
         return [f"Saturation: not judged ({why})."]
     powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
     typical = f", median power {median(powers):.0%}" if powers else ""

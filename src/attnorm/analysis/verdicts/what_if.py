@@ -56,6 +56,11 @@ class Advice:
     command: str | None = None  # measures what is missing
     caution: bool = False  # what not to expect, rather than something to try
 
+    @property
+    def heading(self) -> str:
+        """The title with the number of heads."""
+        return f"{self.title} ({counted(self.heads, 'head')})" if self.heads else self.title
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -64,9 +69,9 @@ def command(manifest: Mapping[str, Any], **changes: Any) -> str:
     """What repeats a run with changed options of analyze: a line to type, or a call where Python objects were given."""
     settings, model = manifest.get("settings", {}), manifest.get("model", {})
     texts = [text for text in manifest.get("texts", []) if text["name"] not in DEFAULT_TEXTS]
-    names = changes.get("normalizers") or settings.get("normalizers") or []
+    names = {name.partition(":")[0] for name in changes.get("normalizers") or settings.get("normalizers") or []}
     typed = model.get("source", "") is not None and all(text.get("file", True) for text in texts)
-    if not typed or not {*names} <= {"model", *available()}:
+    if not typed or not names <= {"model", *available()}:
         return f"attnorm.analyze(..., {', '.join(f'{name}={value!r}' for name, value in changes.items())})"
     words = ["attnorm", "analyze", str(model.get("source") or model.get("name", "MODEL"))]
     for text in texts:
