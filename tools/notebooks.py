@@ -15,8 +15,9 @@ def executed(path: Path, directory: Path) -> nbformat.NotebookNode:
     """Return the notebook with new outputs; it runs in `directory` and may write there."""
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", record_timing=False, resources={"metadata": {"path": directory}}
-    )
+        notebook, timeout=600, kernel_name="python3", record_timing=False, resources={"metadata": {"path": directory}},
+        coalesce_streams=True,  # otherwise a print may be stored as several outputs
+    )  # fmt: skip
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # on a busy machine threads only wait for each other
     return notebook
 
