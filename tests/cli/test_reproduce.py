@@ -73,6 +73,12 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_unknown_experiment_is_named_before_a_text_is_chosen(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["reproduce", "fig9", "--model", "gpt2", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "--text" not in result.output
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

@@ -114,7 +114,8 @@ def test_pass_keys_are_spread_over_depths_and_right_or_wrong(bundled: Any) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tasks": ["perplexty"]}, "perplexity"),
+        ({"tasks": ["perplexty"]}, r"did you mean 'perplexity'\? Other tasks"),
+        ({"tasks": ["x"]}, r"'ruler_fwe'\. Other tasks"),
         ({"tasks": []}, "pass-key"),
         ({"tasks": ["vt"], "lengths": [512]}, "1024 for ruler_vt, got 512"),
         ({"normalizers": ["sofmax"]}, "softmax"),
@@ -125,6 +126,7 @@ def test_pass_keys_are_spread_over_depths_and_right_or_wrong(bundled: Any) -> No
         ({"normalizers": ["soft"]}, "no causal form"),
         ({"limit": 0}, "got 0"),
         ({"lengths": [100_000]}, "100000"),
+        ({"lengths": [64, 8]}, "pass-key, got 8"),
     ],
 )
 def test_bad_input_is_named_before_anything_runs(
@@ -148,6 +150,24 @@ def test_a_normalizer_that_no_model_can_use_is_named_before_the_model_is_loaded(
     for normalizer in ("tda", recipe):
         with pytest.raises(ValueError, match="another architecture"):
             small("bundled", normalizers=[normalizer])
+
+
+def test_a_text_that_is_too_short_is_named_before_shorter_lengths_run(
+    bundled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(evaluation_run, "score_perplexity")
+    text = tmp_path / "text.txt"
+    for content, tokens in (("", "got 0"), ("word " * 100, r"got \d\d\d")):
+        text.write_text(content)
+        with pytest.raises(ValueError, match=f"at least 1002 tokens for perplexity at 1000, {tokens}"):
+            small(bundled, tasks=["perplexity"], lengths=[1000, 64][:: 1 if content == "" else -1], text=text)
+
+
+def test_one_normalizer_one_task_and_one_length_need_no_list(bundled: Any) -> None:
+    found = small(bundled, normalizers="softmax1", tasks="perplexity", lengths=64, limit=1)
+    assert [(row.side, row.task, row.length) for row in found.rows] == [
+        ("model", "perplexity", 64), ("softmax1", "perplexity", 64),
+    ]  # fmt: skip
 
 
 def test_the_model_decides_how_many_heads_forget_has(bundled: Any) -> None:

@@ -122,6 +122,13 @@ def test_the_name_of_a_file_is_no_text(tmp_path: Path, monkeypatch: pytest.Monke
         assert texts_from(harmless) == [Text("text", harmless)]
 
 
+def test_the_name_of_a_file_that_is_missing_is_no_text_either() -> None:
+    for name in ("missing.txt", "texts/book.txt.xz"):
+        with pytest.raises(ValueError, match=f"no file '{name}'"):
+            texts_from(name)
+    assert texts_from("He wrote to a.txt")[0].content == "He wrote to a.txt"
+
+
 def test_the_first_tokens_of_a_text(loaded: LoadedModel) -> None:
     text = Text("t", words(50))
     whole = prepared(text, loaded, None)

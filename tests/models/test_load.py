@@ -78,6 +78,13 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         load("bundled", device=device)
 
 
+def test_only_devices_of_this_machine_are_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, expected in ((None, "use 'cpu' or 'auto'"), (torch.device("mps"), "use 'cpu', 'mps' or 'auto'")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, gpu=gpu: gpu)
+        with pytest.raises(CannotLoad, match=expected):
+            load("bundled", device="cuda:99")
+
+
 @pytest.mark.as_installed
 def test_what_is_neither_a_model_nor_a_name_is_named() -> None:
     with pytest.raises(ValueError, match="got 3"):

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from attnorm.models import source
-from attnorm.models.source import CannotLoad, Source, can_only_be_a_folder, did_you_mean, find
+from attnorm.models.source import CannotLoad, Source, can_only_be_a_folder, did_you_mean, find, unreachable
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,11 @@ def test_where_a_name_leads(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
             find(refused)
     monkeypatch.setattr(source, "hub_answers", lambda: True)
     assert find("someone/other") == ("someone/other", "someone/other", False)
+
+
+def test_an_unreachable_name_is_answered_once(here: Path) -> None:
+    assert unreachable("bundeld").endswith("cannot be reached; did you mean 'bundled'?")
+    assert "give a folder, connect" in unreachable("xyz")
 
 
 def test_names_that_are_close_enough_are_suggested(here: Path) -> None:

@@ -57,13 +57,14 @@ def test_files_that_are_no_text(texts: tuple[Path, Path], tmp_path: Path) -> Non
     assert not list((tmp_path / "data").iterdir())
 
 
-@pytest.mark.parametrize("sentences", [0, 1])
+@pytest.mark.parametrize("sentences", [0, 1, 2])
 def test_a_text_too_short_for_one_window(sentences: int, texts: tuple[Path, Path], tmp_path: Path) -> None:
     short = write_text(tmp_path / "short.txt", sentences, seed=0)
     with pytest.raises(ValueError, match=r"training text.*\d+ tokens.*64"):
         train_lm([short], texts[1], tmp_path / "one", tiny(context=64))
     with pytest.raises(ValueError, match=r"validation text.*\d+ tokens.*64"):
         train_lm([texts[0]], short, tmp_path / "two", tiny(context=64))
+    assert (tmp_path / "two").exists() == (short.stat().st_size >= 64)  # fewer bytes are too few for any tokenizer
 
 
 def test_a_validation_text_that_was_trained_on(texts: tuple[Path, Path], tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_the_difference_is_told_in_words(train: Train, texts: tuple[Path, Path],
 
 
 def test_a_run_that_failed_before_it_saved_anything_may_be_removed(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    short = write_text(tmp_path / "short.txt", 1, seed=0)
+    short = write_text(tmp_path / "short.txt", 2, seed=0)
     with pytest.raises(ValueError, match="short"):
         train_lm([short], texts[1], tmp_path / "run", tiny(context=64))
     with pytest.raises(ValueError, match="remove the folder"):

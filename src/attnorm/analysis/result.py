@@ -210,7 +210,8 @@ class Analysis:
         """Read a finished run that analyze(out=...) or save() wrote, also one of an older version."""
         folder = Path(folder)
         if not (folder / store.MANIFEST).is_file():
-            raise FileNotFoundError(f"{folder} holds no analysis: {store.MANIFEST} is missing")
+            why = f"{store.MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
+            raise FileNotFoundError(f"{folder} holds no analysis: {why}")
         manifest = store.read_json(folder / store.MANIFEST)
         if manifest.get("schema") not in manifests.READABLE_SCHEMAS:
             raise ValueError(

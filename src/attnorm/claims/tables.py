@@ -98,9 +98,10 @@ def closing_sentence(findings: Sequence[Finding]) -> str:
         broken = ", ".join(f"{finding.claim.id} ({finding.verdict})" for finding in findings if not finding.stands)
         return f"The table does not stand: {broken}."
     wrong = sum(finding.claim.status == "false" for finding in searched)
+    claims = f"{len(searched)} claim{'s' * (len(searched) != 1)}"
     return (
-        f"The table stands: {len(searched)} claims searched on {rows:,} rows, "
-        f"{wrong} false ones refuted by this run, no other violated."
+        f"The table stands: {claims} searched on {rows:,} rows, {wrong} false one{'s' * (wrong != 1)} refuted by this "
+        "run, no other violated."
     )
 
 

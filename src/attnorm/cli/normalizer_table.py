@@ -91,7 +91,7 @@ def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -
         title="Normalizers: logits to weights",
         caption="zeros: some visible keys get exactly 0. shift: a constant added to a row changes nothing. Lipschitz: "
         f"largest norm of the Jacobian over rows of {KEYS} keys, if known. swap: can replace softmax in a trained "
-        "model without training. Italics: mechanisms, which need q, k and v instead of a row of logits."
+        "model without training. Last group (italics): mechanisms, which need q, k and v instead of a row of logits."
         + (" A wider terminal shows more columns." if narrow else ""),
         title_justify="left",
         caption_justify="left",

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.cli.analysis_options import names_of, numbers_of
-from attnorm.cli.output import Json, failures, say, show, show_json
+from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
 from attnorm.cli.progress import ProgressBar
 from attnorm.provenance import recorded_command
 
@@ -169,6 +169,8 @@ def reproduce(
     from attnorm.experiments.run import reproduce as run
     from attnorm.experiments.subject import ExperimentSubject
 
+    with usage_errors():
+        check_options([one.name for one in named(names)], {MODEL: model or ()})
     first, *others = _models(model, names, quick)
     subject = ExperimentSubject(
         model=first,
@@ -188,7 +190,6 @@ def reproduce(
         _default_explained(first, asked=bool(model)),
         ProgressBar("loading") as progress,
     ):
-        check_options([one.name for one in named(names)], {MODEL: model or ()})
         written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_as_dict(one) for one in written]})

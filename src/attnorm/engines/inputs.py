@@ -233,6 +233,8 @@ def _without_unseen(inputs: Inputs) -> Inputs:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not all(isinstance(t, Tensor) for t in (q, k, v)):
+        raise TypeError(f"q, k, v must be torch tensors, got {', '.join(type(t).__name__ for t in (q, k, v))}")
     given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (2, 3, 4):
         raise ValueError(f"q, k, v must all be (batch, heads, length, width), or lack leading dimensions; got {given}")

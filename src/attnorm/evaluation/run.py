@@ -18,6 +18,7 @@ from attnorm.evaluation.tasks import (
     PERPLEXITY,
     Item,
     check_model,
+    check_text,
     items_of,
     needs_lm_eval,
     score_pass_keys,
@@ -42,9 +43,9 @@ def evaluate(
     model: "str | Path | nn.Module | LoadedModel",
     tokenizer: Any = None,
     *,
-    normalizers: Sequence[str | Path] = (),
-    tasks: Sequence[str] = ("perplexity", "pass-key"),
-    lengths: Sequence[int] = (1024,),
+    normalizers: str | Path | Sequence[str | Path] = (),
+    tasks: str | Sequence[str] = ("perplexity", "pass-key"),
+    lengths: int | Sequence[int] = (1024,),
     limit: int = 100,
     text: str | Path | None = None,
     out: str | Path | None = None,
@@ -76,10 +77,13 @@ def evaluate(
     """
     if limit < 1:
         raise ValueError(f"expected a limit of at least 1 document, got {limit}")
-    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(each)) for each in normalizers)]
+    given = [normalizers] if isinstance(normalizers, str | Path) else normalizers
+    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(each)) for each in given)]
     for side in sides[1:]:
         check_side(side)
-    items = items_of(tasks, lengths, all_tasks)
+    items = items_of(
+        [tasks] if isinstance(tasks, str) else tasks, [lengths] if isinstance(lengths, int) else lengths, all_tasks
+    )
     for item in items:
         if needs_lm_eval(item.task):
             require_lm_eval(item.task)
@@ -105,6 +109,8 @@ def evaluate(
         "seed": seed,
     }
     work = _Work(loaded, content, limit, seed)
+    for item in items:
+        check_text(loaded, work.tokens, item)
     with ExitStack() as stack:
         folder = None if out is None else Path(out)
         record = _record(identity, sides, items)

@@ -13,7 +13,7 @@ from attnorm.evaluation.result import Scores
 from attnorm.models.forward_pass import predicts_next_token, reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.suggest import did_you_mean
-from attnorm.training.lm.data import check_length, validation_windows
+from attnorm.training.lm.data import validation_windows
 from attnorm.training.needle.data import Wording, puzzles_at, shortest_window
 from attnorm.training.needle.train import NeedleTask, answer_logits
 
@@ -72,8 +72,9 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
         known = all_of_lm_eval()
         for name in unknown:
             if name not in known:
-                more = "" if known else ". Other tasks of lm-eval need pip install 'attnorm[eval]'"
-                raise ValueError(f"unknown task {name!r}; {did_you_mean(name, _close(name, known))}{more}")
+                hint = did_you_mean(name, _close(name, known))
+                more = "" if known else "Other tasks of lm-eval need pip install 'attnorm[eval]'."
+                raise ValueError(f"unknown task {name!r}; {hint}{'' if hint.endswith('?') else '.'} {more}".rstrip())
     if not lengths or min(lengths) < 2:
         raise ValueError(f"expected lengths of at least 2 tokens, got {', '.join(map(str, lengths)) or 'none'}")
     items = []
@@ -115,9 +116,31 @@ def token_ids(loaded: LoadedModel, text: str) -> TokenIds:
     return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
 
 
+def check_text(loaded: LoadedModel, tokens: TokenIds, item: Item) -> None:
+    """Raise ValueError if one of our own tasks cannot be made from the text at that length."""
+    if needs_lm_eval(item.task) or item.length is None:
+        return
+    needed = item.length + 2  # a window, the token after it, and one more
+    if item.task == PASS_KEY:
+        needed, least = item.length + 1, shortest_window(_wording(loaded), NeedleTask().characters)
+        if item.length < least:
+            raise ValueError(f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Leave it out.")
+    if len(tokens) < needed:
+        raise ValueError(
+            f"expected a text of at least {needed} tokens for {item}, got {len(tokens)}. Use a longer text, or a "
+            "smaller length."
+        )
+
+
+def _wording(loaded: LoadedModel) -> Wording:
+    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"expected a fast tokenizer for {PASS_KEY}, got {type(loaded.tokenizer).__name__}")
+    return Wording.of(backend)
+
+
 def score_perplexity(loaded: LoadedModel, tokens: TokenIds, length: int, limit: int) -> Scores:
     """Nats per token of up to `limit` windows, spread over the text."""
-    check_length(tokens, length, PERPLEXITY)  # type: ignore[arg-type]
     windows = [w for w in validation_windows(tokens, length, limit) if len(w) == length + 1]  # type: ignore[arg-type]
     scores, names = [], []
     for window in windows:
@@ -133,17 +156,7 @@ def score_perplexity(loaded: LoadedModel, tokens: TokenIds, length: int, limit: 
 @torch.inference_mode()
 def score_pass_keys(loaded: LoadedModel, tokens: TokenIds, length: int, limit: int, seed: int) -> Scores:
     """1 for each key whose every character is the likeliest token, over depths from 0.1 to 0.9."""
-    task = NeedleTask()
-    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"expected a fast tokenizer for {PASS_KEY}, got {type(loaded.tokenizer).__name__}")
-    wording = Wording.of(backend)
-    least = shortest_window(wording, task.characters)
-    if length < least or len(tokens) < length + 1:
-        raise ValueError(
-            f"expected a length from {least} to {len(tokens) - 1} for {PASS_KEY} (the text has {len(tokens)} tokens), "
-            f"got {length}. Choose another length, or give more text."
-        )
+    task, wording = NeedleTask(), _wording(loaded)
     scores, names = [], []
     for number, depth in enumerate(task.depths):
         count = len(range(number, limit, len(task.depths)))

@@ -1,6 +1,7 @@
 """Turn texts, token ids and dicts of model inputs into the arguments of a model's forward call."""
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ MODEL_INPUTS = {
     *("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values"),
     *("pixel_values", "pixel_values_videos", "past_values"),
 }
+FILE_NAME = re.compile(r"\S+\.(txt|md|xz)")
 CHARACTERS_PER_TOKEN = 16  # more than any tokenizer needs on average: so much of a long text is enough
 
 
@@ -145,6 +147,10 @@ def _refuse_a_file_name(text: str) -> None:
         raise ValueError(
             f"{text!r} is a file, and a str is measured as it stands; give pathlib.Path({text!r}) to measure what the "
             "file holds"
+        )
+    if FILE_NAME.fullmatch(text):
+        raise ValueError(
+            f"there is no file {text!r}, and a str is measured as it stands; give the text, or a pathlib.Path of a file"
         )
 
 

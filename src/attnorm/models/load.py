@@ -131,9 +131,14 @@ def _check_device(device: str | None) -> None:
         if reason.startswith("Expected one of"):  # and then every kind of device that torch has a name for
             reason = "torch knows no device of that name"
         raise CannotLoad(
-            f"cannot use the device {device!r} here ({reason}); use 'cpu', a GPU that torch sees such as 'cuda' or "
-            "'mps', or 'auto'"
+            f"cannot use the device {device!r} here ({reason}); use {', '.join(map(repr, usable_devices()))} or 'auto'"
         ) from error
+
+
+def usable_devices() -> list[str]:
+    """Kinds of devices that torch can use on this machine."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if gpu is None else ["cpu", gpu.type]
 
 
 def _precision(dtype: str | torch.dtype | None) -> torch.dtype | str | None:

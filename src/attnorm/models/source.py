@@ -68,9 +68,10 @@ def can_only_be_a_folder(model: str | os.PathLike[str]) -> bool:
 
 
 def unreachable(name: str) -> str:
+    instead = f"give a folder, connect, or use '{BUNDLED}', the small model that comes with attnorm"
     return (
-        f"no folder of this name, not in the Hugging Face cache, and the hub cannot be reached; {did_you_mean(name)}"
-        f"give a folder, connect, or use '{BUNDLED}', the small model that comes with attnorm"
+        "no folder of this name, not in the Hugging Face cache, and the hub cannot be reached; "
+        f"{did_you_mean(name).strip() or instead}"
     )
 
 

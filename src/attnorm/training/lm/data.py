@@ -292,6 +292,21 @@ def _groups(some: Iterator[str]) -> Iterator[list[str]]:
         yield group
 
 
+def check_sizes(texts: Sequence[Path], valid: Path, context: int) -> None:
+    """Check that plain texts can have one window, before a folder is made: a token has at least one byte.
+
+    Raises:
+        ValueError: A text is too short whatever the tokenizer.
+    """
+    for what, paths in (("training", texts), ("validation", [valid])):
+        most = sum(path.stat().st_size for path in paths)
+        if most < context and not any(path.suffix == ".xz" for path in paths):
+            raise ValueError(
+                f"the {what} text has at most {most} tokens, too short for one window of {context} and the token after "
+                "it; give more text or a shorter context"
+            )
+
+
 def check_length(tokens: Tokens, context: int, what: str) -> None:
     """Check that the text has at least one window.
 

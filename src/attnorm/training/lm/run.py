@@ -20,7 +20,7 @@ from attnorm.run_folder import only_process, read_record, require_only, require_
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import Attention, check_attention
-from attnorm.training.lm.data import Corpus, check_length, describe_texts, prepare
+from attnorm.training.lm.data import Corpus, check_length, check_sizes, describe_texts, prepare
 from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths
 from attnorm.training.lm.export import export
 from attnorm.training.lm.model import RECORD, LMSettings, check_normalizer
@@ -102,6 +102,7 @@ def train_lm(
         )
     torch_device = chosen_device(device, processes.local_rank)
     source = describe_texts(texts, valid)
+    check_sizes(texts, valid, settings.context)
     require_own(out)  # in every process, before they meet and the first one writes its lock into it
     with processes.connected(torch_device), only_process(out) if processes.first else nullcontext():
         record = processes.by_first(lambda: open_run(out, {**settings.as_dict(), **source}, resume=resume))
