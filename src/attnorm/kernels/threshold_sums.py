@@ -26,7 +26,8 @@ from attnorm.kernels.row_tiles import (
     tiles_of_rows,
 )
 from attnorm.kernels.softmax_statistics import rational_step, root_of_moments
-from attnorm.kernels.tiles import list_tiles, load_row, rise
+from attnorm.kernels.threshold_tiles import list_tiles, rise
+from attnorm.kernels.tiles import load_row
 
 # The columns of the result: those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
 MORE_COLUMNS = ("threshold",)

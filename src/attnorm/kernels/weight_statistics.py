@@ -6,9 +6,10 @@ The formulas are those of `weight_rows` in metrics/row_statistics.py and of metr
 import triton
 import triton.language as tl
 
+from attnorm.kernels.blocks import load_row
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import reference_of
-from attnorm.kernels.tiles import load_row, rise
+from attnorm.kernels.threshold_tiles import rise
 
 # The columns of the results, NaN where a row has no such number.
 NUMBERS = (
