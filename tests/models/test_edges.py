@@ -1,4 +1,4 @@
-"""Limits at equality, what is refused just beyond them, fallbacks, and code for libraries that are not installed."""
+"""Values at a limit and just beyond it, fallbacks, and code for libraries that are not installed."""
 
 import hashlib
 import importlib
