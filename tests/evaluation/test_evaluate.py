@@ -63,7 +63,9 @@ def test_a_second_call_computes_only_what_is_new(bundled: Any, tmp_path: Path, m
     more = small(bundled, tasks=["perplexity"], normalizers=["softmax1"], out=tmp_path)
     assert computed == ["part"]
     assert more.sides == ["model", "ssmax", "softmax1"]
-    assert "softmax1" in (tmp_path / "evaluation.html").read_text()
+    page = (tmp_path / "evaluation.html").read_text()
+    assert "softmax1" in page
+    assert "bundled, float32; up to 3 documents per task and length" in page
 
 
 def test_a_kneemax_of_an_earlier_version_keeps_its_knee(

@@ -246,7 +246,18 @@ class Evaluation:
 
     def save_html(self, path: str | Path) -> None:
         """Write the table as one HTML file that works offline."""
-        write_text(Path(path), render(self.rows, self.sides[0] if self.parts else "", self.record.get("command", "")))
+        write_text(
+            Path(path),
+            render(self.rows, self.sides[0] if self.parts else "", self._about(), self.record.get("command", "")),
+        )
+
+    def _about(self) -> str:
+        """The model and the documents; empty for several evaluations, whose sides are labelled."""
+        run = self.record["run"]
+        if "model" not in run:
+            return ""
+        documents = f"up to {run['limit']} documents per task and length"
+        return f"{run['model']}, {run['dtype']}; {documents}; text: {run['text']['name']}"
 
 
 def side_by_side(evaluations: Mapping[str, Evaluation]) -> Evaluation:
@@ -266,14 +277,15 @@ def side_by_side(evaluations: Mapping[str, Evaluation]) -> Evaluation:
     return Evaluation({"run": runs, "sides": sides, "items": unique}, tuple(parts))
 
 
-def render(rows: Sequence[EvaluationRow], first: str, command: str) -> str:
-    """first: the side from which changes are measured."""
+def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) -> str:
+    """first: the side from which changes are measured. about: the model and the documents."""
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     here = Path(__file__).parent
     style = (here / "page.css").read_text(encoding="utf-8")
     return template.from_string((here / "page.html.j2").read_text(encoding="utf-8")).render(
         policy=f"default-src 'none'; style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
+        about=about,
         command=command,
         rows=[{"row": row, "drawn": _drawn(row, _range(row, rows))} for row in rows],
         first=first,
