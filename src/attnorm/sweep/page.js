@@ -18,6 +18,15 @@ function distinct(values) {
   return found.every(value => typeof value === "number") ? found.sort((a, b) => a - b) : found;
 }
 
+/* About four multiples of 1, 2 or 5 times a power of ten. */
+function roundNumbers(low, high) {
+  const raw = (high - low) / 4, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map(times => times * power).find(size => size >= raw);
+  const found = [];
+  for (let count = Math.ceil(low / step); count * step <= high; count++) found.push(count * step);
+  return found;
+}
+
 /* Values in equal steps: a grid has few of them, and their ratios are often powers. Many positive numbers, as a search
    samples them, lie on a logarithmic axis without lines. */
 function draw() {
@@ -37,8 +46,7 @@ function draw() {
   const x = value => INSIDE.left + share(value) * (WIDTH - INSIDE.left - INSIDE.right);
   const y = value => INSIDE.top + (high - value) / (high - low) * (HEIGHT - INSIDE.top - INSIDE.bottom);
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${number} against ${axis}` });
-  for (let step = 0; step <= 4; step++) {
-    const value = low + (high - low) * step / 4;
+  for (const value of roundNumbers(low, high)) {
     svg.append(element("line", { class: "grid", x1: INSIDE.left, x2: WIDTH - INSIDE.right, y1: y(value), y2: y(value) }));
     svg.append(element("text", { x: INSIDE.left - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
   }

@@ -30,6 +30,7 @@ def test_it_compares_items_and_sorts_them(browser: Browser, tmp_path: Path) -> N
     page.goto((tmp_path / "index.html").as_uri())
     expect(page.locator("#chart")).to_be_visible()
     assert page.locator(".plot path").count() == 2  # one line per normalizer
+    assert page.locator('.plot text[text-anchor="end"]').all_text_contents() == ["1", "2", "3"]  # not 0.88, 1.44, ...
     assert page.locator(".counts").inner_text().startswith("3 finished")
     assert page.locator("td", has_text=HOSTILE).count() >= 2
     page.locator("#rows th", has_text="loss").get_by_role("button").click()
