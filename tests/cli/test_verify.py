@@ -1,6 +1,7 @@
 """attnorm verify and attnorm frontier: tables, JSON, figures, exit codes, help for the mistyped."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,12 @@ def test_a_counterexample_is_shown_in_full() -> None:
     assert shown.exit_code == 0
     assert "It fails here" in shown.stdout
     assert f"{again['logits'][0]:.17g}" in shown.stdout
+
+
+def test_the_address_in_the_documentation_is_that_of_a_counterexample() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text(encoding="utf-8")
+    (address,) = re.findall(r"^attnorm verify --replay (\S+)", page, flags=re.MULTILINE)
+    assert json.loads(runner.invoke(app, ["verify", "--replay", address, "--json"]).stdout)["violated"]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def _replay(address: str, as_json: bool) -> None:
     name, *numbers = address.split(":")
     if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
         raise ValueError(
-            f"--replay: expected CLAIM:SEED:ROUND:ROW from the table, e.g. corollary-3:0:1:4, got {address!r}"
+            f"--replay: expected CLAIM:SEED:ROUND:ROW from the table, e.g. corollary-3:0:6:29, got {address!r}"
         )
     (claim,) = _named([name])
     seed, round_number, row = map(int, numbers)
