@@ -23,7 +23,7 @@ function roundNumbers(low, high) {
   const raw = (high - low) / 4, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map(times => times * power).find(size => size >= raw);
   const found = [];
-  for (let count = Math.ceil(low / step); count * step <= high; count++) found.push(count * step);
+  for (let count = Math.ceil(low / step); count * step <= high; count++) found.push(+(count * step).toPrecision(12));
   return found;
 }
 
@@ -48,7 +48,7 @@ function draw() {
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${number} against ${axis}` });
   for (const value of roundNumbers(low, high)) {
     svg.append(element("line", { class: "grid", x1: INSIDE.left, x2: WIDTH - INSIDE.right, y1: y(value), y2: y(value) }));
-    svg.append(element("text", { x: INSIDE.left - 8, y: y(value) + 4, "text-anchor": "end" }, shown(value)));
+    svg.append(element("text", { x: INSIDE.left - 8, y: y(value) + 4, "text-anchor": "end" }, value));
   }
   const every = Math.ceil(places.length / 12);
   const ticks = sampled ? [0, 1, 2, 3, 4].map(step => Math.exp(first + (last - first) * step / 4))

@@ -31,6 +31,11 @@ def test_it_compares_items_and_sorts_them(browser: Browser, tmp_path: Path) -> N
     expect(page.locator("#chart")).to_be_visible()
     assert page.locator(".plot path").count() == 2  # one line per normalizer
     assert page.locator('.plot text[text-anchor="end"]').all_text_contents() == ["1", "2", "3"]  # not 0.88, 1.44, ...
+    near = [{**row, "loss": 5.233 + row["loss"] / 1e6} for row in rows]
+    write_page(tmp_path / "near.html", states, near)
+    page.goto((tmp_path / "near.html").as_uri())
+    assert len({*page.locator('.plot text[text-anchor="end"]').all_text_contents()}) == 3  # not 5.233 three times
+    page.goto((tmp_path / "index.html").as_uri())
     assert page.locator(".counts").inner_text().startswith("3 finished")
     assert page.locator("td", has_text=HOSTILE).count() >= 2
     page.locator("#rows th", has_text="loss").get_by_role("button").click()
