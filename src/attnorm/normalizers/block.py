@@ -139,11 +139,9 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
                 else "a mask of ones and zeros becomes one by `mask.bool()`"
             )
         )
-    try:
-        fits = torch.broadcast_shapes(mask.shape, logits_shape) == logits_shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    # By hand: torch.broadcast_shapes takes as long as a small softmax.
+    sizes = zip(mask.shape[::-1], logits_shape[::-1], strict=False)
+    if mask.dim() > len(logits_shape) or not all(own == size or own == 1 for own, size in sizes):
         hint = ""
         if len(logits_shape) == 4 and mask.shape == (logits_shape[0], logits_shape[-1]):
             hint = "; padding (batch, keys) becomes mask[:, None, None, :]"
