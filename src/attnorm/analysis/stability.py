@@ -54,7 +54,10 @@ class Stability:
 def passages(content: str, count: int) -> dict[str, str]:
     """Equal parts of a text, in its order, each cut at a space."""
     if count < 1 or len(content) < 2 * count:
-        raise ValueError(f"expected a text of at least {2 * max(count, 1)} characters for {count} passages")
+        least = 2 * max(count, 1)
+        raise ValueError(
+            f"expected a text of at least {least} characters for {count} passages, got {len(content)} characters"
+        )
     edges = [0]
     for number in range(1, count):
         wanted = number * len(content) // count
