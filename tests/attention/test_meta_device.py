@@ -140,11 +140,12 @@ def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: 
 def test_shapes_of_the_gradients_of_one_pass(
     factor: torch.Tensor | None, shift: torch.Tensor | None, sink: torch.Tensor | None
 ) -> None:
-    found = one_pass_operators._backward.operator(
-        OUTPUT, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING, *options("softmax")
-    )
+    given = (OUTPUT, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING)
     rows = [NOTHING if one is None else one for one in (factor, shift, sink)]
+    found = one_pass_operators._backward.operator(*given, factor is not None, *options("softmax"))
     assert shapes(found) == like(Q, K, V, *rows)
+    found = one_pass_operators._backward.operator(*given, False, *options("softmax"))
+    assert shapes(found) == like(Q, K, V, NOTHING, *rows[1:])
 
 
 @pytest.mark.parametrize("soft_factor", [None, ROWS])

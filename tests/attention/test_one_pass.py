@@ -382,6 +382,21 @@ def test_a_key_that_is_not_finite_reaches_only_the_rows_of_unit_variance_that_se
         assert_follows([found[..., :7, :]], [expected[..., :7, :].double()], FLOAT32)
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_factors_of_any_sign_and_logits_in_the_hundreds(learns: bool) -> None:
+    """The largest logit of a row with a negative factor has the smallest product."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 150, 16, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (t.to(DEVICE).requires_grad_() for t in (12 * q, k, v))
+    normalizer = attnorm.get("ssmax", heads=4).to(DEVICE)
+    with torch.no_grad():
+        normalizer.get_parameter("scale.0.s").copy_(torch.tensor([-1.0, -0.3, 0.0, 0.5]))
+    normalizer.requires_grad_(learns)
+    tensors = (q, k, v)
+    found = run(tensors, normalizer, "triton", causal=True)
+    assert_follows(found, run(exactly(tensors), normalizer, "blocked", causal=True), 10 * FLOAT32)
+
+
 def test_second_derivatives_are_refused() -> None:
     q, k, v = draw(SMALL)
     for name in ("sigmoid", "adaptive_temperature", "norm_softmax"):

@@ -45,7 +45,8 @@ ON_FLASH: dict[str, Promises] = {
     "relu": (0.7, 0.7),
     "softpick": (0.7, 0.7),
     "scale_invariant": (0.7, 0.7),
-    "kernel": (0.7, 0.7),
+    "kernel:function=exp": (0.7, 0.7),
+    "kernel": (None, None),
     "adaptive_temperature": (0.45, 0.35),
     "sa_softmax": (0.4, 0.4),
     "stick_breaking": (0.4, 0.4),
@@ -53,10 +54,9 @@ ON_FLASH: dict[str, Promises] = {
     "sparsemax": (None, None),
     "asentmax": (None, None),
     "kneemax": (None, None),
-    "entmax": (None, None),
+    "entmax:alpha=1.3": (None, None),
     "topk": (None, None),
 }
-CUDA_OPTIONS = {"entmax": {"alpha": 1.3}}  # its default, 1.5, is entmax15
 DECODED = ("softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature")
 DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
 SLOW_ON_CUDA = ("flex", "blocked")  # engines to time at the first shape only: at the others a call would take seconds
@@ -139,8 +139,7 @@ def _compare_cuda(
     name: str, promised: Promises, tensors: tuple[Tensor, ...], topic: str,
     *, quick: bool, slow_engines: bool,
 ) -> Iterator[Ratio]:  # fmt: skip
-    options = CUDA_OPTIONS.get(name, {})
-    normalizer = get(name, **options).cuda()
+    normalizer = get(name).cuda()
     assert isinstance(normalizer, Normalizer)
     inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
     engine = choose_engine(inputs, normalizer)
@@ -152,8 +151,7 @@ def _compare_cuda(
             calls = [attention_call(attend, tensors, backward=backward, queued=QUEUED) for attend in (ours, theirs)]
             timed = time_alternating(*calls, rounds=1 if quick else 3)
             timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
-            label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            what = f"{label} ({engine}), {way}"
+            what = f"{name} ({engine}), {way}"
             yield Ratio(topic=topic, what=what, against=against, target=target, **asdict(timed))
 
 

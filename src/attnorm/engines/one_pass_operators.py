@@ -181,15 +181,16 @@ def _(
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float,
+    inverse: Tensor, of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """of_factor: whether the gradient of the factor is wanted; it is empty otherwise."""
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass_attention.Saved(reference, inverse)
     *grads, _ = one_pass_attention.backward(
-        grad, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form
+        grad, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form, of_factor=of_factor
     )
     return tuple(grads)  # type: ignore[return-value]
 
@@ -198,10 +199,11 @@ def _backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float,
+    inverse: Tensor, of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
+    causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = [q.new_empty(q.shape[:3] if t is not None else (0,), dtype=torch.float32) for t in (factor, shift)]
+    used = (of_factor, shift is not None)
+    rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows, sinks  # type: ignore[return-value]
 
@@ -216,8 +218,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
-    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, *ctx.options)
-    rows = [None if given is None else one for given, one in zip(saved[4:7], found, strict=True)]
+    of_factor = saved[4] is not None and ctx.needs_input_grad[4]
+    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, of_factor, *ctx.options)
+    used = (of_factor, saved[5] is not None, saved[6] is not None)
+    rows = [one if wanted else None for wanted, one in zip(used, found, strict=True)]
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # least, parameters, precise
 
 

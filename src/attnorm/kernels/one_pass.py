@@ -63,7 +63,7 @@ def fold(
             if EDGE:
                 largest = tl.max(tl.where(seen, z, float("-inf")), 1)
             elif M.PLAIN:  # one product per row instead of one per key
-                largest = tl.max(dot, 1) * scale
+                largest = tl.max(dot, 1) * (row.factor * scale)
             else:
                 largest = tl.max(z, 1)
             largest = tl.maximum(peak, largest)
@@ -116,6 +116,9 @@ def forward(
     q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
     row_at = own.batch_head * queries + rows
     row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
+    if PLAIN and FACTORED:  # the same logits with a factor that is not negative, so that the largest product stays it
+        q_tile = tl.where(row.factor[:, None] < 0, -q_tile, q_tile)
+        row = LogitRows(tl.abs(row.factor), row.shift, row.least)
     parameter = tl.load(parameters + own.head) if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)

@@ -72,15 +72,19 @@ def forward(
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
-    sharpened: RowEntropy | None = None,
+    sharpened: RowEntropy | None = None, *, of_factor: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty where there is none."""
+    """Gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty where there is none.
+
+    of_factor: whether that of the factor is wanted.
+    """
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
     grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    grad_factor, grad_shift = call.rows(factor is not None), call.rows(shift is not None)
+    of_factor = of_factor and factor is not None
+    grad_factor, grad_shift = call.rows(of_factor), call.rows(shift is not None)
     delta = row_dots(grad, out) if map_.normalised else call.rows(False)
     queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
     rows_of = (*(t.contiguous() for t in saved), delta)
@@ -89,7 +93,7 @@ def backward(
         one_pass_backward.backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
             *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
             *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
-            **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            **call.constants, OF_FACTOR=of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         grad_soft, softmax = call.rows(False), (call.q,) * 4
         if sharpened is not None:
@@ -208,7 +212,7 @@ class OnePassLaunch(Launch):
             "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
             "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.least is not None,
             "SINK": self.sink_logits is not None,
-            "PLAIN": form.scale > 0 and not (ruled or cap or self.factor is not None or shifted),
+            "PLAIN": form.scale > 0 and not (ruled or cap or shifted),
             "WINDOWED": form.window is not None,
             "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
             "LIFT": map_.lift,

@@ -60,9 +60,9 @@ def _sum_rows(pointers, at, inside, M: tl.constexpr):
 
 @triton.jit
 def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
-    """Weights of a tile, the gradients of its logits after factor and shift, and of its products; s capped, in bits.
+    """Weights of a tile, the gradients of its logits after and in front of factor and shift; s capped, in bits.
 
-    AXIS: of the keys.
+    The latter without the factor itself: it is one number per row. AXIS: of the keys.
     """
     z, s, cap_slope, rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, AXIS)
     if M.SELECTED:
@@ -79,8 +79,6 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
     if M.RULED:
         dz = dz * rule_slope
     ds = dz
-    if M.FACTORED:
-        ds = ds * tl.expand_dims(row.factor, AXIS)
     if M.CAPPED:
         ds = ds * cap_slope
     return w, dz, ds, s
@@ -89,7 +87,7 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
 @triton.jit
 def _fold_queries(
     grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, row, sums, sight, scale, cap,
-    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
+    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, OF_FACTOR: tl.constexpr,
 ):  # fmt: skip
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
@@ -104,7 +102,7 @@ def _fold_queries(
             ds = tl.where(seen, ds, 0.0)
             dz = tl.where(seen, dz, 0.0)
             s = tl.where(seen, s, 0.0)
-        if M.FACTORED:
+        if OF_FACTOR:
             grad_factor += tl.sum(dz * s, 1)
         if M.SHIFTED:
             grad_shift += tl.sum(dz, 1)
@@ -124,8 +122,9 @@ def backward_queries(
     SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, OF_FACTOR: tl.constexpr,
 ):  # fmt: skip
+    """OF_FACTOR: compute the gradient of the factor of each row."""
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     M: tl.constexpr = MapConstants(
         MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
@@ -152,12 +151,12 @@ def backward_queries(
     for part in tl.static_range(0 if WINDOWED or MASKED else 1, 3):
         found, found_factor, found_shift = _fold_queries(
             found, found_factor, found_shift, borders[part], borders[part + 1], q_tile, grad_tile, k, v, rows, row,
-            sums, sight, scale, cap, parameter, C, M, part != 1,
+            sums, sight, scale, cap, parameter, C, M, part != 1, OF_FACTOR,
         )  # fmt: skip
-    found = (found * plain_scale).to(grad_q.dtype.element_ty)
+    found = (found * (row.factor * plain_scale)[:, None]).to(grad_q.dtype.element_ty)
     grad_q = matrix_of_head(grad_q, own.batch, own.head, gq_batch, gq_head, gq_row, queries, width)
     store_tile(grad_q, found, rows, WIDTH)
-    if FACTORED:
+    if OF_FACTOR:
         tl.store(grad_factor + row_at, found_factor * LN2, mask=inside)
     if SHIFTED:
         tl.store(grad_shift + row_at, found_shift, mask=inside)
@@ -182,6 +181,8 @@ def _fold_keys(
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
         i, j = rows[None, :], columns[:, None]
         w, _dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 0)
+        if M.FACTORED:
+            ds = ds * row.factor[None, :]
         if ENTROPY:
             if WINDOWED:
                 within = j > i + sight.offset - sight.window

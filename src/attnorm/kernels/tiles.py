@@ -108,12 +108,20 @@ def logit_rows(pointers, at, inside, M: tl.constexpr):
 
 
 @triton.jit
+def factored(dot, s, factor, scale, CAPPED: tl.constexpr, FACTORED: tl.constexpr):
+    """factor * s for the capped logits s of products; without a cap one multiplication per logit, not two."""
+    if FACTORED and not CAPPED:
+        return dot * (factor * scale)
+    if FACTORED:
+        return s * factor
+    return s
+
+
+@triton.jit
 def logits(dot, i, j, offset, row, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
     """z in bits of products, the capped logits in front of it, and the slopes of cap and rule; AXIS: of the keys."""
     s, cap_slope = capped(dot * scale, cap, M.CAPPED)
-    z = s
-    if M.FACTORED:
-        z = z * tl.expand_dims(row.factor, AXIS)
+    z = factored(dot, s, tl.expand_dims(row.factor, AXIS), scale, M.CAPPED, M.FACTORED)
     if M.SHIFTED:
         z = z + tl.expand_dims(row.shift, AXIS)
     rule_slope = 1.0
@@ -130,10 +138,8 @@ def plain_logits(
     """z in bits of a tile of keys, without shift and rule."""
     k_tile = blocks.load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
     dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-    z, _slope = capped(dot * scale, cap, CAPPED)
-    if FACTORED:
-        z = z * factor[:, None]
-    return z
+    s, _slope = capped(dot * scale, cap, CAPPED)
+    return factored(dot, s, factor[:, None], scale, CAPPED, FACTORED)
 
 
 @triton.jit
