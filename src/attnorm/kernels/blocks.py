@@ -44,6 +44,7 @@ class Constants(NamedTuple):
     FULL: Any  # whether q and k are that wide
     V_WIDTH: Any = None
     V_FULL: Any = None
+    CAPPED: Any = None  # whether logits are; of kernels of row statistics
 
 
 class Block(NamedTuple):

@@ -101,14 +101,12 @@ def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexp
             if together:
                 for place in tl.static_range(1, 6):
                     sum_p, sum_u, cells = _add(sum_p, sum_u, cells, leaders[place], t, a, T, T.COUNTED)
-            if T.COUNTED:
-                count = tl.sum(cells, 1)
-            P, U = tl.sum(sum_p, 1), tl.sum(sum_u, 1)
             if SINK:
                 sink_p, sink_u, sinks = weight_of(sink, t, a, T)
-                P, U = P + sink_p, U + sink_u
-                if T.COUNTED:
-                    count += sinks
+            if T.COUNTED:
+                count = tl.sum(cells, 1) + sinks if SINK else tl.sum(cells, 1)
+            P = tl.sum(sum_p, 1) + sink_p if SINK else tl.sum(sum_p, 1)
+            U = tl.sum(sum_u, 1) + sink_u if SINK else tl.sum(sum_u, 1)
             t, left = newton_step(P, U, count, t, a, settled, steps < T.EARLY, T)
             steps += 1
     return t, count

@@ -8,22 +8,29 @@ weight_statistics.py turns the sums into statistics.
 Every class of keys (see row_tiles.py) has its own largest key and sums, which are joined at the end.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from attnorm.kernels.blocks import Constants, load_row
 from attnorm.kernels.maps import LN2, log2
-from attnorm.kernels.one_pass import reference_of
+from attnorm.kernels.one_pass import inverse_of, reference_of
 from attnorm.kernels.row_tiles import (
+    CLASSES,
     by_class,
+    extreme_logits,
     halves,
-    key_tile,
     larger,
-    neighbours,
+    no_keys,
+    pairs_of_tile,
     rows_of_program,
     smaller,
-    tiles_of_rows,
+    spans_of_rows,
+    store_columns,
+    tile_of_span,
+    visible_keys,
 )
-from attnorm.kernels.tiles import load_row
 
 # The columns of the result. The sums are over keys other than the first and the largest, e = weight / largest weight.
 COLUMNS = (
@@ -40,15 +47,26 @@ COLUMNS = (
 )
 
 
+class RisingMap(NamedTuple):
+    """What is known of a map when the kernel is compiled."""
+
+    WEIGHTS: Any
+    SLOPES: Any
+    P: Any
+    FAST: Any
+    REFERENCE: Any
+    NORMALISED: Any
+
+
 @triton.jit
-def _level(leader, unit, shift, WEIGHTS: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr):
+def _level(leader, unit, shift, M: tl.constexpr):
     """Reference, numerator and denominator of products `leader` that may be -inf; 0 there."""
     none = leader == float("-inf")
     z = tl.where(none, 0.0, leader) * unit + shift
-    reference = reference_of(z, REFERENCE, False)
-    if REFERENCE == 0:
+    reference = reference_of(z, M.REFERENCE, False)
+    if M.REFERENCE == 0:
         reference = reference * 0.0
-    a, b = WEIGHTS(z, reference, P, FAST)
+    a, b = M.WEIGHTS(z, reference, M.P, M.FAST)
     return tl.where(none, 0.0, reference), tl.where(none, 0.0, a), tl.where(none, 0.0, b)
 
 
@@ -60,60 +78,49 @@ def _ratio(before, top, drop):
     return ratio, tl.where(ratio > 0, tl.log2(tl.where(ratio > 0, ratio, 1.0)), 0.0)
 
 
+class Sums(NamedTuple):
+    """Sums of each class."""
+
+    others: Any
+    tilt: Any
+    squares: Any
+    total: Any  # of the denominator
+    steepest: Any  # slope
+
+
 @triton.jit
-def _add(
-    lost, unit, shift, reference, inverse, others, tilt, squares, total, steepest,
-    WEIGHTS: tl.constexpr, SLOPES: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, NORMALISED: tl.constexpr,
-    EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add keys (rows, m, classes) to the sums of each class."""
+def _add(lost, unit, shift, reference, inverse, sums, M: tl.constexpr, EDGE: tl.constexpr):
+    """Add keys to the sums of each class."""
+    lost = by_class(lost)
+    others, tilt, squares, total, steepest = sums
     z = lost * unit[:, None, None] + shift[:, None, None]
-    if NORMALISED:
-        a, b = WEIGHTS(z, reference[:, None, :], P, FAST)
+    if M.NORMALISED:
+        a, b = M.WEIGHTS(z, reference[:, None, :], M.P, M.FAST)
         if EDGE:
             hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
             a, b = tl.where(hidden, 0.0, a), tl.where(hidden, 0.0, b)
         total += tl.sum(b, 1)
     else:
-        a, slope, _b = SLOPES(z, reference[:, None, :], P, FAST)
+        a, slope, _b = M.SLOPES(z, reference[:, None, :], M.P, M.FAST)
         if EDGE:
             hidden = lost == float("-inf")
             a, slope = tl.where(hidden, 0.0, a), tl.where(hidden, 0.0, slope)
         steepest = tl.maximum(steepest, tl.max(slope, 1))
     e = a * inverse[:, None, :]
     others += tl.sum(e, 1)
-    tilt += tl.sum(e * log2(tl.where(e > 0, e, 1.0), FAST), 1)
+    tilt += tl.sum(e * log2(tl.where(e > 0, e, 1.0), M.FAST), 1)
     squares += tl.sum(e * e, 1)
-    return others, tilt, squares, total, steepest
+    return Sums(others, tilt, squares, total, steepest)
 
 
 @triton.jit
 def _fold(
-    n, first, sink, smallest, leader, reference, top, others, tilt, squares, total, steepest,
-    start, tiles, jump, q_tile, k, rows, unit, shift, k_row, mask, mask_row, mask_column, queries, keys, offset, width,
-    scale, cap,
-    WEIGHTS: tl.constexpr, SLOPES: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr, REFERENCE: tl.constexpr,
-    NORMALISED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    CLASSES: tl.constexpr, LEVELS: tl.constexpr,
+    state, leader, reference, top, sums, span, given, unit, shift,
+    C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The state of a block of rows with some tiles of keys added; jump: keys skipped after the first tile."""
-    for tile in range(tiles):
-        at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
-        s, seen, first, found_sink, count = key_tile(
-            at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-            first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
-        )  # fmt: skip
-        if EDGE:
-            n += count
-            sink += found_sink
-            low_even, low_odd = neighbours(tl.where(seen, s, float("inf")))
-            even, odd = neighbours(tl.where(seen, s, float("-inf")))
-            lows = smaller(low_even, low_odd)
-        else:
-            even, odd = neighbours(s)
-            lows = smaller(even, odd)
-        smallest = smaller(smallest, tl.min(by_class(lows, CLASSES), 1))
+    """The state of a block of rows with some tiles of keys added."""
+    for tile in range(span.tiles):
+        even, odd, state = pairs_of_tile(tile_of_span(span, tile, C), given, state, C, EDGE)
 
         # A knock-out: the winner of each class is its largest key, and every other key loses once.
         winners = larger(even, odd)
@@ -124,33 +131,26 @@ def _fold(
         leader = larger(leader, winners)
 
         old_reference, old_top = reference, top
-        reference, top, _b = _level(leader, unit[:, None], shift[:, None], WEIGHTS, P, FAST, REFERENCE)
+        reference, top, _b = _level(leader, unit[:, None], shift[:, None], M)
         drop = old_reference - reference
         ratio, bits = _ratio(old_top, top, drop)
-        tilt = ratio * (tilt + bits * others)
-        others = others * ratio
-        squares = squares * ratio * ratio
-        if NORMALISED:
+        tilt = ratio * (sums.tilt + bits * sums.others)
+        others = sums.others * ratio
+        squares = sums.squares * ratio * ratio
+        total = sums.total
+        if M.NORMALISED:
             total = total * tl.exp2(drop)
+        sums = Sums(others, tilt, squares, total, sums.steepest)
         inverse = tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
 
-        others, tilt, squares, total, steepest = _add(
-            by_class(demoted, CLASSES), unit, shift, reference, inverse, others, tilt, squares, total, steepest,
-            WEIGHTS, SLOPES, P, FAST, NORMALISED, True,
-        )  # fmt: skip
-        others, tilt, squares, total, steepest = _add(
-            by_class(smaller(even, odd), CLASSES), unit, shift, reference, inverse, others, tilt, squares, total,
-            steepest, WEIGHTS, SLOPES, P, FAST, NORMALISED, EDGE,
-        )  # fmt: skip
+        sums = _add(demoted, unit, shift, reference, inverse, sums, M, True)
+        sums = _add(smaller(even, odd), unit, shift, reference, inverse, sums, M, EDGE)
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
             left, right = halves(winners)
-            others, tilt, squares, total, steepest = _add(
-                by_class(smaller(left, right), CLASSES), unit, shift, reference, inverse, others, tilt, squares, total,
-                steepest, WEIGHTS, SLOPES, P, FAST, NORMALISED, EDGE,
-            )  # fmt: skip
+            sums = _add(smaller(left, right), unit, shift, reference, inverse, sums, M, EDGE)
             winners = larger(left, right)
-    return n, first, sink, smallest, leader, reference, top, others, tilt, squares, total, steepest
+    return state, leader, reference, top, sums
 
 
 @triton.jit
@@ -168,87 +168,66 @@ def map_sums(
 
     factor, row_shift: (B, H, R), of natural logits. floor: added to the denominator.
     """
-    CLASSES: tl.constexpr = 4
-    k, mask, at, inside, rows, q_tile, unit, logit, batch_head, block = rows_of_program(
-        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch,
-        mask_head, heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
+    M: tl.constexpr = RisingMap(WEIGHTS, SLOPES, P, FAST, REFERENCE, NORMALISED)
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    own, at, inside, given, unit, logit = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
+        mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
+        FACTORED,
     )  # fmt: skip
-    outer_tiles, inner_tiles, high = tiles_of_rows(
-        row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
-    )
-    row_at = batch_head * rows_total + at
+    outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
+    row_at = own.batch_head * rows_total + at
     shift = load_row(row_shift, row_at, inside, SHIFTED, 0.0) / LN2
-    n = tl.zeros([ROWS], tl.int32)
-    first = tl.zeros([ROWS], tl.int32) + keys
-    sink = tl.zeros([ROWS], tl.float32)
+    state = no_keys(keys, ROWS)
     leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
-    smallest = tl.full([ROWS, CLASSES], float("inf"), tl.float32)
     zeros = tl.zeros([ROWS, CLASSES], tl.float32)
-    reference, top, others, tilt, squares, total, steepest = zeros, zeros, zeros, zeros, zeros, zeros, zeros
-    for inner in tl.static_range(2):
-        start, tiles, jump = 0, outer_tiles, high - KEYS
-        if inner:
-            start, tiles, jump = KEYS, inner_tiles, 0
-        n, first, sink, smallest, leader, reference, top, others, tilt, squares, total, steepest = _fold(
-            n, first, sink, smallest, leader, reference, top, others, tilt, squares, total, steepest,
-            start, tiles, jump, q_tile, k, rows, unit, shift, k_row, mask, mask_row, mask_column, queries, keys, offset,
-            width, scale, cap, WEIGHTS, SLOPES, P, FAST, REFERENCE, NORMALISED, CAUSAL, MASKED, not inner, CAPPED,
-            PRECISION, KEYS, WIDTH, FULL, CLASSES, LEVELS,
-        )  # fmt: skip
+    reference, top, sums = zeros, zeros, Sums(zeros, zeros, zeros, zeros, zeros)
+    for whole in tl.static_range(2):
+        state, leader, reference, top, sums = _fold(
+            state, leader, reference, top, sums, inner if whole else outer, given, unit, shift, C, M, not whole, LEVELS
+        )
 
     # The classes as one row, in units of the weight of its largest key.
     peak = tl.reduce(leader, 1, larger)
-    row_reference, row_top, _b = _level(peak, unit, shift, WEIGHTS, P, FAST, REFERENCE)
+    row_reference, row_top, _b = _level(peak, unit, shift, M)
     drop = reference - row_reference[:, None]
     ratio, bits = _ratio(top, row_top[:, None], drop)
     is_peak = leader == peak[:, None]
     peaks = tl.sum(is_peak.to(tl.float32), 1)  # equal ones count among the others, all but one
     spare = tl.where((peaks > 0) & (row_top > 0), peaks - 1.0, 0.0)
-    own = tl.where(is_peak, 0.0, ratio)
-    row_others = tl.sum(ratio * others + own, 1) + spare
-    row_tilt = tl.sum(ratio * (tilt + bits * others) + own * bits, 1)
-    row_squares = tl.sum(ratio * ratio * squares + own * own, 1) + spare
+    alone = tl.where(is_peak, 0.0, ratio)
+    row_others = tl.sum(ratio * sums.others + alone, 1) + spare
+    row_tilt = tl.sum(ratio * (sums.tilt + bits * sums.others) + alone * bits, 1)
+    row_squares = tl.sum(ratio * ratio * sums.squares + alone * alone, 1) + spare
 
     # The sink, and what all are divided by.
-    has_sink = first < keys
-    alone = tl.where(has_sink, sink, float("-inf"))
-    sink_reference, sink_top, sink_b = _level(alone, unit, shift, WEIGHTS, P, FAST, REFERENCE)
+    has_sink, sink = state.first < keys, state.sink
+    sink_reference, sink_top, sink_b = _level(tl.where(has_sink, sink, float("-inf")), unit, shift, M)
     norm = tl.full([ROWS], float("nan"), tl.float32)
     if NORMALISED:
         common = tl.maximum(sink_reference, row_reference)
-        _r, _a, leader_b = _level(leader, unit[:, None], shift[:, None], WEIGHTS, P, FAST, REFERENCE)
-        total = tl.sum((total + leader_b) * tl.exp2(reference - common[:, None]), 1)
+        _r, _a, leader_b = _level(leader, unit[:, None], shift[:, None], M)
+        total = tl.sum((sums.total + leader_b) * tl.exp2(reference - common[:, None]), 1)
         total += sink_b * tl.exp2(sink_reference - common) + floor * tl.exp2(-common)
-        inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), tl.where(total == 0, 0.0, float("nan")))
+        inverse = inverse_of(total)
         sink_top = sink_top * tl.exp2(sink_reference - common) * inverse
         row_top = row_top * tl.exp2(row_reference - common) * inverse
     else:
         none = leader == float("-inf")
         z = tl.where(none, 0.0, leader) * unit[:, None] + shift[:, None]
         _a, slope, _b = SLOPES(z, z * 0.0, P, FAST)
-        steepest = tl.maximum(steepest, tl.where(none, 0.0, slope))
+        steepest = tl.maximum(sums.steepest, tl.where(none, 0.0, slope))
         _a, slope, _b = SLOPES(sink * unit + shift, sink * 0.0, P, FAST)
         gain = tl.abs(load_row(factor, row_at, inside, FACTORED, 1.0))
         norm = gain * tl.maximum(tl.max(steepest, 1), tl.where(has_sink, slope, 0.0))
 
-    if not MASKED:
-        n = n + keys
-        if CAUSAL:
-            n = tl.maximum(tl.minimum(rows + offset + 1, keys), 0)
-    extremes = peak * logit, tl.min(smallest, 1) * logit
-    largest, least = larger(extremes[0], extremes[1]), smaller(extremes[0], extremes[1])
-    empty = peak == float("-inf")
-    largest = tl.where(empty, float("-inf"), largest)
-    least = tl.where(empty, float("inf"), least)
-    out += row_at
+    n = visible_keys(state.n, given, C)
+    largest, least = extreme_logits(peak, state.smallest, logit)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
-    tl.store(out, n.to(tl.float32), mask=inside)
-    tl.store(out + column, sink * logit * LN2, mask=inside)
-    tl.store(out + 2 * column, largest * LN2, mask=inside)
-    tl.store(out + 3 * column, least * LN2, mask=inside)
-    tl.store(out + 4 * column, sink_top, mask=inside)
-    tl.store(out + 5 * column, row_top, mask=inside)
-    tl.store(out + 6 * column, row_others, mask=inside)
-    tl.store(out + 7 * column, row_tilt * LN2, mask=inside)
-    tl.store(out + 8 * column, row_squares, mask=inside)
-    tl.store(out + 9 * column, norm, mask=inside)
+    store_columns(
+        out + row_at, column, inside,
+        (
+            n.to(tl.float32), sink * logit * LN2, largest, least, sink_top, row_top, row_others, row_tilt * LN2,
+            row_squares, norm,
+        ),
+    )  # fmt: skip

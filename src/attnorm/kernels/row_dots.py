@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.kernels.blocks import load_tile, matrix_of_head
 from attnorm.kernels.launch import device_of, in_rows, padded
-from attnorm.kernels.tiles import load_tile
 
 ROWS = 64
 
@@ -20,8 +20,8 @@ def _row_dots(
     block, batch_head = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     rows = block * ROWS + tl.arange(0, ROWS)
-    x = load_tile(a + batch * a_batch + head * a_head, rows, queries, a_row, width, WIDTH, True, False)
-    y = load_tile(b + batch * b_batch + head * b_head, rows, queries, b_row, width, WIDTH, True, False)
+    x = load_tile(matrix_of_head(a, batch, head, a_batch, a_head, a_row, queries, width), rows, WIDTH, True, False)
+    y = load_tile(matrix_of_head(b, batch, head, b_batch, b_head, b_row, queries, width), rows, WIDTH, True, False)
     tl.store(found + batch_head * queries + rows, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), mask=rows < queries)
 
 

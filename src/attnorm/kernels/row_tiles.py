@@ -3,38 +3,81 @@
 The first visible key of a row, the sink, is set apart. Tiles that some row may not see whole come first, then those
 that all rows see.
 
-The keys of a tile are dealt into classes per row, one for each thread that holds a part of the row in the layout of the
-tensor cores: sums and extremes of a class need no other thread. Classes are counted in pairs of neighbours.
+The keys of a tile are dealt into four classes per row, one for each thread that holds a part of the row in the layout
+of the tensor cores: sums and extremes of a class need no other thread. Classes are counted in pairs of neighbours.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from attnorm.kernels.tiles import capped, load_row, load_tile
+from attnorm.kernels.blocks import (
+    block_from_last,
+    keys_of_head,
+    load_row,
+    load_tile,
+    seen_keys,
+    sight_of_head,
+    tile_of_head,
+)
+from attnorm.kernels.maps import LN2
+from attnorm.kernels.tiles import capped
+
+CLASSES = tl.constexpr(4)
+
+
+class RowInputs(NamedTuple):
+    """What the logits of a block of rows are made of."""
+
+    q_tile: Any
+    k: Any
+    rows: Any  # indices of the queries
+    sight: Any
+    scale: Any
+    cap: Any
+
+
+class Span(NamedTuple):
+    """Tiles that are read one after the other."""
+
+    start: Any  # key
+    tiles: Any
+    jump: Any  # keys that are skipped after the first tile
+
+
+class RowState(NamedTuple):
+    """What every kernel of row statistics knows of the keys so far."""
+
+    n: Any  # visible keys, if MASKED
+    first: Any  # visible key, the sink
+    sink: Any  # its product
+    smallest: Any  # product of the others, per class
 
 
 @triton.jit
-def key_tile(
-    start, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-    first, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+def no_keys(keys, ROWS: tl.constexpr):
+    n = tl.zeros([ROWS], tl.int32)
+    sink, smallest = tl.zeros([ROWS], tl.float32), tl.full([ROWS, CLASSES], float("inf"), tl.float32)
+    return RowState(n, n + keys, sink, smallest)
+
+
+@triton.jit
+def key_tile(start, given, first, C: tl.constexpr, EDGE: tl.constexpr):
     """Products, or capped logits in bits; which keys of the tile count, and the first visible key with its product."""
-    columns = start + tl.arange(0, KEYS)
-    k_tile = load_tile(k, columns, keys, k_row, width, WIDTH, EDGE, FULL)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    if CAPPED:
-        s, _slope = capped(s * scale, cap, CAPPED)
-    i, j = rows[:, None], columns[None, :]
-    seen = (i < queries) & (j < keys)
+    columns = start + tl.arange(0, C.COLUMNS)
+    k_tile = load_tile(given.k, columns, C.WIDTH, EDGE, C.FULL)
+    s = tl.dot(given.q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+    if C.CAPPED:
+        s, _slope = capped(s * given.scale, given.cap, C.CAPPED)
+    i, j = given.rows[:, None], columns[None, :]
+    keys = given.sight.keys
+    seen = (i < given.sight.queries) & (j < keys)
     sink = tl.zeros_like(first).to(tl.float32)
     count = tl.zeros_like(first)
     if EDGE:
-        if CAUSAL:
-            seen = seen & (j <= i + offset)
-        if MASKED:
-            at = mask + i.to(tl.int64) * mask_row + j.to(tl.int64) * mask_column
-            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+        seen = seen_keys(i, j, given.sight, C)
+        if C.MASKED:
             count = tl.sum(seen.to(tl.int32), 1)
         found = tl.min(tl.where(seen, j, keys), 1)
         new = (first == keys) & (found < keys)
@@ -42,6 +85,30 @@ def key_tile(
         first = tl.where(new, found, first)
         seen = seen & (j != first[:, None])
     return s, seen, first, sink, count
+
+
+@triton.jit
+def tile_of_span(span, tile, C: tl.constexpr):
+    """The first key of a tile."""
+    return span.start + tile * C.COLUMNS + tl.where(tile > 0, span.jump, 0)
+
+
+@triton.jit
+def pairs_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
+    """The products of neighbours of a tile, -inf where they do not count, and the state with the tile added."""
+    s, seen, first, sink, count = key_tile(at, given, state.first, C, EDGE)
+    n, sinks = state.n, state.sink
+    if EDGE:
+        n += count
+        sinks += sink
+        low_even, low_odd = neighbours(tl.where(seen, s, float("inf")))
+        even, odd = neighbours(tl.where(seen, s, float("-inf")))
+        lows = smaller(low_even, low_odd)
+    else:
+        even, odd = neighbours(s)
+        lows = smaller(even, odd)
+    smallest = smaller(state.smallest, tl.min(by_class(lows), 1))
+    return even, odd, RowState(n, first, sinks, smallest)
 
 
 @triton.jit
@@ -67,57 +134,81 @@ def smaller(a, b):
 
 
 @triton.jit
-def by_class(x, CLASSES: tl.constexpr):
+def by_class(x):
     return tl.reshape(x, [x.shape[0], x.shape[1] // CLASSES, CLASSES])
 
 
 @triton.jit
 def rows_of_program(
-    program, q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch, mask_head,
-    heads, groups, rows_total, queries, width, scale,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    program, q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head,
+    mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap,
+    C: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads: the keys and the mask of its head, its rows with their queries.
+    """What a program reads: its rows, which of them exist, and what their logits are made of.
 
     unit: what turns the products of a row into its logits z in bits. Where it is negative, q changes its sign instead.
     logit: what turns the products that remain into logits in bits before the factor.
     """
-    blocks = tl.cdiv(rows_total, ROWS)
-    block = blocks - 1 - program % blocks  # the longest causal rows first, or they would run alone at the end
-    batch_head = (program // blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    k += batch * k_batch + head // groups * k_head
-    mask += batch * mask_batch + head * mask_head
-    at = block * ROWS + tl.arange(0, ROWS)
+    own = block_from_last(program, tl.cdiv(rows_total, C.ROWS), heads)
+    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
+    sight = sight_of_head(
+        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
+    )
+    at = own.index * C.ROWS + tl.arange(0, C.ROWS)
     inside = at < rows_total
     rows = tl.load(row_queries + at, mask=inside, other=queries)
-    q_tile = load_tile(q + batch * q_batch + head * q_head, at, rows_total, q_row, width, WIDTH, True, FULL)
-    logit = tl.full([ROWS], 1.0, tl.float32)
-    if not CAPPED:
+    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, rows_total, width, at, C.WIDTH, C.FULL)
+    logit = tl.full([C.ROWS], 1.0, tl.float32)
+    if not C.CAPPED:
         logit = logit * scale
-    unit = logit * load_row(factor, batch_head * rows_total + at, inside, FACTORED, 1.0)
+    unit = logit * load_row(factor, own.batch_head * rows_total + at, inside, FACTORED, 1.0)
     turned = unit < 0
     q_tile = tl.where(turned[:, None], -q_tile, q_tile)
-    return k, mask, at, inside, rows, q_tile, tl.abs(unit), tl.where(turned, -logit, logit), batch_head, block
+    given = RowInputs(q_tile, k, rows, sight, scale, cap)
+    return own, at, inside, given, tl.abs(unit), tl.where(turned, -logit, logit)
 
 
 @triton.jit
-def tiles_of_rows(
-    row_queries, block, rows_total, keys, offset,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def spans_of_rows(row_queries, block, rows_total, sight, C: tl.constexpr):
     """Tiles with keys that some row of the block may not see, tiles that all rows see, and where the latter end.
 
     The first tile, which has the sink, counts among the former. It comes first, then those that all see follow.
     """
-    high, last = keys // KEYS * KEYS, keys
-    if CAUSAL:
-        earliest = tl.load(row_queries + block * ROWS)
-        latest = tl.load(row_queries + tl.minimum((block + 1) * ROWS, rows_total) - 1)
-        high = tl.maximum(tl.minimum(earliest + offset + 1, keys), 0) // KEYS * KEYS
-        last = tl.maximum(tl.minimum(latest + offset + 1, keys), 0)
-    if MASKED:
+    keys = sight.keys
+    high, last = keys // C.COLUMNS * C.COLUMNS, keys
+    if C.CAUSAL:
+        earliest = tl.load(row_queries + block * C.ROWS)
+        latest = tl.load(row_queries + tl.minimum((block + 1) * C.ROWS, rows_total) - 1)
+        high = tl.maximum(tl.minimum(earliest + sight.offset + 1, keys), 0) // C.COLUMNS * C.COLUMNS
+        last = tl.maximum(tl.minimum(latest + sight.offset + 1, keys), 0)
+    if C.MASKED:
         high = 0
-    high = tl.maximum(high, KEYS)
+    high = tl.maximum(high, C.COLUMNS)
     some = (last > 0).to(tl.int32)
-    return some + tl.cdiv(tl.maximum(last - high, 0), KEYS), high // KEYS - 1, high
+    outer_tiles = some + tl.cdiv(tl.maximum(last - high, 0), C.COLUMNS)
+    inner = Span(C.COLUMNS, high // C.COLUMNS - 1, 0)
+    return Span(0, outer_tiles, high - C.COLUMNS), inner, high
+
+
+@triton.jit
+def visible_keys(n, given, C: tl.constexpr):
+    if not C.MASKED:
+        n = n + given.sight.keys
+        if C.CAUSAL:
+            n = tl.maximum(tl.minimum(given.rows + given.sight.offset + 1, given.sight.keys), 0)
+    return n
+
+
+@triton.jit
+def extreme_logits(peak, smallest, logit):
+    """The largest and the smallest natural logit of the keys but the sink, of products with the peak the largest."""
+    extremes = peak * logit, tl.min(smallest, 1) * logit
+    largest, least = larger(extremes[0], extremes[1]), smaller(extremes[0], extremes[1])
+    empty = peak == float("-inf")
+    return tl.where(empty, float("-inf"), largest) * LN2, tl.where(empty, float("inf"), least) * LN2
+
+
+@triton.jit
+def store_columns(out, column, inside, values):
+    for index in tl.static_range(len(values)):
+        tl.store(out + index * column, values[index], mask=inside)

@@ -4,24 +4,30 @@ Two keys of a row are set apart: the first visible one (the sink) and the larges
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
 softmax_statistics.py turns the sums into the statistics of a row.
 
-The keys of a tile are dealt into four classes per row, one for each thread that holds a part of the row in the layout
-of the tensor cores. Every class has its own largest key, runner-up and sums, which are joined at the end: no thread
-waits for another one within a tile.
+Every class of keys (see row_tiles.py) has its own largest key, runner-up and sums, which are joined at the end: no
+thread waits for another one within a tile.
 """
 
 import triton
 import triton.language as tl
 
-from attnorm.kernels.maps import LOG2E
+from attnorm.kernels.blocks import Constants
+from attnorm.kernels.maps import LN2, LOG2E
 from attnorm.kernels.row_tiles import (
+    CLASSES,
+    RowState,
     by_class,
     halves,
     key_tile,
     larger,
     neighbours,
+    no_keys,
     rows_of_program,
     smaller,
-    tiles_of_rows,
+    spans_of_rows,
+    store_columns,
+    tile_of_span,
+    visible_keys,
 )
 
 # The columns of the result. Extremes are natural logits before the factor; the sums are over keys other than the first
@@ -42,9 +48,9 @@ COLUMNS = (
 
 
 @triton.jit
-def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr, CLASSES: tl.constexpr):
+def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr):
     """Add the sums of e = exp2(unit * lost - base) to those of each class."""
-    lost = by_class(lost, CLASSES)
+    lost = by_class(lost)
     x = lost * unit[:, None, None] - base[:, None, :]
     if EDGE:
         hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
@@ -63,35 +69,30 @@ def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr, CLASSES:
 
 @triton.jit
 def _fold(
-    n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4,
-    start, tiles, jump, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale,
-    cap, CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    CLASSES: tl.constexpr, LEVELS: tl.constexpr,
+    state, leader, runner_up, s1, tilt, s2, s3, s4, span, given, unit,
+    C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The state of a block of rows with some tiles of keys added; jump: keys skipped after the first tile."""
-    for tile in range(tiles):
-        at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
-        s, seen, first, found_sink, count = key_tile(
-            at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-            first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
-        )  # fmt: skip
+    """The state of a block of rows with some tiles of keys added."""
+    for tile in range(span.tiles):
+        at = tile_of_span(span, tile, C)
+        s, seen, first, found_sink, count = key_tile(at, given, state.first, C, EDGE)
+        n, sink = state.n, state.sink
         if EDGE:
             n += count
             sink += found_sink
-            lows = by_class(tl.where(seen, s, float("inf")), CLASSES)
+            lows = by_class(tl.where(seen, s, float("inf")))
             s = tl.where(seen, s, float("-inf"))
         else:
-            lows = by_class(s, CLASSES)
-        smallest = smaller(smallest, tl.min(lows, 1))
+            lows = by_class(s)
+        state = RowState(n, first, sink, smaller(state.smallest, tl.min(lows, 1)))
 
         # A knock-out: the winner of each class is its largest key, and every other key loses once.
         even, odd = neighbours(s)
-        second = tl.max(by_class(smaller(even, odd), CLASSES), 1)
+        second = tl.max(by_class(smaller(even, odd)), 1)
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
             left, right = halves(winners)
-            second = tl.maximum(second, tl.max(by_class(smaller(left, right), CLASSES), 1))
+            second = tl.maximum(second, tl.max(by_class(smaller(left, right)), 1))
             winners = larger(left, right)
 
         demoted = smaller(leader, winners)
@@ -114,13 +115,13 @@ def _fold(
         runner_up = new_runner_up
 
         base = reference * unit[:, None]
-        s1, tilt, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+        s1, tilt, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE)
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
             left, right = halves(winners)
-            s1, tilt, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE, CLASSES)
+            s1, tilt, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE)
             winners = larger(left, right)
-    return n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4
+    return state, leader, runner_up, s1, tilt, s2, s3, s4
 
 
 @triton.jit
@@ -158,37 +159,25 @@ def softmax_sums(
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (COLUMNS, B, H, R)."""
-    CLASSES: tl.constexpr = 4
-    k, mask, at, inside, rows, q_tile, unit, logit, batch_head, block = rows_of_program(
-        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch,
-        mask_head, heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    own, at, inside, given, unit, logit = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
+        mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
+        FACTORED,
     )  # fmt: skip
-    outer_tiles, inner_tiles, high = tiles_of_rows(
-        row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
-    )
-    n = tl.zeros([ROWS], tl.int32)
-    first = tl.zeros([ROWS], tl.int32) + keys
-    sink = tl.zeros([ROWS], tl.float32)
+    outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
+    state = no_keys(keys, ROWS)
     leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
     runner_up = leader
-    smallest = tl.full([ROWS, CLASSES], float("inf"), tl.float32)
     s1 = tl.zeros([ROWS, CLASSES], tl.float32)
     tilt, s2, s3, s4 = s1, s1, s1, s1
-    for inner in tl.static_range(2):
-        start, tiles, jump = 0, outer_tiles, high - KEYS
-        if inner:
-            start, tiles, jump = KEYS, inner_tiles, 0
-        n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4 = _fold(
-            n, first, sink, smallest, leader, runner_up, s1, tilt, s2, s3, s4,
-            start, tiles, jump, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column, queries, keys, offset, width,
-            scale, cap, CAUSAL, MASKED, not inner, CAPPED, PRECISION, KEYS, WIDTH, FULL, CLASSES, LEVELS,
-        )  # fmt: skip
+    for whole in tl.static_range(2):
+        state, leader, runner_up, s1, tilt, s2, s3, s4 = _fold(
+            state, leader, runner_up, s1, tilt, s2, s3, s4, inner if whole else outer, given, unit, C, not whole, LEVELS
+        )
 
-    if not MASKED:
-        n = n + keys
-        if CAUSAL:
-            n = tl.maximum(tl.minimum(rows + offset + 1, keys), 0)
-    extremes = tl.max(leader, 1) * logit, tl.min(smallest, 1) * logit
+    n = visible_keys(state.n, given, C)
+    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
     largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
     empty = tl.max(leader, 1) == float("-inf")
     largest = tl.where(empty, float("-inf"), largest)
@@ -196,35 +185,20 @@ def softmax_sums(
     leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
     runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
     level, second, s1, tilt, s2, s3, s4 = tl.reduce((leader, runner_up, s1, tilt, s2, s3, s4), 1, _joined)
-    out += batch_head * rows_total + at
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
-    natural = 1.0 / LOG2E
-    tl.store(out, n.to(tl.float32), mask=inside)
-    tl.store(out + column, sink * logit * natural, mask=inside)
-    tl.store(out + 2 * column, largest * natural, mask=inside)
-    tl.store(out + 3 * column, least * natural, mask=inside)
-    tl.store(out + 4 * column, level * natural, mask=inside)
-    tl.store(out + 5 * column, second * natural, mask=inside)
-    tl.store(out + 6 * column, s1, mask=inside)
-    tl.store(out + 7 * column, tilt * natural, mask=inside)
-    tl.store(out + 8 * column, s2, mask=inside)
-    tl.store(out + 9 * column, s3, mask=inside)
-    tl.store(out + 10 * column, s4, mask=inside)
+    store_columns(
+        out + (own.batch_head * rows_total + at), column, inside,
+        (
+            n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
+            s1, tilt * LN2, s2, s3, s4,
+        ),
+    )  # fmt: skip
 
 
 @triton.jit
-def _fold_poles(
-    poles, squares, first, start, tiles, jump, level, x, q_tile, k, rows, unit, k_row, mask, mask_row, mask_column,
-    queries, keys, offset, width, scale, cap,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    for tile in range(tiles):
-        at = start + tile * KEYS + tl.where(tile > 0, jump, 0)
-        s, seen, first, _sink, _count = key_tile(
-            at, q_tile, k, rows, k_row, mask, mask_row, mask_column, queries, keys, offset, width, scale, cap,
-            first, CAUSAL, MASKED, EDGE, CAPPED, PRECISION, KEYS, WIDTH, FULL,
-        )  # fmt: skip
+def _fold_poles(poles, squares, first, span, level, x, given, unit, C: tl.constexpr, EDGE: tl.constexpr):
+    for tile in range(span.tiles):
+        s, seen, first, _sink, _count = key_tile(tile_of_span(span, tile, C), given, first, C, EDGE)
         e = tl.exp2(s * unit[:, None] - level[:, None])
         gap = x[:, None] - e
         keep = gap > 0  # the largest key lies above the root, unless the sink is larger
@@ -248,27 +222,21 @@ def pole_sums(
 
     e = exp(z - level). out: (2, B, H, R).
     """
-    k, mask, at, inside, rows, q_tile, unit, _logit, batch_head, block = rows_of_program(
-        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, mask_batch,
-        mask_head, heads, groups, rows_total, queries, width, scale, CAPPED, FACTORED, ROWS, WIDTH, FULL,
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    own, at, inside, given, unit, _logit = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
+        mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
+        FACTORED,
     )  # fmt: skip
-    outer_tiles, inner_tiles, high = tiles_of_rows(
-        row_queries, block, rows_total, keys, offset, CAUSAL, MASKED, ROWS, KEYS
-    )
-    row_level = tl.load(level + batch_head * rows_total + at, mask=inside, other=0.0) * LOG2E
-    x = tl.load(root + batch_head * rows_total + at, mask=inside, other=0.0).to(tl.float32)
+    outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
+    row_level = tl.load(level + own.batch_head * rows_total + at, mask=inside, other=0.0) * LOG2E
+    x = tl.load(root + own.batch_head * rows_total + at, mask=inside, other=0.0).to(tl.float32)
     poles = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     first = tl.zeros([ROWS], tl.int32) + keys
-    for inner in tl.static_range(2):
-        start, tiles, jump = 0, outer_tiles, high - KEYS
-        if inner:
-            start, tiles, jump = KEYS, inner_tiles, 0
+    for whole in tl.static_range(2):
         poles, squares, first = _fold_poles(
-            poles, squares, first, start, tiles, jump, row_level, x, q_tile, k, rows, unit, k_row, mask, mask_row,
-            mask_column, queries, keys, offset, width, scale, cap, CAUSAL, MASKED, not inner, CAPPED, PRECISION, KEYS,
-            WIDTH, FULL,
-        )  # fmt: skip
-    out += batch_head * rows_total + at
-    tl.store(out, poles, mask=inside)
-    tl.store(out + tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total, squares, mask=inside)
+            poles, squares, first, inner if whole else outer, row_level, x, given, unit, C, not whole
+        )
+    column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
+    store_columns(out + (own.batch_head * rows_total + at), column, inside, (poles, squares))

@@ -9,6 +9,7 @@ import triton.language as tl
 from attnorm.kernels.blocks import load_row
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import reference_of
+from attnorm.kernels.softmax_statistics import store_numbers
 from attnorm.kernels.threshold_tiles import rise
 
 # The columns of the results, NaN where a row has no such number.
@@ -51,12 +52,6 @@ def _entropy_term(p):
 
 
 @triton.jit
-def _store(out, at, inside, total, missing, values):
-    for column in tl.static_range(len(values)):
-        tl.store(out + column * total + at, tl.where(missing, float("nan"), values[column]), mask=inside)
-
-
-@triton.jit
 def _only(condition, value):
     return tl.where(condition, value, float("nan"))
 
@@ -96,7 +91,7 @@ def weight_statistics(sums, out, more, count, broken, total, MORE: tl.constexpr,
     tl.store(count + at, n.to(tl.int64), mask=inside)
     tl.store(broken + at, ((sound == 0) & (n > 0)).to(tl.uint8), mask=inside)
     winner = tl.maximum(sink, top)
-    _store(
+    store_numbers(
         out, at, inside, total, missing,
         (
             max_logit, min_logit, _only(has_any, entropy), _only(has_any, 1.0 / tl.where(has_any, spread_out, 1.0)),
@@ -108,7 +103,7 @@ def weight_statistics(sums, out, more, count, broken, total, MORE: tl.constexpr,
         log_n, log_rest = tl.log(tl.where(one, 2.0, n)), tl.log(tl.where(two, 3.0, n) - 1.0)
         gap = _log(winner) - _log(tl.minimum(sink, top) + top * others) + tl.log(tl.where(one, 2.0, n) - 1.0)
         gap_rest = tl.log(tl.where(two, 3.0, n) - 2.0) - _log(others)
-        _store(
+        store_numbers(
             more, at, inside, total, missing,
             (
                 max_logit - min_logit, _only(one == 0, largest - smallest),
