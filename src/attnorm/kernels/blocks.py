@@ -4,6 +4,7 @@ Values of a launch travel through the device functions in tuples (Matrix, Sight,
 compiled, in another one (Constants). Triton would make values of constants in a tuple of values.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -31,20 +32,13 @@ class Sight(NamedTuple):
     window: Any  # keys that a query sees, if WINDOWED
 
 
-class Constants(NamedTuple):
-    """What is known when a kernel is compiled: who sees whom, and the shapes of tiles."""
-
-    CAUSAL: Any
-    WINDOWED: Any
-    MASKED: Any
-    PRECISION: Any
-    ROWS: Any
-    COLUMNS: Any
-    WIDTH: Any  # of a tile of q and k, a power of 2
-    FULL: Any  # whether q and k are that wide
-    V_WIDTH: Any = None
-    V_FULL: Any = None
-    CAPPED: Any = None  # whether logits are; of kernels of row statistics
+# What is known when a kernel is compiled: who sees whom, the shapes of tiles (WIDTH of q and k is a power of 2; FULL:
+# they are as wide), and in kernels of row statistics whether logits are capped.
+Constants = namedtuple(
+    "Constants",
+    "CAUSAL WINDOWED MASKED PRECISION ROWS COLUMNS WIDTH FULL V_WIDTH V_FULL CAPPED",
+    defaults=(None, None, None),
+)
 
 
 class Block(NamedTuple):
@@ -109,19 +103,33 @@ def sight_of_head(mask, batch, head, mask_batch, mask_head, mask_row, mask_colum
 
 
 @triton.jit
-def queries_and_keys(
-    q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, offset, window, width, C: tl.constexpr,
+def queries_keys_values(
+    q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+    mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C: tl.constexpr,
 ):  # fmt: skip
-    """What a kernel without values reads: a block of queries, their indices and which of them exist, and the keys."""
+    """What a kernel reads: a block of queries, their indices and which of them exist, and the keys and values."""
     own = block_of_queries(queries, heads, C.ROWS)
     k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
+    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
     sight = sight_of_head(
         mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
     )
     rows = own.index * C.ROWS + tl.arange(0, C.ROWS)
     inside = rows < queries
     q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, C.WIDTH, C.FULL)
+    return own, rows, inside, q_tile, k, v, sight
+
+
+@triton.jit
+def queries_and_keys(
+    q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, C: tl.constexpr,
+):  # fmt: skip
+    """What a kernel without values reads."""
+    own, rows, inside, q_tile, k, _v, sight = queries_keys_values(
+        q, k, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, k_batch, k_head, k_row, mask_batch, mask_head,
+        mask_row, mask_column, heads, groups, queries, keys, offset, window, width, width, C,
+    )  # fmt: skip
     return own, rows, inside, q_tile, k, sight
 
 

@@ -5,9 +5,6 @@ nothing cancels in a peaked row. The gradient of a logit is -p (log p + H) dH. O
 gradient of q; the sum over queries is a part of one_pass_backward.backward_keys.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +19,7 @@ from attnorm.kernels.blocks import (
     seen_keys,
     store_tile,
 )
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch
 from attnorm.kernels.maps import LN2
 
 _LOG2E = 1.4426950408889634
@@ -159,9 +156,9 @@ def entropy_of_rows(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The entropy of each row in nats and log2 of its denominator, (B, H, Q) in float32."""
-    call = _call(q, k, mask, factor, causal)
+    call = Launch.without_values(q, k, mask, factor, causal)
     found = call.rows(True), call.rows(True)
-    _launch(row_entropy, call, scale, *found)
+    call.run(row_entropy, scale * _LOG2E, call.tensors[4], *found)
     return found
 
 
@@ -170,31 +167,8 @@ def add_gradient_of_queries(
     entropy: Tensor, reference: Tensor, causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """Add the gradient of q to grad_q, for the gradient (B, H, Q) of the entropy. Return that of the factor."""
-    call = _call(q, k, mask, factor, causal)
+    call = Launch.without_values(q, k, mask, factor, causal)
     grad_factor = call.rows(factor is not None)
-    _launch(backward_queries, call, scale, entropy, reference, grad_entropy, grad_q, grad_factor)
+    given = call.tensors[4], entropy, reference, grad_entropy
+    call.run(backward_queries, scale * _LOG2E, *given, grad_q, grad_factor)
     return grad_factor
-
-
-def _call(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool) -> Launch:
-    q, k = in_rows(q), in_rows(k)
-    return Launch(q, k, k, mask, None if factor is None else factor.contiguous(), causal)
-
-
-def _launch(kernel: Any, call: Launch, scale: float, *rows_of: Tensor) -> None:
-    q, k, _, mask, factor = call.tensors
-    rows, columns, warps, stages = _tile(q)
-    constants = {name: value for name, value in call.shared_constants.items() if name != "V_WIDTH"}
-    with call.device:
-        kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
-            q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *call.lengths, q.shape[-1],
-            scale * _LOG2E, **constants, ROWS=rows, COLUMNS=columns, FULL=padded(q) == q.shape[-1],
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-
-def _tile(q: Tensor) -> tuple[int, int, int, int]:
-    """Rows, columns, warps, stages: the fastest of eight on an H200 in bfloat16."""
-    if q.dtype == torch.float32:
-        return (64, 32, 4, 2) if padded(q) <= 64 else (32, 32, 4, 2)
-    return (64, 64, 4, 3) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)

@@ -8,6 +8,7 @@ weight_statistics.py turns the sums into statistics.
 Every class of keys (see row_tiles.py) has its own largest key and sums, which are joined at the end.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -47,15 +48,8 @@ COLUMNS = (
 )
 
 
-class RisingMap(NamedTuple):
-    """What is known of a map when the kernel is compiled."""
-
-    WEIGHTS: Any
-    SLOPES: Any
-    P: Any
-    FAST: Any
-    REFERENCE: Any
-    NORMALISED: Any
+# What is known of a map when the kernel is compiled.
+RisingMap = namedtuple("RisingMap", "WEIGHTS SLOPES P FAST REFERENCE NORMALISED")
 
 
 @triton.jit

@@ -17,12 +17,11 @@ from attnorm.kernels.blocks import (
     Constants,
     Sight,
     block_of_keys,
-    block_of_queries,
     key_range,
-    keys_of_head,
     load_row,
     load_tile,
     matrix_of_head,
+    queries_keys_values,
     query_range,
     seen_keys,
     sight_of_head,
@@ -129,15 +128,10 @@ def backward_queries(
     M: tl.constexpr = MapConstants(
         MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
     )  # fmt: skip
-    own = block_of_queries(queries, heads, ROWS)
-    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
-    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
-    sight = sight_of_head(
-        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
-    )
-    rows = own.index * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
+    own, rows, inside, q_tile, k, v, sight = queries_keys_values(
+        q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+        mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C,
+    )  # fmt: skip
     grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
     row_at = own.batch_head * queries + rows
     row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)

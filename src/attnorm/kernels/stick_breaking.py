@@ -9,23 +9,20 @@ queries ends its walk as soon as all its rows are there. With REST the query's o
 receives what is left at the end.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import (
     Constants,
-    block_of_queries,
     key_range,
-    keys_of_head,
     load_row,
     load_tile,
     matrix_of_head,
+    queries_keys_values,
     seen_keys,
-    sight_of_head,
     store_tile,
-    tile_of_head,
     unmasked,
 )
 from attnorm.kernels.maps import log2
@@ -34,14 +31,8 @@ SPENT = tl.constexpr(160.0)  # bits: nothing is left
 GROUP = tl.constexpr(8)  # tiles between two looks at what is left; a loop of fixed length keeps the loads ahead
 
 
-class StickConstants(NamedTuple):
-    """What is known of a call when a kernel is compiled, beyond blocks.Constants."""
-
-    FAST: Any
-    FACTORED: Any
-    REST: Any
-    LIFT: Any
-    PART: Any
+# What is known of a call when a kernel is compiled, beyond blocks.Constants.
+StickConstants = namedtuple("StickConstants", "FAST FACTORED REST LIFT PART")
 
 
 @triton.jit
@@ -154,15 +145,10 @@ def forward(
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
-    own = block_of_queries(queries, heads, ROWS)
-    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
-    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
-    sight = sight_of_head(
-        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
-    )
-    rows = own.index * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
-    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
+    own, rows, inside, q_tile, k, v, sight = queries_keys_values(
+        q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+        mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C,
+    )  # fmt: skip
     row_at = own.batch_head * queries + rows
     row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
 

@@ -16,16 +16,13 @@ import triton.language as tl
 
 from attnorm.kernels.blocks import (
     Constants,
-    block_of_queries,
     key_range,
-    keys_of_head,
     load_row,
     load_tile,
     matrix_of_head,
+    queries_keys_values,
     seen_keys,
-    sight_of_head,
     store_tile,
-    tile_of_head,
 )
 from attnorm.kernels.leaders import add_tile, below_peak, no_leaders, threshold_of_leaders, weight_left_out
 from attnorm.kernels.threshold_tiles import (
@@ -129,21 +126,16 @@ def forward(
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MOST, EARLY)
-    own = block_of_queries(queries, heads, ROWS)
-    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
-    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
-    sight = sight_of_head(
-        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
-    )
+    own, rows, inside, q_tile, k, v, sight = queries_keys_values(
+        q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+        mask_row, mask_column, heads, groups, queries, keys, offset, 0, width, v_width, C,
+    )  # fmt: skip
     tiles = tl.cdiv(keys, COLUMNS)
     place = (own.batch_head * tl.cdiv(queries, ROWS) + own.index) * tiles
     gaps += place
     listed += place
     live += place
-    rows = own.index * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
     row_at = own.batch_head * queries + rows
-    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0) * unit
     tilt = tl.load(tilts + own.head) if TILTED else 0.0
     sign = tl.where(factor < 0, -1.0, 1.0)

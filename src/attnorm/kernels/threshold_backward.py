@@ -15,12 +15,11 @@ from attnorm.kernels.blocks import (
     Constants,
     Sight,
     block_of_keys,
-    block_of_queries,
     key_range,
-    keys_of_head,
     load_row,
     load_tile,
     matrix_of_head,
+    queries_keys_values,
     query_range,
     sight_of_head,
     store_tile,
@@ -79,16 +78,11 @@ def backward_queries(
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT)
-    own = block_of_queries(queries, heads, ROWS)
-    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
-    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
-    sight = sight_of_head(
-        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
-    )
-    rows = own.index * ROWS + tl.arange(0, ROWS)
-    inside = rows < queries
+    own, rows, inside, q_tile, k, v, sight = queries_keys_values(
+        q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
+        mask_row, mask_column, heads, groups, queries, keys, offset, 0, width, v_width, C,
+    )  # fmt: skip
     row_at = own.batch_head * queries + rows
-    q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
     grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)

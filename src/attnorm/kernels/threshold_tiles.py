@@ -1,6 +1,6 @@
 """Tiles of threshold kernels: how far logits lie above the threshold of their row, and lists of tiles with a weight."""
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -11,17 +11,12 @@ from attnorm.kernels.threshold_maps import positive
 CHUNK = tl.constexpr(128)
 
 
-class ThresholdConstants(NamedTuple):
-    """What is known of a threshold map when a kernel is compiled."""
-
-    WEIGHTS: Any
-    DEFORMED: Any
-    FAST: Any
-    EXACT: Any = True  # see rise
-    NEWTON: Any = None
-    COUNTED: Any = None
-    MOST: Any = None
-    EARLY: Any = None
+# What is known of a threshold map when a kernel is compiled; EXACT: see rise.
+ThresholdConstants = namedtuple(
+    "ThresholdConstants",
+    "WEIGHTS DEFORMED FAST EXACT NEWTON COUNTED MOST EARLY",
+    defaults=(None, None, None, None),
+)
 
 
 @triton.jit

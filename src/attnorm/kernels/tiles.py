@@ -1,5 +1,6 @@
 """Logits of a tile: some queries against some keys, with a cap, a factor, a shift and a rule."""
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -33,23 +34,11 @@ class LogitRows(NamedTuple):
     least: Any  # logits below it are hidden
 
 
-class MapConstants(NamedTuple):
-    """What is known of a map and the logits in front of it when a kernel is compiled."""
-
-    MAP: Any
-    SLOPES: Any
-    RULE: Any
-    P: Any
-    FAST: Any
-    REFERENCE: Any
-    NORMALISED: Any
-    RULED: Any
-    CAPPED: Any
-    FACTORED: Any
-    SHIFTED: Any
-    SELECTED: Any
-    PLAIN: Any
-    LIFT: Any
+# What is known of a map and the logits in front of it when a kernel is compiled.
+MapConstants = namedtuple(
+    "MapConstants",
+    "MAP SLOPES RULE P FAST REFERENCE NORMALISED RULED CAPPED FACTORED SHIFTED SELECTED PLAIN LIFT",
+)
 
 
 @triton.jit

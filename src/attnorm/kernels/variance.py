@@ -5,8 +5,6 @@ variance V. Its gradient by a logit s is 2 (s - mean) / n times that of V: the m
 s - mean sum to 0.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch
 
 
 @triton.jit
@@ -178,9 +176,9 @@ def variance_of_rows(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Variance and mean of the logits of each row, and the number of visible keys, (B, H, Q) in float32."""
-    call = _call(q, k, mask, causal)
+    call = Launch.without_values(q, k, mask, None, causal)
     found = call.rows(True), call.rows(True), call.rows(True)
-    _launch(row_variance, call, scale, *found)
+    call.run(row_variance, scale, *found)
     return found
 
 
@@ -188,35 +186,10 @@ def gradients(
     slope: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, mean: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and k, for the gradient of every logit over its distance from the mean of its row, (B, H, Q)."""
-    call = _call(q, k, mask, causal)
+    call = Launch.without_values(q, k, mask, None, causal)
     grad_q, grad_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
     mean, slope = mean.contiguous(), slope.contiguous()
     lift = slope.abs().amax().clamp(min=torch.finfo(torch.float32).tiny).reshape(1)
-    _launch(backward_queries, call, scale, mean, slope, grad_q)
-    _launch(backward_keys, call, scale, mean, slope / lift, lift, grad_k)
+    call.run(backward_queries, scale, mean, slope, grad_q)
+    call.run(backward_keys, scale, mean, slope / lift, lift, grad_k, over_keys=True)
     return grad_q, grad_k
-
-
-def _call(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Launch:
-    q, k = in_rows(q), in_rows(k)
-    return Launch(q, k, k, mask, None, causal)
-
-
-def _launch(kernel: Any, call: Launch, scale: float, *rows_of: Tensor) -> None:
-    q, k, _, mask, _ = call.tensors
-    rows, columns, warps, stages = _tile(q)
-    over, per_program = (k, columns) if kernel is backward_keys else (q, rows)  # what the programs share
-    names = ("CAUSAL", "MASKED", "PRECISION", "WIDTH")
-    with call.device:
-        kernel[(triton.cdiv(over.shape[-2], per_program) * over.shape[0] * over.shape[1],)](
-            q, k, mask, *rows_of, *call.strides[:6], *call.strides[9:], *call.lengths, q.shape[-1], scale,
-            **{name: call.shared_constants[name] for name in names}, ROWS=rows, COLUMNS=columns,
-            FULL=padded(q) == q.shape[-1], num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-
-def _tile(q: Tensor) -> tuple[int, int, int, int]:
-    """Rows, columns, warps, stages: those of the entropy's kernels, which have the same shape."""
-    if q.dtype == torch.float32:
-        return (64, 32, 4, 2) if padded(q) <= 64 else (32, 32, 4, 2)
-    return (64, 64, 4, 3) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)

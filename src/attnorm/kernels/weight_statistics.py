@@ -6,6 +6,7 @@ The formulas are those of `weight_rows` in metrics/row_statistics.py and of metr
 import triton
 import triton.language as tl
 
+from attnorm.kernels import softmax_statistics
 from attnorm.kernels.blocks import load_row
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import reference_of
@@ -23,16 +24,7 @@ NUMBERS = (
     "row_sum",
     "jacobian_norm",
 )
-MORE_NUMBERS = (
-    "logit_spread",
-    "logit_spread_without_sink",
-    "entropy_ratio",
-    "entropy_ratio_without_sink",
-    "effective_gap",
-    "effective_gap_without_sink",
-    "effective_keys_without_sink",
-    "max_weight_without_sink",
-)
+MORE_NUMBERS = softmax_statistics.MORE_NUMBERS[:8]  # the others are of softmax alone
 
 
 @triton.jit
