@@ -62,12 +62,13 @@ def test_every_mechanism_compiles(name: str) -> None:
 
 
 def test_names_in_a_compiled_model_are_one_graph() -> None:
-    """Two names: the second must be found although the first was traced before it."""
+    """Several names: each must be found although others were traced before it. One has options."""
     torch._dynamo.reset()
 
     def attend(x: Tensor) -> Tensor:
         weights = attnorm.normalize(x @ x.mT, "ssmax") + attnorm.normalize(x @ x.mT, "entmax15")
-        return weights @ attnorm.attention(x, x, x, "sparsemax", causal=True)
+        attended = attnorm.attention(x, x, x, "sparsemax", causal=True)
+        return weights @ (attended + attnorm.attention(x, x, x, "entmax:alpha=1.3", causal=True))
 
     x = torch.randn(1, 2, 9, 8)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)

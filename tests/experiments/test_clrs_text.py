@@ -70,6 +70,14 @@ def trained(adaptive: dict[str, Any], at_test: dict[str, Any], seeds: int = 3) -
     return results_of(lines, FULL.normalizers)
 
 
+def test_records_of_earlier_versions_name_only_the_largest_training_size() -> None:
+    line = made_line(SOFTMAX, 0, {OWN: cells(20, 4)}, largest_training_size=12)
+    del line["training_sizes"]
+    results = results_of([line], FULL.normalizers)
+    assert results.sizes == {"in": [8], "between": [], "out": [16]}
+    assert max(results.training_sizes) == 12
+
+
 def judge(results: ClrsResults) -> list[ExperimentFinding]:
     return list(findings_of(results, comparisons_of(results)))
 

@@ -366,10 +366,16 @@ def test_an_option_may_be_named_as_the_argument_normalizer() -> None:
     assert [part.normalizer.name for part in patched_normalizers(models[1])] == ["entmax15"]
     with swap(models[2], "forget", normalizer="kneemax+knee=0.1"):
         assert {part.normalizer.name for part in patched_normalizers(models[2])} == {"kneemax"}
+        joined = fingerprint(models[2])
+    with swap(models[2], "forget", normalizer="kneemax:knee=0.1"):
+        assert fingerprint(models[2]) == joined
     with pytest.raises(TypeError, match=r"patch\(model, attnorm.get\('laser', normalizer=...\)\)"):
         patch(models[2], "laser", normalizer=attnorm.get("entmax15"))
     with pytest.raises(TypeError, match=r"'ssmax'.*'normalizer'.*accepts"):
         patch(models[2], "ssmax", normalizer="entmax15")
+    for chosen in (attnorm.get("laser"), {0: "laser"}):
+        with pytest.raises(TypeError, match=r"normalizer= beside a name.*(Laser|dict)"):
+            patch(models[2], chosen, normalizer="entmax15")
     patch(model=models[2], normalizer=attnorm.get("laser", normalizer=attnorm.get("entmax15")))
 
 

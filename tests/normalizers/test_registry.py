@@ -164,6 +164,8 @@ def test_options_may_be_written_behind_the_name() -> None:
         attnorm.get("entmax:alpha=1.3", alpha=1.5)
     with pytest.raises(ValueError, match=r"'entmx'.*'entmax'"):
         attnorm.get("entmx:alpha=1.3")
+    with pytest.raises(ValueError, match=r"'ssmax:heads=3'.*attnorm\.get\('ssmax', heads=3\)"):
+        attnorm.get("ssmax:heads=3")
 
 
 def test_wrong_options_are_answered_with_the_right_ones() -> None:

@@ -116,12 +116,18 @@ def _with_option_normalizer(function: Callable[P, T]) -> Callable[P, T]:
         if len(args) < 2 or "normalizer" not in options:
             return function(*args, **options)
         spec, option = args[1], options.pop("normalizer")
-        if not isinstance(spec, str) or not isinstance(option, str):
+        if not isinstance(spec, str):
+            raise TypeError(
+                f"expected the option normalizer= beside a name such as 'laser', got it beside {type(spec).__name__}. "
+                "Remove normalizer=."
+            )
+        if not isinstance(option, str):
             raise TypeError(
                 f"expected the option normalizer= as a name, got {option!r}. Pass an object instead: "
                 f"{function.__name__}(model, attnorm.get({spec!r}, normalizer=...))."
             )
-        return function(args[0], f"{spec}:normalizer={option}", *args[2:], **options)  # type: ignore[arg-type]
+        part = option.replace(":", "+")  # its own options are joined by + within a specification
+        return function(args[0], f"{spec}:normalizer={part}", *args[2:], **options)  # type: ignore[arg-type]
 
     return call
 

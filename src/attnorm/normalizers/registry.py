@@ -252,8 +252,7 @@ def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
     if not isinstance(normalizer, str):
         return as_normalizer(normalizer)
     if torch.compiler.is_compiling():
-        _make_for_compiled_code(normalizer)
-        made: Normalizer | Mechanism = getattr(_of_compiled_code, normalizer)
+        made: Normalizer | Mechanism = getattr(_of_compiled_code, _make_for_compiled_code(normalizer))
         return made
     return get(normalizer)
 
@@ -274,15 +273,17 @@ _without_tensors: dict[str, Normalizer | Mechanism] = {}
 
 
 class _Made:
-    """Normalizers by name, as attributes."""
+    """Normalizers as attributes, in hexadecimal: guards of compiled code spell them as identifiers."""
 
 
 _of_compiled_code = _Made()
 
 
-def _make_for_compiled_code(name: str) -> bool:
-    setattr(_of_compiled_code, name, get(name))
-    return True
+def _make_for_compiled_code(name: str) -> str:
+    """The attribute that holds the normalizer of that name, which may have options."""
+    attribute = f"made_{name.encode().hex()}"
+    setattr(_of_compiled_code, attribute, get(name))
+    return attribute
 
 
 # What torch.compiler.assume_constant_result does, without loading the compiler: the search for entry points cannot be

@@ -19,7 +19,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     for part in parts:
         key, equals, value = (word.strip() for word in part.partition("="))
         if key == "heads":
-            raise ValueError(f"expected no heads in {spec!r}: their number comes from the model. Remove {part!r}.")
+            raise ValueError(
+                f"expected no heads in {spec!r}: their number comes from the model. Remove {part!r}. Without a model, "
+                f"write attnorm.get({name!r}, heads={value})."
+            )
         if not (key and equals and value) or key in options:
             raise ValueError(f"expected options as name:key=value:key=value, each key once, got {part!r} in {spec!r}.")
         options[key] = parse_value(value)

@@ -98,7 +98,8 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
     ]  # fmt: skip
     first = mine[0]
     sizes = sorted({int(size) for cells in first["exact"][OWN].values() for size in cells})
-    trained = first["training_sizes"]
+    # Earlier versions recorded the largest size only, and counted all sizes below it as those of the training.
+    trained = first.get("training_sizes") or list(range(1, first["largest_training_size"] + 1))
     ranges: dict[Range, list[int]] = {
         "in": [size for size in sizes if size in trained],
         "between": [size for size in sizes if size not in trained and size < max(trained)],
