@@ -217,8 +217,8 @@ def _without_prompts(found: re.Match[str]) -> str:
 
 
 def _listed(prose: str, names: set[str]) -> str:
-    if not names:
-        return prose
+    if not any(f"{name}:" in prose or f"{name}  " in prose for name in names):
+        return prose  # a pattern takes as long as all else that is done to a docstring
     name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     item = re.compile(rf"(?:^|(?<=[.)] ))({name}(?:, {name})*)(?::| {{2,}}) *", re.MULTILINE)
     listed = item.sub(lambda found: f"\n- `{found[1]}`: ", prose)
