@@ -184,6 +184,8 @@ class _Direct:
             width = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
             return functools.partial(advance, width), None, np.int64 if type(right) is int else None
         kinds = {one.dtype.name for one in (left, right) if type(one) is self.tensor}
+        if kinds == {"int32", "int64"}:
+            kinds = {"int64"}  # numpy casts these two as Triton does
         (kind,) = kinds if len(kinds) == 1 else ("several",)
         if kind not in NUMBERS:
             return None, None, None

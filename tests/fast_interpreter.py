@@ -36,19 +36,20 @@ def speed_up_interpreter() -> None:
 
 def _patching_once(interpreter: Any) -> Any:
     patch, language = interpreter._patch_lang, interpreter.tl
+    nothing = interpreter._LangPatchScope()
+    known: dict[Any, list[Any]] = {}
 
     def patch_once(function: Any) -> Any:
-        used = [module for module in (language, language.core) if _refers(function, module)]
+        used = known.get(function)
+        if used is None:
+            globals_ = [*function.__globals__.values()]
+            used = [module for module in (language, language.core) if any(value is module for value in globals_)]
+            known[function] = used
         if used and not any(language.core.is_builtin(module.load) for module in used):
-            return interpreter._LangPatchScope()  # already patched: nothing to restore either
+            return nothing  # already patched: nothing to restore either
         return patch(function)
 
     return patch_once
-
-
-@functools.cache
-def _refers(function: Any, module: Any) -> bool:
-    return any(value is module for value in function.__globals__.values())
 
 
 def _patch_attribute(where: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
