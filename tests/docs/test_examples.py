@@ -31,18 +31,10 @@ def test_the_examples_of_a_page_run_one_after_another(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_registered", {})
-    names: dict[str, object] = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     for code in blocks((DOCS / page).read_text()):
         exec(compile(code, page, "exec"), names)
-
-
-@pytest.mark.parametrize("page", ["training.md", "reference/monitoring.md"])
-def test_the_examples_of_qk_clip_show_it_acting(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (code,) = (code for code in blocks((DOCS / page).read_text()) if "QKClip" in code)
-    names: dict[str, Any] = {}
-    exec(compile(code, page, "exec"), names)
-    assert names["clip"].clips
+        assert "QKClip" not in code or names["clip"].clips, "an example of QK-clip shows it acting"
 
 
 @pytest.mark.parametrize("name", attnorm.__all__)

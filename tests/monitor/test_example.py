@@ -6,6 +6,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,11 @@ def test_the_blocks_of_the_page_run(
     page = (DOCS / "training.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     for block in blocks:
         if "lightning" not in block or find_spec("lightning"):
             exec(compile(block.replace("max_steps=8", "max_steps=4"), "docs/training.md", "exec"), names)
+    assert names["clip"].clips, "the example of QK-clip shows it acting"
     printed = re.findall(r"^\d\.\d+$", capsys.readouterr().out, re.MULTILINE)
     assert len(printed) == 3, "one entropy of the Trainer, and two of the loop"
     if find_spec("lightning"):
