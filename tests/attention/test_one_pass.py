@@ -382,13 +382,14 @@ def test_a_key_that_is_not_finite_reaches_only_the_rows_of_unit_variance_that_se
         assert_follows([found[..., :7, :]], [expected[..., :7, :].double()], FLOAT32)
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_factors_of_any_sign_and_logits_in_the_hundreds(learns: bool) -> None:
-    """The largest logit of a row with a negative factor has the smallest product."""
+@pytest.mark.parametrize(("learns", "selection"), [(True, ()), (False, ()), (True, ("topk",))])
+def test_factors_of_any_sign_and_logits_in_the_hundreds(learns: bool, selection: tuple[str, ...]) -> None:
+    """The largest logit of a row with a negative factor has the smallest product. Top-k has its own kernel."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 150, 16, generator=generator) for heads in (4, 2, 2))
     q, k, v = (t.to(DEVICE).requires_grad_() for t in (12 * q, k, v))
-    normalizer = attnorm.get("ssmax", heads=4).to(DEVICE)
+    select = [attnorm.get(name, k=5) for name in selection]
+    normalizer = attnorm.compose(scale=attnorm.get("ssmax", heads=4), select=select).to(DEVICE)
     with torch.no_grad():
         normalizer.get_parameter("scale.0.s").copy_(torch.tensor([-1.0, -0.3, 0.0, 0.5]))
     normalizer.requires_grad_(learns)
@@ -483,7 +484,12 @@ constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
     NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
     CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True,
-    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True,
+    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True, OF_FACTOR=True,
+)
+soft = MAPS["softmax"]
+frozen_factor = constants | dict(
+    MAP=soft.weights, SLOPES=soft.slopes, REFERENCE=int(soft.reference), RULED=False, CAPPED=False, SHIFTED=False,
+    PLAIN=True, ENTROPY=False, OF_FACTOR=False,
 )
 types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "plain_scale"), "fp32")
@@ -499,8 +505,11 @@ for capability in (80, 90):
     searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
     entropies = (entropy.row_entropy, entropy.backward_queries) if capability == 90 else ()
     variances = (variance.row_variance, variance.backward_queries, variance.backward_keys) if capability == 90 else ()
-    for kernel in (one_pass.forward, *backward, *searches, *entropies, *variances):
-        given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    kernels = [(kernel, constants) for kernel in (one_pass.forward, *backward, *searches, *entropies, *variances)]
+    if capability == 90:
+        kernels += [(kernel, frozen_factor) for kernel in (one_pass.forward, *backward)]
+    for kernel, known in kernels:
+        given = {name: value for name, value in known.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
         target = GPUTarget("cuda", capability, 32)
         assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=given), target=target).asm
