@@ -274,6 +274,14 @@ def test_what_is_no_path_is_told() -> None:
             call()
 
 
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("", " "):
+        with pytest.raises(ValueError, match="my-model"):
+            save_pretrained(llama(), name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("mine")
     with pytest.raises(NotADirectoryError, match="model"):

@@ -82,6 +82,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
     >>> save_pretrained(model, "my-model")
     """
     _check_directory(directory)
+    if not os.fspath(directory).strip():  # Path("") is the current folder
+        raise ValueError(f"expected the path of a folder, e.g. 'my-model', got {directory!r}")
     model, folder = _unwrapped(model), Path(directory)
     check_savable(model)
     if folder.is_file():
