@@ -27,7 +27,7 @@ from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import accelerated, chosen_device
-from attnorm.training.lm.attention import Attention, fastest_attention, in_training
+from attnorm.training.lm.attention import Attention, fastest_attention, in_training, without_compiled_blocks
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 from attnorm.training.lm.train import METRICS, Run, speed_and_memory
 
@@ -124,6 +124,8 @@ def train_and_measure(
     shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run, which has no checkpoint
     folder.mkdir(parents=True)
     torch.set_float32_matmul_precision("high")
+    if plan.compiled:
+        torch.compiler.reset()  # graphs of earlier models would be tried at every call of a block
     windows = observed_windows(texts.valid, plan.observed, settings.context)
     looks, problem = [], None
     with accelerated(device, settings.dtype) as accelerator, StopRequest() as stop:
@@ -163,7 +165,7 @@ def measured(
 ) -> Record:  # fmt: skip
     """Losses by length on every held-out text, and the tables of attnorm.analyze as plain numbers."""
     lengths = plan if ANY_LENGTH[settings.architecture] else replace(plan, longer=(1,))
-    with in_training(model, attention=attention):
+    with in_training(model, attention=attention), without_compiled_blocks(model, settings):
         losses = {name: losses_at(lengths, model, settings, tokens, device) for name, tokens in texts.held_out.items()}
     found = analyze(model, windows, metrics=plan.metrics, read_keys=0)
     return {

@@ -25,7 +25,7 @@ from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.former_defaults import state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep, capture
+from attnorm.training.lm.captured_step import STEPS_BEFORE, CapturedStep, capture, whole_windows
 from attnorm.training.vision.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 
 STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x 8 and 4 x 4 tokens
@@ -291,7 +291,8 @@ class _Update:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self._calls == STEPS_BEFORE and pixels.is_cuda:
-            self.captured = capture(self._gradients, pixels, labels)
+            with whole_windows():
+                self.captured = capture(self._gradients, pixels, labels)
             if self.captured is None:
                 self.optimizer.zero_grad()
         self._calls += 1
