@@ -96,7 +96,7 @@ def test_the_measuring_commands_of_a_document_run(
     On every commit an eighth of the length, a quarter of the windows and an eighth of the rows that are printed.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("attnorm.analysis.plan.MOST_WINDOWS", 2 if as_printed else 1)  # 16 take as many seconds
+    monkeypatch.setattr("attnorm.analysis.plan.MAX_WINDOWS", 2 if as_printed else 1)  # 16 take as many seconds
     (tmp_path / "book.txt").write_text(passage())
     measuring = [command for command in commands(STORIES[story]) if command.startswith(MEASURING)]
     assert measuring

@@ -25,7 +25,7 @@ else:
 Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 
 # The largest matrix of weights that return_weights=True builds.
-MOST_WEIGHT_BYTES = 2**30
+MAX_WEIGHT_BYTES = 2**30
 
 # The options of torch's scaled_dot_product_attention, and what replaces them here.
 SDPA_OPTIONS = {
@@ -182,9 +182,9 @@ def _check_weights(inputs: Inputs, engine: Engine) -> None:
             "Leave engine out."
         )
     size = math.prod(inputs.weights_shape) * (8 if inputs.q_BHQD.dtype == torch.float64 else 4)
-    if size > MOST_WEIGHT_BYTES:
+    if size > MAX_WEIGHT_BYTES:
         raise ValueError(
-            f"expected weights of at most {MOST_WEIGHT_BYTES:,} bytes with return_weights=True, got {size:,} bytes for "
+            f"expected weights of at most {MAX_WEIGHT_BYTES:,} bytes with return_weights=True, got {size:,} bytes for "
             f"shape {tuple(inputs.weights_shape)}. Pass fewer queries at a time, or leave return_weights out."
         )
 

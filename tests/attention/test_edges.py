@@ -303,7 +303,7 @@ def test_sdpa_takes_factors_and_at_the_end_the_sharpening_by_entropy() -> None:
 
 def test_stick_breaking_takes_plain_logits_of_enough_queries_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stick_breaking, "runs_kernels", lambda *_: True)
-    few = triton_support.FEWEST_QUERIES
+    few = triton_support.MIN_QUERIES
     one = get("stick_breaking")
     for inputs, runs in [
         (call(few), True),

@@ -389,7 +389,7 @@ for kernel, name, trains, capability in [WHICH]:
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
         MASKED=True, FACTORED=True, TILTED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16,
         V_WIDTH=16,
-        FULL=True, V_FULL=False, SIGNED=True, MOST=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
+        FULL=True, V_FULL=False, SIGNED=True, MAX_STEPS=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )
     given = {key: value for key, value in given.items() if key in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}

@@ -78,7 +78,7 @@ def test_rows_end_their_walk_only_where_nothing_is_left(shift: float, monkeypatc
     """Among 600 keys a stick lasts for all, for some, or for one of them. Backward takes chunks of 32 queries."""
     from attnorm.kernels import stick_breaking_attention
 
-    monkeypatch.setattr(stick_breaking_attention, "MOST_CARRIED", 1)
+    monkeypatch.setattr(stick_breaking_attention, "MAX_CARRIED", 1)
     q, k, v = draw((1, 1, 1, 40, 600, 16, 16))
     with torch.no_grad():
         q[..., 0], k[..., 0] = 4.0, shift

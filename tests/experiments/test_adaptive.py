@@ -12,7 +12,7 @@ from scipy import stats
 from attnorm.experiments.adaptive import (
     AS_IT_RUNS,
     EXPERIMENT,
-    MOST_KEYS,
+    MAX_KEYS,
     PRINTED,
     REACH,
     REFIT,
@@ -44,7 +44,7 @@ def test_the_printed_polynomial_acts_between_0849_and_5945_nats() -> None:
     ((low, high),) = acting(EntropyRule())
     assert (low, high) == (pytest.approx(0.849, abs=2e-3), pytest.approx(5.945, abs=2e-3))
     assert (low, high) == REACH
-    assert MOST_KEYS == 381
+    assert MAX_KEYS == 381
     ((_, end),) = acting(EntropyRule(monotone=True))
     assert end == math.inf  # not where the search for it stopped
 

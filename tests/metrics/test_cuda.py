@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls have few rows, which go through blocks of logits unless the kernel takes one row already."""
     if request.param == "kernel":
-        monkeypatch.setattr("attnorm.metrics.rows.FEWEST_KERNEL_ROWS", 1)
+        monkeypatch.setattr("attnorm.metrics.rows.MIN_KERNEL_ROWS", 1)
 
 
 def on_cuda(call: AttentionCall) -> AttentionCall:

@@ -194,7 +194,7 @@ def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:
 def test_programs_that_share_their_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     call, normalizer = make_call(100, batch=1), make("entmax15")
     at_once = by_kernel(call, normalizer)
-    monkeypatch.setattr(fused_maps, "MOST_SCRATCH", 12)  # of 8 programs 3 at a time, with 4 tiles each
+    monkeypatch.setattr(fused_maps, "MAX_SCRATCH", 12)  # of 8 programs 3 at a time, with 4 tiles each
     in_turn = by_kernel(call, normalizer)
     torch.testing.assert_close(in_turn.values, at_once.values, rtol=0.0, atol=0.0, equal_nan=True)
 
@@ -303,7 +303,7 @@ def compiles(kernel, given):
     assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
 shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
-    FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MOST=9, EARLY=3, BLOCK=128, MORE=True,
+    FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True,
 )
 compiles(weight_statistics.weight_statistics, shared)
 for kernel, name in [WHICH]:

@@ -194,7 +194,7 @@ def test_how_many_logits_a_block_has(
 ) -> None:
     """A fixed number for each thread, of which at most three count here."""
     monkeypatch.setattr(logits, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(logits, "MOST_THREADS", 3)
+    monkeypatch.setattr(logits, "MAX_THREADS", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     query, key = torch.zeros(1, 4, 24, 8), torch.zeros(1, 2, 32, 8)
     call = AttentionCall(0, "decoder", query, key, key, 1.0, causal=False)

@@ -307,7 +307,7 @@ def test_many_damaged_recipes_are_read_within_the_limits_or_named(tmp_path: Path
 def test_a_recipe_in_the_weights_may_have_so_many_bytes(
     size: int, read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalizer_files, "MOST_BYTES", 8)
+    monkeypatch.setattr(normalizer_files, "MAX_BYTES", 8)
     key = f"layer.{normalizer_files.RECIPE}.json"
     save_file({key: torch.zeros(size, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     if read:

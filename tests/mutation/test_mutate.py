@@ -121,10 +121,10 @@ def test_a_mutant_is_tried_on_the_tests_that_run_its_statement_near_cheap_and_di
 
 def test_a_changed_constant_is_tried_on_the_tests_that_run_a_line_which_names_it() -> None:
     path = ROOT / "src/attnorm/models/recipe.py"
-    mutant = next(one for one in mutants_of(path) if one.text.startswith("MOST_HEADS"))
+    mutant = next(one for one in mutants_of(path) if one.text.startswith("MAX_HEADS"))
     used = [(place, line) for place, line in uses_of(mutant) if line != mutant.line]
     assert used
-    assert all("MOST_HEADS" in (ROOT / place).read_text().splitlines()[line - 1] for place, line in used)
+    assert all("MAX_HEADS" in (ROOT / place).read_text().splitlines()[line - 1] for place, line in used)
 
 
 TESTS = """

@@ -335,7 +335,7 @@ def test_picking_out_the_groups_that_hold_weight_changes_nothing(
     z[2] = 0.0
     z[3, 7:] = z[3, :7].min() - 100.0
     found = get(name)(z)
-    monkeypatch.setattr(threshold, "LEAST_GROUPS", 10**9)
+    monkeypatch.setattr(threshold, "MIN_GROUPS", 10**9)
     torch.testing.assert_close(found, get(name)(z), rtol=0, atol=1e-14)
 
 

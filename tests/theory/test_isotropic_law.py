@@ -56,7 +56,7 @@ def last_node(r: np.ndarray, b: np.ndarray, d: int, tolerance: float, most_nodes
 def test_the_hankel_integral_is_the_sum_over_its_nodes(
     d: int, b: list[float], r: list[float], tolerance: float, most_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(law, "MOST_HANKEL_NODES", most_nodes)
+    monkeypatch.setattr(law, "MAX_HANKEL_NODES", most_nodes)
     vectors, radii = np.array(b), np.array(r)
     value, error = law._hankel(radii, vectors, d, tolerance)
     T = last_node(radii, vectors, d, tolerance, most_nodes)
@@ -73,7 +73,7 @@ def test_the_hankel_integral_counts_nodes_up_to_its_limit_exactly(monkeypatch: p
     for doublings in (3, 5):
         nodes = 2 * (2**doublings / FOUR[0]) * fastest * 16 / (2 * math.pi)  # after one more doubling
         for most, T in ((nodes, 2**doublings), (nodes * 1.001, 2 ** (doublings + 1))):
-            monkeypatch.setattr(law, "MOST_HANKEL_NODES", most)
+            monkeypatch.setattr(law, "MAX_HANKEL_NODES", most)
             found, _ = law._hankel(r, FOUR, d, tolerance)
             assert found == pytest.approx(plain_hankel(r, FOUR, d, T)[0], rel=1e-10)
 

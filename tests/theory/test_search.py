@@ -306,7 +306,7 @@ def test_ascent_does_not_run_to_where_only_rounding_is_left(
 ) -> None:
     monkeypatch.setattr(search, "ASCENT_STEPS", 300)
     case, _ = replay(toy(lambda case: 1 / case.dial, differentiable=differentiable), 0, 2)
-    assert case.dial.min() >= 0.99 * math.exp(-search.MOST_LOG_DIAL)
+    assert case.dial.min() >= 0.99 * math.exp(-search.MAX_LOG_DIAL)
 
 
 @pytest.mark.parametrize("slope", [1, -1, 0])  # of the ratio: +inf, -inf, NaN

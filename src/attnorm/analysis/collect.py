@@ -18,7 +18,7 @@ from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.store import FinishedLayers, MeasuredLayer
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
-from attnorm.engines.threads import MOST_THREADS
+from attnorm.engines.threads import MAX_THREADS
 from attnorm.metrics.call import AttentionCall, can_be_stacked, outline, reads_heads, same_shape, size, stacked
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
@@ -132,7 +132,7 @@ class Collector:
 
     def _draw_ahead(self, call: AttentionCall) -> None:
         if {"vectors", "sensitivity"} <= {*self.settings.metrics} and self._waiting_tokens is None:
-            self._pool = self._pool or ThreadPoolExecutor(MOST_THREADS)
+            self._pool = self._pool or ThreadPoolExecutor(MAX_THREADS)
             drawn = draw_ahead(call, self.settings, self._pool, self._ahead[-1].rows if self._ahead else None)
             self._ahead += [] if drawn is None else [drawn]
 

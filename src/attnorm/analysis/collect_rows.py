@@ -20,10 +20,10 @@ from attnorm.metrics.summary import Summary, binned, summarise_all
 from attnorm.theory.dispersion import effective_gap_slope
 
 SHORTEST_IN_SLOPE = 16  # keys; with fewer, the gap is not yet linear in log n
-FEWEST_BINS = 3  # a line through two points has no error
+MIN_BINS = 3  # a line through two points has no error
 SUMMARISED_AT_ONCE = {True: 2**21, False: 2**26}  # numbers, on a CPU or a GPU
 BLOCKS = 8  # largest number per window
-FEWEST_BLOCK_ROWS = 2
+MIN_BLOCK_ROWS = 2
 
 _SHARES = tuple(q / 100 for q in QUANTILES)
 _QUARTILES = {"q25": QUANTILES.index(25), "q50": QUANTILES.index(50), "q75": QUANTILES.index(75)}
@@ -141,7 +141,7 @@ def _slopes(summaries: Mapping[str, Summary], n: np.ndarray) -> Columns:
         gap = summaries[f"effective_gap{suffix}"].quantiles[:, :, _MEDIAN]
         gap = np.where(usable & np.isfinite(gap), gap, np.nan)
         fit = effective_gap_slope(torch.from_numpy(gap), torch.from_numpy(np.where(usable, n, 1.0)))
-        enough = fit.points >= FEWEST_BINS
+        enough = fit.points >= MIN_BINS
         columns[f"gap_slope{suffix}"] = torch.where(enough, fit.slope, torch.nan).numpy()
         if not suffix:
             columns["gap_slope_error"] = torch.where(enough, fit.slope_standard_error, torch.nan).numpy()
@@ -179,7 +179,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     inside = (n >= longest_bin[0]) & (n <= longest_bin[1]) & ~broken
     used = inside.unflatten(0, (layers, -1)).any(1)
     total = used.sum(1, keepdim=True)
-    count = (total // FEWEST_BLOCK_ROWS).clamp(max=BLOCKS)
+    count = (total // MIN_BLOCK_ROWS).clamp(max=BLOCKS)
     # As numpy.array_split does it: the first `longer` blocks have one row more than the others.
     size, longer = total // count.clamp(min=1), total % count.clamp(min=1)
     rank = used.cumsum(1) - 1
@@ -228,7 +228,7 @@ def _blocks(rows: RowStatistics, longest_bin: tuple[int, int]) -> Columns:
     heads = by_head(rows.values[BLOCK_METRICS[0]]).shape[0]
     inside = np.broadcast_to((n >= longest_bin[0]) & (n <= longest_bin[1]) & ~broken, (heads, n.shape[1]))
     used = np.flatnonzero(inside.any(0))
-    count = min(BLOCKS, len(used) // FEWEST_BLOCK_ROWS)
+    count = min(BLOCKS, len(used) // MIN_BLOCK_ROWS)
     chunks = np.array_split(used, count) if count > 1 else []
 
     def over_chunks(measure: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

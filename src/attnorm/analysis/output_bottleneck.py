@@ -26,7 +26,7 @@ from attnorm.models.token_windows import tokens_of, window_inputs
 
 NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
 WINDOW = 256  # tokens of a pass
-MOST_CONTEXTS = 2048
+MAX_CONTEXTS = 2048
 DENSE = 2**27  # logits of a model whose head is not linear: capped, or a mixture of softmaxes
 AT_ONCE = 2**24  # logits of a block
 BINDS, ROOM = 0.9, 0.5  # needed rank over width: from here the width binds; below there is room
@@ -155,7 +155,7 @@ def measure_output(
     vocabulary, width = int(weight.shape[0]), int(weight.shape[1])
     if contexts is not None and contexts < 2:
         raise ValueError(f"contexts: expected at least 2, got {contexts}")
-    wanted = contexts or min(4 * width, MOST_CONTEXTS)
+    wanted = contexts or min(4 * width, MAX_CONTEXTS)
     windows = _windows(loaded, texts, wanted)
     own, count = _curve(loaded, windows, wanted, width)
     other = None

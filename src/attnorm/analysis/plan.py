@@ -17,7 +17,7 @@ from attnorm.models.load import LoadedModel
 from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
 SHORTEST = 8  # tokens; a shorter row has too few keys to select from
-MOST_WINDOWS = 16
+MAX_WINDOWS = 16
 USUAL_WINDOWS = 8  # of a text longer than the budget: they share it if no length is given
 SMALL_REST = 0.1  # share of a text that may be left out to avoid shorter windows
 
@@ -164,11 +164,11 @@ def _window_starts(
     body = length - tokens.special
     if windows == "auto":
         fitting = (tokens.count - tokens.special) // max(body, 1)
-        count = max(1, min(MOST_WINDOWS, budget // length, fitting))
+        count = max(1, min(MAX_WINDOWS, budget // length, fitting))
     else:
         count = windows
     starts = tokens.starts(count, length)
-    if starts is None and not tokens.whole and 1 < count <= MOST_WINDOWS:
+    if starts is None and not tokens.whole and 1 < count <= MAX_WINDOWS:
         tokens = tokens_of(text, loaded, bos, pieces=count)
         starts = tokens.starts(count, length)
     if starts is None and not tokens.whole:

@@ -26,12 +26,12 @@ BUDGET = 8192  # tokens per text, over all its windows
 TOP_N = (1, 5, 10, 20, 100)
 TEMPERATURES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0)
 EPSILONS = (1e-3, 1e-1, 10.0)  # step sizes of the papers' finite differences; columns gain_* of `sensitivity`
-READ_KEYS, READ_ROWS, MOST_READ_KEYS = 8, 4, 1024  # default keys per listed row, default listed rows, most keys
+READ_KEYS, READ_ROWS, MAX_READ_KEYS = 8, 4, 1024  # default keys per listed row, default listed rows, most keys
 TOKENS_BEFORE_PATCHES = 8  # of an image: class and register tokens
 
 SAMPLED_ROWS = 64  # rows with the costly metrics, unless a number of rows is given
-FEWEST_SAMPLED_PER_WINDOW = 8
-FAST_SAMPLED_ROWS, FEWEST_SAMPLED_ROWS = 16, 4  # if a number of rows is given: up to 1,024 keys, and at any length
+MIN_SAMPLED_PER_WINDOW = 8
+FAST_SAMPLED_ROWS, MIN_SAMPLED_ROWS = 16, 4  # if a number of rows is given: up to 1,024 keys, and at any length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ def settings_of(
         raise ValueError(f"vector_rows: expected an integer of at least 1, got {vector_rows!r}")
     if not _is_integer(seed):
         raise ValueError(f"seed: expected an integer, got {seed!r}")
-    if not _is_integer(read_keys) or not 0 <= read_keys <= MOST_READ_KEYS:
+    if not _is_integer(read_keys) or not 0 <= read_keys <= MAX_READ_KEYS:
         raise ValueError(
-            f"read_keys (--tokens): expected an integer from 0 to {MOST_READ_KEYS}, got {read_keys!r}. Give the number "
+            f"read_keys (--tokens): expected an integer from 0 to {MAX_READ_KEYS}, got {read_keys!r}. Give the number "
             "of keys to list per row, or 0 for none."
         )
     sizes: list[Any] = [top_n] if isinstance(top_n, int) else list(top_n)
@@ -117,9 +117,9 @@ def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
     """
     if settings.vector_rows is not None:
         shared = -(-settings.vector_rows // settings.window_count)
-        return max(min(settings.vector_rows, FEWEST_SAMPLED_PER_WINDOW), shared)
+        return max(min(settings.vector_rows, MIN_SAMPLED_PER_WINDOW), shared)
     given = settings.rows if isinstance(settings.rows, int) else 0
-    return max(FEWEST_SAMPLED_ROWS, given // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
+    return max(MIN_SAMPLED_ROWS, given // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
 
 
 def whole_pictures(settings: AnalysisSettings, grids: Sequence[tuple[int, int]]) -> AnalysisSettings:
@@ -131,7 +131,7 @@ def whole_pictures(settings: AnalysisSettings, grids: Sequence[tuple[int, int]])
         return settings
     most = max(rows * columns for rows, columns in grids)
     middle = {rows // 2 * columns + columns // 2 - rows * columns for rows, columns in grids}  # from the end
-    read_keys = min(most + TOKENS_BEFORE_PATCHES, MOST_READ_KEYS)
+    read_keys = min(most + TOKENS_BEFORE_PATCHES, MAX_READ_KEYS)
     return replace(settings, read_keys=read_keys, read_rows=tuple(sorted({0, *middle})))
 
 

@@ -17,7 +17,7 @@ from attnorm.bench.subprocess_measure import MEGABYTE, RESET, peak_above, run_an
 from attnorm.bench.timing import Call, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
-from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, PRINTED
+from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
 
@@ -120,7 +120,7 @@ def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Ten
     beta = torch.zeros_like(entropy)
     for coefficient in PRINTED:
         beta = beta * entropy + coefficient
-    beta = torch.where(entropy > LEAST_ENTROPY, beta.clamp(min=1), 1.0)
+    beta = torch.where(entropy > MIN_ENTROPY, beta.clamp(min=1), 1.0)
     return torch.softmax(logits * beta, dim=-1) @ v
 
 

@@ -62,7 +62,7 @@ DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
 SLOW_ON_CUDA = ("flex", "blocked")  # engines to time at the first shape only: at the others a call would take seconds
 GIBIBYTE = 2**30
 MEGABYTE = 10**6
-MOST_MEMORY = 1.5  # promised: times the plain pass, and 1 GiB more
+MAX_MEMORY = 1.5  # promised: times the plain pass, and 1 GiB more
 WHAT_IFS = ("model", "ssmax", "log_scaled")
 OTHER_MAPS = ("sigmoid", "relu", "sparsemax", "entmax15", "kneemax", "softpick")  # whose statistics have kernels
 
@@ -282,7 +282,7 @@ def _against_plain(
             topic=f"Measuring a model, {setting}", what=f"{way.what}, L = {length:,}", against="plain forward pass",
             target=None if quick else way.target(length, timed.theirs_ms), **asdict(timed),
         )  # fmt: skip
-        most = (MOST_MEMORY * plain_peak + GIBIBYTE) / plain_peak
+        most = (MAX_MEMORY * plain_peak + GIBIBYTE) / plain_peak
         yield ModelRun(
             what=f"{way.what}, L = {length:,}", setting=f"{setting}, memory on the GPU", seconds=timed.ours_ms / 1e3,
             peak_mb=peak / MEGABYTE, times_plain=peak / plain_peak,

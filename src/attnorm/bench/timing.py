@@ -12,7 +12,7 @@ import torch
 
 Call = Callable[[], object]
 
-LEAST_SECONDS = 0.01  # shorter calls are repeated within one sample
+MIN_SECONDS = 0.01  # shorter calls are repeated within one sample
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def time_alone(call: Call, *, rounds: int) -> float:
 
 def _loops(call: Call) -> int:
     """Return how often to repeat the call within one sample."""
-    return max(1, min(1000, round(LEAST_SECONDS / max(_seconds(call, 1), 1e-6))))
+    return max(1, min(1000, round(MIN_SECONDS / max(_seconds(call, 1), 1e-6))))
 
 
 def _seconds(call: Call, loops: int) -> float:

@@ -159,7 +159,7 @@ def _last(efforts: list[float]) -> float:
     return next(effort for effort in reversed(efforts) if not math.isnan(effort))
 
 
-LEAST, MOST = 0.01, 100.0  # ratios beyond are drawn at the edge
+MIN_RATIO, MAX_RATIO = 0.01, 100.0  # ratios beyond are drawn at the edge
 PRINTED, CORRECTED, BROKEN = "#8b939d", "#0a4a8c", "#c2410c"
 # Statements of the form "about", or about growth: their ratio is not a tightness.
 NO_BOUND = ("toy-2.3", "must-collapse", "corollary-2-ii-decay", "dispersed-is-uniform")
@@ -208,9 +208,9 @@ def tightness_figure(pairs: Sequence[Pair]) -> Figure:
 
 def _draw_tightness_axes(axes: Axes, rows: int) -> None:
     axes.set_xscale("log")
-    axes.set_xlim(LEAST * 0.8, MOST * 1.25)
+    axes.set_xlim(MIN_RATIO * 0.8, MAX_RATIO * 1.25)
     axes.set_ylim(rows - 0.5, -0.5)
-    axes.axvspan(1, MOST * 1.25, color="#fdf0e7", linewidth=0)
+    axes.axvspan(1, MAX_RATIO * 1.25, color="#fdf0e7", linewidth=0)
     axes.axvline(1, color=INK, linewidth=1.1)
     axes.set_xticks([0.01, 0.1, 1, 10, 100], ["≤ 0.01", "0.1", "1", "10", "≥ 100"])
     axes.set_xticks([], minor=True)
@@ -238,7 +238,7 @@ def _draw_bounds(axes: Axes, finding: Finding, height: float, colour: str, *, ho
 
 def shown(ratio: float) -> float:
     """Return the ratio as it is drawn, limited to the edges."""
-    return MOST if math.isinf(ratio) and ratio > 0 else min(max(ratio, LEAST), MOST)
+    return MAX_RATIO if math.isinf(ratio) and ratio > 0 else min(max(ratio, MIN_RATIO), MAX_RATIO)
 
 
 def _write_captions(figure: Figure, axes: Axes, height: float) -> None:

@@ -26,7 +26,7 @@ from attnorm.normalizers.softpick import Softpick
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-LEAST_WIDTH = 16  # of q, k and v, in FlexAttention's kernels
+MIN_WIDTH = 16  # of q, k and v, in FlexAttention's kernels
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -35,7 +35,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or transformed():
         return False
-    if min(inputs.q_BHQD.shape[-1], inputs.v_BGKE.shape[-1]) < LEAST_WIDTH:
+    if min(inputs.q_BHQD.shape[-1], inputs.v_BGKE.shape[-1]) < MIN_WIDTH:
         return False
     rules, map_ = normalizer.rules, normalizer.map
     if inputs.q_BHQD.dtype in HALF and _factors_learn(inputs, normalizer):
@@ -201,7 +201,7 @@ def _softpick(call: _FlexCall, map_: Softpick) -> Tensor:
         return log_distance_from_one(z)
 
     output, log_sum = call.attend(above)
-    _, log_total = call.attend(either, call.inputs.v_BGKE[..., :LEAST_WIDTH])
+    _, log_total = call.attend(either, call.inputs.v_BGKE[..., :MIN_WIDTH])
     eps = torch.full_like(log_total, map_.eps).log()
     return _scaled_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
 

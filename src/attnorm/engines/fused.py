@@ -24,7 +24,7 @@ from attnorm.normalizers.softmax import Softmax
 
 # Below this the scale is multiplied into q: SDPA hides the future before it scales, so that -inf times 0 or a negative
 # number is NaN or infinite, and the logit of a sink enters divided by the scale.
-LEAST_SCALE = 1e-3
+MIN_SCALE = 1e-3
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -59,7 +59,7 @@ def rounds_q(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def _has_factors(inputs: Inputs, normalizer: Normalizer) -> bool:
-    return bool(normalizer.rules) or inputs.scale < LEAST_SCALE
+    return bool(normalizer.rules) or inputs.scale < MIN_SCALE
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
@@ -68,7 +68,7 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     A factor folded into q in half precision would round q once more. On a CPU, where half precision saves no time, the
     call runs in float32. On CUDA q is rounded once for all factors: `auto` does not choose this engine then.
     """
-    dtype, small = inputs.q_BHQD.dtype, inputs.scale < LEAST_SCALE
+    dtype, small = inputs.q_BHQD.dtype, inputs.scale < MIN_SCALE
     if dtype in HALF and not inputs.q_BHQD.is_cuda and _has_factors(inputs, normalizer):
         q, k, v = (t.float() for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
         return fused(replace(inputs, q_BHQD=q, k_BGKD=k, v_BGKE=v), normalizer).to(dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnorm.engines import one_pass_operators, sharpened_operators, variance_operators
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
-from attnorm.engines.triton_support import FEWEST_QUERIES, runs_kernels
+from attnorm.engines.triton_support import MIN_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
 from attnorm.normalizers.norm_softmax import UnitVariance
@@ -31,8 +31,8 @@ from attnorm.normalizers.softcap import Softcap
 from attnorm.normalizers.topk import TopK
 
 POWERS = (1, 2, 3, 4)  # of relu and of the polynomial kernel, multiplied out
-FEWEST_KEYS = 256  # in decoding; with fewer there is nothing to split
-MOST_ROWS = 128  # in decoding: queries of all heads that share a key head
+MIN_KEYS = 256  # in decoding; with fewer there is nothing to split
+MAX_ROWS = 128  # in decoding: queries of all heads that share a key head
 _LN2 = 0.6931471805599453
 
 
@@ -55,7 +55,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or transformed():
         return False
     form = lowered(normalizer, inputs)
-    if form is None or inputs.queries >= FEWEST_QUERIES:
+    if form is None or inputs.queries >= MIN_QUERIES:
         return form is not None
     return _decodes(inputs, normalizer, form)
 
@@ -64,8 +64,8 @@ def _decodes(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> bool:
     """Whether a call of few queries can run with its keys split over programs: without gradients, without a search."""
     learns = inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
     return (
-        inputs.keys >= FEWEST_KEYS
-        and inputs.groups * inputs.queries <= MOST_ROWS
+        inputs.keys >= MIN_KEYS
+        and inputs.groups * inputs.queries <= MAX_ROWS
         and not (learns or form.map.ranged or form.top is not None)
         and not any(isinstance(rule, UnitVariance) for rule in normalizer.rules)
     )
@@ -151,7 +151,7 @@ def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: L
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     soft = None if factor is None else factor.detach()
     reference = None  # few queries have no gradient
-    if inputs.queries < FEWEST_QUERIES:
+    if inputs.queries < MIN_QUERIES:
         entropy = _entropy_of_few(inputs, soft)
     else:
         entropy, reference = sharpened_operators.row_entropy(
@@ -270,7 +270,7 @@ def _call(
             parameters = head_numbers(given, inputs)
         else:
             parameters = torch.full((heads,), given, dtype=torch.float32, device=device)
-    if inputs.queries < FEWEST_QUERIES:
+    if inputs.queries < MIN_QUERIES:
         decoded: tuple[Tensor, Tensor] = one_pass_operators.decode(
             inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, parameters, map_.map, map_.power,
             map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
-from attnorm.engines.triton_support import FEWEST_QUERIES, kernel_operator, runs_kernels
+from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
@@ -23,7 +23,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
     if not scales and _distance_rule(inputs, normalizer) is None:
         return False
-    return inputs.queries >= FEWEST_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
+    return inputs.queries >= MIN_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
 
 
 def _distance_rule(inputs: Inputs, normalizer: Normalizer) -> LinearBias | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, row_factors, transformed
-from attnorm.engines.triton_support import FEWEST_QUERIES, kernel_operator, runs_kernels
+from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 
@@ -18,7 +18,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on the kernels with the same result."""
     if not isinstance(normalizer.map, StickBreaking) or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
         return False
-    if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < FEWEST_QUERIES:
+    if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < MIN_QUERIES:
         return False
     if inputs.positions is not None and not normalizer.map.attend_current:
         return False

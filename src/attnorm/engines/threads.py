@@ -9,7 +9,7 @@ import torch
 
 from attnorm.engines.inputs import without_autocast
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -56,5 +56,5 @@ def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> l
     """work(item) of each, at the same time, for work that is a single torch operation or a few of them."""
     if len(items) == 1:
         return [work(items[0])]
-    with ThreadPoolExecutor(min(len(items), MOST_THREADS)) as pool:
+    with ThreadPoolExecutor(min(len(items), MAX_THREADS)) as pool:
         return list(pool.map(work, items))

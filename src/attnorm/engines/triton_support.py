@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
-FEWEST_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
+MIN_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 

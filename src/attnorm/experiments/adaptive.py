@@ -2,7 +2,7 @@
 
 Velickovic et al. 2024 multiply the logits of a row by beta(H), a polynomial of the row's entropy H, fitted on a toy
 task. It exceeds 1 only for 0.849 < H < 5.945 nats (`REACH`). Rows as flat as uniform over more than 381 keys
-(`MOST_KEYS`), the most dispersed ones, are not changed. The re-fit uses this model's rows: the smallest factor at which
+(`MAX_KEYS`), the most dispersed ones, are not changed. The re-fit uses this model's rows: the smallest factor at which
 the winner of a row has half of the weight.
 """
 
@@ -23,7 +23,7 @@ from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, weighed, windows_of
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
-from attnorm.normalizers.adaptive_temperature import LEAST_ENTROPY, EntropyRule, adaptive_temperature, fit
+from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_nats
@@ -74,7 +74,7 @@ def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]
 
 
 REACH = acting(EntropyRule())[0]  # of the printed polynomial, in nats
-MOST_KEYS = int(math.exp(REACH[1]))  # beyond it uniform rows are not corrected
+MAX_KEYS = int(math.exp(REACH[1]))  # beyond it uniform rows are not corrected
 
 
 def measure(
@@ -128,15 +128,15 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 
 def judge_claims(found: Adaptive) -> tuple[ExperimentFinding, ...]:
     low, high = REACH
-    H, long = found.entropy, found.n > MOST_KEYS
+    H, long = found.entropy, found.n > MAX_KEYS
     shares = [float(np.mean(part)) for part in (low >= H, (low < H) & (high > H), high <= H)]
     reached = bool(long.any()) and float(np.mean(H[long] >= high)) <= 0.01
     after = {name: float(np.median(values[1])) for name, values in found.after.items()}
     harm, how_sure = weighed(found.change(PRINTED), LITTLE, MUCH)
     too_flat = (
-        f"{float(np.mean(H[long] >= high)):.0%} of the rows of more than {MOST_KEYS} keys are too flat for it"
+        f"{float(np.mean(H[long] >= high)):.0%} of the rows of more than {MAX_KEYS} keys are too flat for it"
         if long.any()
-        else f"no row has more than {MOST_KEYS} keys"
+        else f"no row has more than {MAX_KEYS} keys"
     )
     verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
     beta_at_3 = {name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in found.rules.items()}
@@ -147,7 +147,7 @@ def judge_claims(found: Adaptive) -> tuple[ExperimentFinding, ...]:
             f"{shares[0]:.0%} are sharper, {shares[2]:.0%} flatter and left as they are",
             verdict=verdict,
             why="a polynomial of degree 4 with a negative leading coefficient falls again: uniform over more than "
-            f"{MOST_KEYS} keys is not corrected",
+            f"{MAX_KEYS} keys is not corrected",
         ),
         ExperimentFinding(
             claim="It delays dispersion, most in long contexts [V]",
@@ -215,7 +215,7 @@ def _summary(found: Adaptive) -> str:
     return (
         f"The printed polynomial acts on {np.mean((low < H) & (high > H)):.0%} of {len(H):,} rows; "
         f"{np.mean(high <= H):.0%} are flatter than its upper end of {high:.2f} nats and stay as they are, "
-        f"{np.mean(H <= LEAST_ENTROPY):.0%} are sharp already. In all layers without training it changes the "
+        f"{np.mean(H <= MIN_ENTROPY):.0%} are sharp already. In all layers without training it changes the "
         f"loss of {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token by {found.change(PRINTED)}, fitted to "
         f"this model's own rows by {found.change(REFIT)} (mean ± standard error of "
         f"{len(found.losses[AS_IT_RUNS])} windows): most flat heads have a reason to be flat."
@@ -281,11 +281,11 @@ def _apart(found: Adaptive) -> dict[str, str]:
 
 def _draw_entropies(axes: Axes, found: Adaptive) -> None:
     edges = np.linspace(0, HIGHEST, 52).tolist()
-    long = found.n > MOST_KEYS
+    long = found.n > MAX_KEYS
     axes.hist(
         [found.entropy[~long], found.entropy[long]], edges, stacked=True, color=[PALE, INK],
         weights=[np.full(part.sum(), 100 / len(long)) for part in (~long, long)],
-        label=[f"rows of at most {MOST_KEYS} keys", "rows of more"], linewidth=0,
+        label=[f"rows of at most {MAX_KEYS} keys", "rows of more"], linewidth=0,
     )  # fmt: skip
     axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0)
     axes.set_ylim(top=axes.get_ylim()[1] * 1.75)  # the legend stands above the bars

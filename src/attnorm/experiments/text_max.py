@@ -33,7 +33,7 @@ from attnorm.models.observe import observe
 SIZES, QUICK_SIZES = (2, 4, 8, 16, 32, 64, 128), (2, 4, 8)
 LISTS, QUICK_LISTS = 16, 4
 READS = 0.5  # share of the weight on the list from which a head reads it
-LEAST, MOST = 100, 999  # three digits: as many tokens for every number in most vocabularies
+SMALLEST_NUMBER, LARGEST_NUMBER = 100, 999  # three digits: as many tokens for every number in most vocabularies
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class TextMax:
 
 def question(tokenizer: Any, size: int, generator: np.random.Generator) -> Question:
     """Return an example of the same size, the list, and its answer."""
-    lists = [generator.choice(np.arange(LEAST, MOST + 1), size=size, replace=False) for _ in range(2)]
+    lists = [
+        generator.choice(np.arange(SMALLEST_NUMBER, LARGEST_NUMBER + 1), size=size, replace=False) for _ in range(2)
+    ]
     shown, asked = (", ".join(map(str, one)) for one in lists)
     largest = int(lists[1].max())
     before = f"Numbers: {shown}. The largest number is {lists[0].max()}.\nNumbers:"
@@ -163,7 +165,8 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
         figures={"text-max": figure(found, about)},
         tables={"sizes": sizes_table(found), "heads": heads_table(found)},
         parameters={
-            "sizes": found.sizes, "lists": lists, "numbers": [LEAST, MOST], "reads_from": READS, "seed": subject.seed,
+            "sizes": found.sizes, "lists": lists, "numbers": [SMALLEST_NUMBER, LARGEST_NUMBER],
+            "reads_from": READS, "seed": subject.seed,
         },
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from attnorm.kernels.one_pass_attention import Form, OnePassLaunch
 from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
-FEWEST_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
+MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def forward(
     rows, columns, warps, stages = tile(q, v, heads // k.shape[1] * queries)
     begin = 0 if form.window is None else max(keys - queries - form.window + 1, 0) // columns * columns
     programs = 2 * _processors(q) // (batch * k.shape[1])
-    span = max(FEWEST_SPLIT, triton.cdiv(keys - begin, max(programs, 1)))
+    span = max(MIN_SPLIT, triton.cdiv(keys - begin, max(programs, 1)))
     span = triton.cdiv(span, columns) * columns
     splits = triton.cdiv(keys - begin, span)
     parts = torch.empty((batch, heads, queries, splits, width), dtype=torch.float32, device=q.device)

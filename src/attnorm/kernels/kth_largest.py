@@ -17,7 +17,7 @@ from attnorm.kernels.tiles import plain_logits
 
 EARLY = tl.constexpr(10)  # passes of interpolation; 64 rows of normal numbers need three or four
 NEAR = tl.constexpr(16)  # places from the k-th at which the logits next to the probe lead to it
-MOST = tl.constexpr(48)  # a bisection takes 32
+MAX_STEPS = tl.constexpr(48)  # a bisection takes 32
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def kth_largest(
     t = mean + deviation * _normal_quantile(target / most)
     t = tl.where((t > lower) & (t < upper), t, upper)
     steps = 0
-    while (tl.max(tl.where(settled, 0, 1), 0) > 0) & (steps < MOST):
+    while (tl.max(tl.where(settled, 0, 1), 0) > 0) & (steps < MAX_STEPS):
         cells = tl.zeros([ROWS, COLUMNS], tl.int32)
         above, below = zeros + float("inf"), zeros - float("inf")
         for part in tl.static_range(FIRST, 3):

@@ -96,7 +96,7 @@ def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexp
     for together in tl.static_range(2):
         steps = 0
         left = tolerance + 1
-        while (left > tolerance) & (steps < T.MOST):
+        while (left > tolerance) & (steps < T.MAX_STEPS):
             sum_p, sum_u, cells = _add(zeros, zeros, zeros, leaders.one, t, a, T, T.COUNTED)
             if together:
                 for place in tl.static_range(1, 6):

@@ -12,7 +12,7 @@ from attnorm.kernels import stick_breaking, stick_breaking_backward
 from attnorm.kernels.launch import Launch, in_rows, padded
 
 _LOG2E = 1.4426950408889634
-MOST_CARRIED = 2**24  # numbers between the tiles of a chunk, two arrays of them in float32
+MAX_CARRIED = 2**24  # numbers between the tiles of a chunk, two arrays of them in float32
 NOTHING_LEFT = 1024.0  # bits, for the tiles that a block of queries does not reach
 
 
@@ -51,7 +51,7 @@ def backward(
     grad, spent = in_rows(grad), spent.contiguous()
     rows, columns, warps, stages = backward_tile(q, v)
     heads, queries, tiles = q.shape[0] * q.shape[1], q.shape[2], triton.cdiv(k.shape[2], columns)
-    chunk = min(triton.cdiv(queries, rows), max(1, MOST_CARRIED // (heads * tiles * rows))) * rows
+    chunk = min(triton.cdiv(queries, rows), max(1, MAX_CARRIED // (heads * tiles * rows))) * rows
     later, earlier = (torch.empty((heads, tiles, chunk), dtype=torch.float32, device=q.device) for _ in range(2))
     live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)
     summed = torch.float32 if chunk < queries else k.dtype  # over chunks

@@ -122,10 +122,10 @@ def forward(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, TRAINS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
-    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MOST, EARLY)
+    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MAX_STEPS, EARLY)
     own, rows, inside, q_tile, k, v, sight = queries_keys_values(
         q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
         mask_row, mask_column, heads, groups, queries, keys, offset, 0, width, v_width, C,
@@ -173,7 +173,7 @@ def forward(
     attempts = 0
     while attempts < 2:
         steps = 0
-        while (left > bound) & (steps < MOST):
+        while (left > bound) & (steps < MAX_STEPS):
             number, edges = _lists(gaps, listed, whole, some, peak, t, a, empty, DEFORMED)
             cell_p = tl.zeros([ROWS, COLUMNS], tl.float32)
             cell_u = tl.zeros([ROWS, COLUMNS], tl.float32)

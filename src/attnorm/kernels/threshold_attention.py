@@ -34,7 +34,7 @@ FLOAT32_TILES = {
     128: Tiles((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
 }
 
-MOST_STEPS = 100  # rows built against Newton need 24, ordinary ones one or two
+MAX_STEPS = 100  # rows built against Newton need 24, ordinary ones one or two
 EARLY_STEPS = 6
 
 
@@ -82,7 +82,7 @@ def forward(
             *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
             *output.stride()[:3], *call.sizes, enough, tolerance, doubt, **call.constants, NEWTON=one.newton,
             START=one.start, DECLINE=one.decline, COUNTED=one.counted, SIGNED=factor is not None or scale < 0,
-            TRAINS=trains, ROWS=rows, COLUMNS=columns, MOST=MOST_STEPS, EARLY=EARLY_STEPS, num_warps=warps,
+            TRAINS=trains, ROWS=rows, COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps,
             num_stages=stages,
         )  # fmt: skip
     return output, saved

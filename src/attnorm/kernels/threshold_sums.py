@@ -131,14 +131,14 @@ def threshold_sums(
     PARAMETER: tl.constexpr, FAST: tl.constexpr, PASSES: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    MOST: tl.constexpr, EARLY: tl.constexpr,
+    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (columns, B, H, R).
 
     factor, parameter: (B, H, R). gaps, listed: room for a number per tile of each program that runs.
     start_program: those before it have run. natural: the map's unit in bits. PASSES: that refine the Jacobian norm.
     """
-    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MOST, EARLY)
+    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
     own, at, inside, given, unit, logit = rows_of_program(
         start_program + tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head,
@@ -187,7 +187,7 @@ def threshold_sums(
     attempts = 0
     while attempts < 2:
         steps = 0
-        while (left > bound) & (steps < MOST):
+        while (left > bound) & (steps < MAX_STEPS):
             number, edges = list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
             tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
             sum_p, sum_u, sum_n = measure(unused, tiles, first, given, row, C, T)

@@ -14,7 +14,7 @@ CHUNK = tl.constexpr(128)
 # What is known of a threshold map when a kernel is compiled; EXACT: see rise.
 ThresholdConstants = namedtuple(
     "ThresholdConstants",
-    "WEIGHTS DEFORMED FAST EXACT NEWTON COUNTED MOST EARLY",
+    "WEIGHTS DEFORMED FAST EXACT NEWTON COUNTED MAX_STEPS EARLY",
     defaults=(None, None, None, None),
 )
 

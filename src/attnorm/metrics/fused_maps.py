@@ -28,7 +28,7 @@ from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, Thre
 from attnorm.theory.linearization import Linearization, linearized_norm
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
-MOST_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
+MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
 _UNDEFINED = ("logsumexp", "weight_ceiling", "entropy_floor", "horizon", "horizon_without_sink")
 _BLOCK = 128  # rows of a program of the kernel behind the sums, one per thread
 _LN2 = math.log(2)
@@ -155,7 +155,7 @@ def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
 def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     """(COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
     from attnorm.kernels.map_sums import COLUMNS
-    from attnorm.kernels.threshold_attention import EARLY_STEPS, MOST_STEPS
+    from attnorm.kernels.threshold_attention import EARLY_STEPS, MAX_STEPS
     from attnorm.kernels.threshold_maps import MAPS
     from attnorm.kernels.threshold_sums import threshold_sums
 
@@ -164,7 +164,7 @@ def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     out = launch.empty(len(COLUMNS) + 1)
     tile = _threshold_tile(q)
     across, programs = -(-launch.key.shape[-2] // tile[1]), launch.programs(tile) if out.numel() else 0
-    at_once = max(1, MOST_SCRATCH // across)
+    at_once = max(1, MAX_SCRATCH // across)
     gaps = torch.empty(min(programs, at_once) * across, dtype=torch.float32, device=q.device)
     listed = torch.empty(len(gaps) + 1, dtype=torch.int32, device=q.device)  # a place beyond the end is read
     for start in range(0, programs, at_once):
@@ -174,7 +174,7 @@ def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
                 *launch.sizes, start, out[0].numel(), one.unit * _LN2, one.slope, *_tolerances(q.dtype),
                 **launch.constants(tile), WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, COUNTED=one.counted,
                 DEFORMED=one.deformed, PARAMETER=one.parameter, FAST=_fast(q), PASSES=EXTRA_PASSES[q.dtype],
-                MOST=MOST_STEPS, EARLY=EARLY_STEPS,
+                MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
             )  # fmt: skip
     return out
 

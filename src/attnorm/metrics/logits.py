@@ -21,7 +21,7 @@ LOW = -1e30
 GROUP = 16
 # Logits of one block for each thread: two arrays of this size fit a core's cache; a GPU needs more to be busy.
 BLOCK_ELEMENTS = 2**19
-MOST_THREADS = 8
+MAX_THREADS = 8
 CUDA_BLOCK_ELEMENTS = 2**25
 FEW_ROWS = 64  # up to here a GPU is done with more than is needed before the program has waited to know what is
 
@@ -162,7 +162,7 @@ def logit_blocks(
     key = pad(key, (0, 0, 0, padded_keys(visibility.keys) - visibility.keys))
     on_cpu = not runs_asynchronously(query)
     elements = block_elements or (
-        BLOCK_ELEMENTS * min(torch.get_num_threads(), MOST_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
+        BLOCK_ELEMENTS * min(torch.get_num_threads(), MAX_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
     )
     if all_heads and on_cpu:
         elements *= 4  # few rows of many heads read the keys too often

@@ -27,7 +27,7 @@ from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bound
 from attnorm.theory.selection import at_least_float32
 
 OnWeights = Callable[[LogitBlock, Tensor], None]
-FEWEST_KERNEL_ROWS = 65  # with fewer, one block of logits is no slower than the kernel
+MIN_KERNEL_ROWS = 65  # with fewer, one block of logits is no slower than the kernel
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measure_rows(
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     chosen = resolve_normalizers(call, normalizers)
-    by_kernel = call.query_BHQD.is_cuda and len(rows) >= FEWEST_KERNEL_ROWS and fused_rows.applies(call)
+    by_kernel = call.query_BHQD.is_cuda and len(rows) >= MIN_KERNEL_ROWS and fused_rows.applies(call)
     softmaxes = [one for one in chosen if one.scaled_softmax] if by_kernel else []
     maps = [one for one in chosen if one not in softmaxes and fused_maps.kernel_form(one.normalizer) is not None]
     maps = maps if by_kernel and on_weights is None else []

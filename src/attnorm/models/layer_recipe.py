@@ -24,7 +24,7 @@ from attnorm.suggest import did_you_mean
 SOFTMAX = "softmax"
 SUFFIX = ".toml"
 SEARCH_NOTE = "attnorm search, trial"  # the first comment of a file that `attnorm search` wrote starts so
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 RANGE = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 
 
@@ -71,7 +71,7 @@ def parse_layers(key: Any) -> tuple[int, ...]:
     for part in str(key).split(",") if isinstance(key, str | int) and not isinstance(key, bool) else [""]:
         match = RANGE.fullmatch(part)
         first, last = (-1, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
-        if not 0 <= first <= last < MOST_LAYERS:
+        if not 0 <= first <= last < MAX_LAYERS:
             raise ValueError(f'expected layers such as "3", "0-3" or "0-1,6", got {key!r}')
         layers.extend(range(first, last + 1))
     if len(set(layers)) < len(layers):

@@ -29,8 +29,8 @@ from torch import Tensor
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.private_names import COMPILED_PREFIX, find_file
 from attnorm.models.recipe import (
-    MOST_BYTES,
-    MOST_MODULES,
+    MAX_BYTES,
+    MAX_MODULES,
     RECIPE,
     Recipe,
     RecipeError,
@@ -153,8 +153,8 @@ def _tensors_of(file: Path, pattern: re.Pattern[str]) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as weights:
             keys = [key for key in weights.keys() if pattern.search(key)]  # noqa: SIM118 - not a mapping
             for key in keys:
-                if key.endswith(f"{RECIPE}.json") and math.prod(weights.get_slice(key).get_shape()) > MOST_BYTES:
-                    raise ValueError(f"{file}: expected at most {MOST_BYTES:,} bytes in {key}. Save the model again.")
+                if key.endswith(f"{RECIPE}.json") and math.prod(weights.get_slice(key).get_shape()) > MAX_BYTES:
+                    raise ValueError(f"{file}: expected at most {MAX_BYTES:,} bytes in {key}. Save the model again.")
             return {key: weights.get_tensor(key) for key in keys}
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or incomplete ({error}). Save the model again.") from None
@@ -191,14 +191,14 @@ def _format_1(directory: Any, where: Mapping[str, Any]) -> Iterator[SavedNormali
 
 def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str | None]:
     """From attnorm.json: recipes by module path, digests by file name, and the digest of attnorm.safetensors."""
-    if (size := file.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{file}: expected at most {MOST_BYTES:,} bytes, got {size:,}.")
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{file}: expected at most {MAX_BYTES:,} bytes, got {size:,}.")
     try:
         content = parse_json(file.read_bytes(), file.name)
         if content.get("format") != FORMAT_1:
             raise RecipeError("format", str(FORMAT_1), content.get("format"))
-        modules = validate_mapping("modules", content.get("modules"), MOST_MODULES)
-        weights = validate_mapping("weights", content.get("weights", {}), MOST_MODULES)
+        modules = validate_mapping("modules", content.get("modules"), MAX_MODULES)
+        weights = validate_mapping("weights", content.get("weights", {}), MAX_MODULES)
         recipes = {path: validate_recipe(path, part) for path, part in modules.items()}
         digests = dict(map(_digest, weights.items()))
     except RecipeError as error:

@@ -34,7 +34,7 @@ from attnorm.models.dispatch import (
 from attnorm.models.hf_call import POSITIONAL, MaskReader, read_call
 from attnorm.models.private_names import in_backward_pass, is_compiled, replace_get_interface
 
-MOST_PARTS = 256
+MAX_PARTS = 256
 TOLERANCE = 0.02  # of the largest value: rounding stays far below, another formula far above
 # The parameters through which an attention module is given the states of another sequence.
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
@@ -262,7 +262,7 @@ def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
 
 def _mixed(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
     """weights @ value. On a GPU the few rows of a product over many keys occupy few of its processors: by parts."""
-    parts = math.gcd(weights_BGrK.shape[-1], MOST_PARTS) if runs_asynchronously(value_BGKE) else 1
+    parts = math.gcd(weights_BGrK.shape[-1], MAX_PARTS) if runs_asynchronously(value_BGKE) else 1
     weights = weights_BGrK.unflatten(-1, (parts, -1)).movedim(-2, 2)
     mixed: Tensor = (weights @ value_BGKE.unflatten(2, (parts, -1))).sum(2)
     return mixed

@@ -20,14 +20,14 @@ from attnorm.normalizers.former_defaults import read_options
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
 FORMAT = 2  # of saved recipes; format 1 was the file attnorm.json
 
-MOST_BYTES = 16 * 2**20  # a thousand layers took half a megabyte in attnorm.json
-MOST_MODULES = 10_000
-MOST_HEADS = 4096
-MOST_OPTIONS = 64
-MOST_ITEMS = 256  # of one list: coefficients, or one number for each head
-MOST_DEPTH = 4
-MOST_CHARACTERS = 1024
-MOST_NUMBER = 2**40
+MAX_BYTES = 16 * 2**20  # a thousand layers took half a megabyte in attnorm.json
+MAX_MODULES = 10_000
+MAX_HEADS = 4096
+MAX_OPTIONS = 64
+MAX_ITEMS = 256  # of one list: coefficients, or one number for each head
+MAX_DEPTH = 4
+MAX_CHARACTERS = 1024
+MAX_NUMBER = 2**40
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def read_recipe(content: Tensor) -> tuple[str, Recipe]:
     if found.get("format") != FORMAT:
         raise RecipeError("format", f"{FORMAT}; was it written by a newer attnorm?", found.get("format"))
     path = found.get("path")
-    if not isinstance(path, str) or len(path) > MOST_CHARACTERS or not path.isprintable():
+    if not isinstance(path, str) or len(path) > MAX_CHARACTERS or not path.isprintable():
         raise RecipeError("path", "the path of an attention module", path)
     if found.get("normalizer", "") is None:
         raise RecipeError(path, "the name of a normalizer; one that was given as an object cannot be restored", None)
@@ -110,8 +110,8 @@ def read_recipe(content: Tensor) -> tuple[str, Recipe]:
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
     """An object of JSON, or RecipeError."""
-    if len(content) > MOST_BYTES:
-        raise RecipeError(where, f"at most {MOST_BYTES:,} bytes", len(content))
+    if len(content) > MAX_BYTES:
+        raise RecipeError(where, f"at most {MAX_BYTES:,} bytes", len(content))
     try:
         found = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -126,13 +126,13 @@ def validate_recipe(path: str, part: Any) -> Recipe:
     if not isinstance(part, dict) or not {"normalizer", "options", "heads"} <= part.keys():
         raise RecipeError(where, "an object with normalizer, options and heads", part)
     name = part["normalizer"]
-    if not isinstance(name, str) or not 0 < len(name) <= MOST_CHARACTERS or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_CHARACTERS or not name.isprintable():
         raise RecipeError(f"{where}.normalizer", "the name of a normalizer", name)
-    options = validate_mapping(f"{where}.options", part["options"], MOST_OPTIONS)
+    options = validate_mapping(f"{where}.options", part["options"], MAX_OPTIONS)
     for option, value in options.items():
-        _validate_value(f"{where}.options.{option}", value, MOST_DEPTH)
-    if (count := options.get("heads")) is not None and not _is_count(count, 1, MOST_HEADS):
-        raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MOST_HEADS:,}", count)
+        _validate_value(f"{where}.options.{option}", value, MAX_DEPTH)
+    if (count := options.get("heads")) is not None and not _is_count(count, 1, MAX_HEADS):
+        raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MAX_HEADS:,}", count)
     return Recipe(name, read_options(name, options), _validate_heads(f"{where}.heads", part["heads"]))
 
 
@@ -140,17 +140,17 @@ def validate_mapping(where: str, value: Any, most: int) -> Mapping[str, Any]:
     if not isinstance(value, dict) or len(value) > most:
         raise RecipeError(where, f"an object of at most {most:,} entries", value)
     for key in value:
-        if len(key) > MOST_CHARACTERS or not key.isprintable():
-            raise RecipeError(where, f"printable keys of at most {MOST_CHARACTERS:,} characters", key)
+        if len(key) > MAX_CHARACTERS or not key.isprintable():
+            raise RecipeError(where, f"printable keys of at most {MAX_CHARACTERS:,} characters", key)
     return value
 
 
 def _validate_heads(where: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    fits = isinstance(value, list) and len(value) <= MOST_HEADS
-    if not fits or not all(_is_count(head, 0, MOST_HEADS - 1) for head in value):
-        raise RecipeError(where, f"null or a list of head indices below {MOST_HEADS:,}", value)
+    fits = isinstance(value, list) and len(value) <= MAX_HEADS
+    if not fits or not all(_is_count(head, 0, MAX_HEADS - 1) for head in value):
+        raise RecipeError(where, f"null or a list of head indices below {MAX_HEADS:,}", value)
     return tuple(value)
 
 
@@ -159,14 +159,14 @@ def _validate_value(where: str, value: Any, depth: int) -> None:
     checks: dict[type, Callable[[Any], bool]] = {
         type(None): lambda _: True,
         bool: lambda _: True,
-        int: lambda number: abs(number) <= MOST_NUMBER,
+        int: lambda number: abs(number) <= MAX_NUMBER,
         float: math.isfinite,
-        str: lambda text: len(text) <= MOST_CHARACTERS and text.isprintable(),
-        list: lambda items: len(items) <= MOST_ITEMS and depth > 0,
-        dict: lambda entries: len(entries) <= MOST_OPTIONS and depth > 0,
+        str: lambda text: len(text) <= MAX_CHARACTERS and text.isprintable(),
+        list: lambda items: len(items) <= MAX_ITEMS and depth > 0,
+        dict: lambda entries: len(entries) <= MAX_OPTIONS and depth > 0,
     }
     if not checks[type(value)](value):
-        raise RecipeError(where, f"a finite value, or at most {MOST_ITEMS} of them, {MOST_DEPTH} levels deep", value)
+        raise RecipeError(where, f"a finite value, or at most {MAX_ITEMS} of them, {MAX_DEPTH} levels deep", value)
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _validate_value(where, inner, depth - 1)
 

@@ -18,8 +18,8 @@ from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.normalizers.softmax import Softmax, softmax_row
 
 PRINTED = (-0.037, 0.481, -2.3, 4.917, -1.791)  # highest power first
-LEAST_ENTROPY = 0.5
-MOST_BETA = 1e4  # in `fit`: a row that needs more counts as one that cannot be sharpened
+MIN_ENTROPY = 0.5
+MAX_BETA = 1e4  # in `fit`: a row that needs more counts as one that cannot be sharpened
 
 
 class EntropyRule(LogitRule):
@@ -35,16 +35,16 @@ class EntropyRule(LogitRule):
         self.coefficients = tuple(float(c) for c in coefficients)
         self.monotone = monotone
         turns = _turning_points(self.coefficients) if monotone else []  # eigenvalues, which no export can contain
-        self.turning_points = [LEAST_ENTROPY, *(turn for turn in turns if turn > LEAST_ENTROPY)]
+        self.turning_points = [MIN_ENTROPY, *(turn for turn in turns if turn > MIN_ENTROPY)]
 
     def beta(self, entropy: Tensor) -> Tensor:
         """The factor for rows of this entropy, in nats."""
         beta = torch.maximum(_polyval(self.coefficients, entropy), self._least(entropy))
-        return torch.where(entropy > LEAST_ENTROPY, beta, 1.0)
+        return torch.where(entropy > MIN_ENTROPY, beta, 1.0)
 
     def slope(self, entropy: Tensor) -> Tensor:
         """The derivative of beta."""
-        sharpens = (entropy > LEAST_ENTROPY) & (_polyval(self.coefficients, entropy) > self._least(entropy))
+        sharpens = (entropy > MIN_ENTROPY) & (_polyval(self.coefficients, entropy) > self._least(entropy))
         return torch.where(sharpens, _polyval(_derivative(self.coefficients) or [0.0], entropy), 0.0)
 
     def _least(self, entropy: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ def fit(
     gaps = rows - rows.gather(-1, target[..., None])  # softmax weight of the target = 1 / sum exp(beta gaps)
     others = torch.ones_like(gaps, dtype=torch.bool).scatter(-1, target[..., None], False)
     reachable = ((gaps < 0) | ~others).all(-1)
-    low, high = torch.ones_like(gaps[..., :1]), torch.full_like(gaps[..., :1], MOST_BETA)
+    low, high = torch.ones_like(gaps[..., :1]), torch.full_like(gaps[..., :1], MAX_BETA)
     for _ in range(60):
         middle = (low * high).sqrt()
         enough = torch.exp(middle * gaps).sum(-1, keepdim=True) <= 1 / keep
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    reachable &= high[..., 0] < MOST_BETA
+    reachable &= high[..., 0] < MAX_BETA
     entropy = softmax_entropy(block)[..., 0][reachable]
     beta = high[..., 0][reachable]
     if entropy.numel() <= degree:
@@ -131,7 +131,7 @@ def adapted(z: Tensor, coefficients: Sequence[float] = PRINTED, monotone: bool =
     """The logits of one row times beta(H), by definition."""
     p = softmax_row(z)
     entropy = -(p * torch.log(p.clamp(min=torch.finfo(p.dtype).tiny))).sum()
-    if entropy <= LEAST_ENTROPY:
+    if entropy <= MIN_ENTROPY:
         return z
 
     def beta(h: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ def adapted(z: Tensor, coefficients: Sequence[float] = PRINTED, monotone: bool =
 
     reached = [beta(entropy), torch.ones_like(entropy)]
     if monotone:
-        turns = [LEAST_ENTROPY, *_turning_points(coefficients)]
-        reached += [beta(entropy.new_tensor(turn)) for turn in turns if LEAST_ENTROPY <= turn < entropy]
+        turns = [MIN_ENTROPY, *_turning_points(coefficients)]
+        reached += [beta(entropy.new_tensor(turn)) for turn in turns if MIN_ENTROPY <= turn < entropy]
     return z * torch.stack(reached).max()
 
 

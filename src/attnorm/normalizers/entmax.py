@@ -23,9 +23,9 @@ from attnorm.normalizers.softmax import softmax_row
 from attnorm.normalizers.threshold import Newton, solve_threshold
 
 # A learned alpha keeps this distance from 1 and 2, where its gradient would divide 0 by 0.
-LEAST_DEFORMATION = 1e-6
+MIN_DEFORMATION = 1e-6
 
-LEAST_KERNEL_ALPHA = 1.01  # below it the weights are nearly softmax's, and float32 has too few digits for a threshold
+MIN_KERNEL_ALPHA = 1.01  # below it the weights are nearly softmax's, and float32 has too few digits for a threshold
 
 
 def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
@@ -178,14 +178,14 @@ class Entmax(Map):
     def share(self, dtype: torch.dtype) -> Tensor:
         """A learned alpha - 1."""
         assert self.theta is not None
-        return torch.sigmoid(self.theta.to(dtype)).clamp(LEAST_DEFORMATION, 1 - LEAST_DEFORMATION)
+        return torch.sigmoid(self.theta.to(dtype)).clamp(MIN_DEFORMATION, 1 - MIN_DEFORMATION)
 
     def threshold_form(self) -> ThresholdForm | None:
         if self.theta is not None:
             return ThresholdForm("entmax", lambda n: per_head(self.share(n.dtype), n))
         if self.alpha in (1.5, 2.0):
             return ThresholdForm("entmax15" if self.alpha == 1.5 else "sparsemax")
-        if self.alpha < LEAST_KERNEL_ALPHA:
+        if self.alpha < MIN_KERNEL_ALPHA:
             return None
         return ThresholdForm("entmax", lambda n: torch.full_like(n, self.alpha - 1))
 

@@ -16,7 +16,7 @@ from attnorm.normalizers.contract import LogitRule, Normalizer
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.normalizers.softmax import Softmax, softmax_row
 
-LEAST_DEVIATION = 1e-6  # its square is added to the variance: equal logits have a gradient, 0
+MIN_DEVIATION = 1e-6  # its square is added to the variance: equal logits have a gradient, 0
 
 
 class UnitVariance(LogitRule):
@@ -32,7 +32,7 @@ class UnitVariance(LogitRule):
     def factor(self, variance: Tensor) -> Tensor:
         """What multiplies the centred logits of rows with this variance."""
         # In units of the least one: ONNX's optimizer takes the addition of a number as small as 1e-12 for that of 0.
-        return torch.rsqrt(variance / LEAST_DEVIATION**2 + 1) / (LEAST_DEVIATION * self.temperature)
+        return torch.rsqrt(variance / MIN_DEVIATION**2 + 1) / (MIN_DEVIATION * self.temperature)
 
     def forward(self, block: Block) -> Tensor:
         n = block.n.clamp(min=1)
@@ -46,7 +46,7 @@ class UnitVariance(LogitRule):
 
 def _reference(row: Row, temperature: float = 1.0) -> Tensor:
     centred = row.z - row.z.mean()
-    return softmax_row(centred / torch.sqrt((centred**2).mean() + LEAST_DEVIATION**2) / temperature)
+    return softmax_row(centred / torch.sqrt((centred**2).mean() + MIN_DEVIATION**2) / temperature)
 
 
 @declare(

@@ -32,13 +32,13 @@ Weights = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 GROUP, LARGE_GROUP = 8, 16
 MANY_KEYS = 4096  # beyond which groups are large: one level of leaders less
-LEAST_GROUPS = 32
+MIN_GROUPS = 32
 FEW = 3  # groups are picked out where at most one in so many holds weight
 # Compiled code takes a fixed number of steps. Rows built against Newton (layers of keys, each about half as large
 # again as the last, that drop out one per step) need 24 for 1e-6 at 10^5 keys; ordinary rows need 10.
 FIXED_STEPS = 24
 STEPS_AFTER_LEADERS = 12
-MOST_STEPS = 100
+MAX_STEPS = 100
 
 
 def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: 
 def _solve_in_fixed_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | None) -> Tensor:
     steps = FIXED_STEPS
     grouped = None if is_exporting() else _in_groups(y)[0]  # an exported length may vary
-    if grouped is not None and grouped.shape[-1] >= LEAST_GROUPS:
+    if grouped is not None and grouped.shape[-1] >= MIN_GROUPS:
         leaders = first = grouped.amax(-2)
         for _ in range(FIXED_STEPS):
             leaders = leaders - newton_step(*evaluate(leaders, parameter, None))
@@ -73,7 +73,7 @@ def _weigh(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | 
     """Turn the rows y (rows, n) into their weights, in place."""
     grouped, rest = _in_groups(y)
     size, groups = grouped.shape[-2:]
-    if groups < LEAST_GROUPS:
+    if groups < MIN_GROUPS:
         _weigh_all(y, evaluate, weights, parameter)
         return
     leaders = grouped.amax(-2)
@@ -104,7 +104,7 @@ def _solve(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: floa
     """Move the rows y (rows, n) to their thresholds, in place; return how far."""
     room = torch.empty_like(y)
     grouped, _ = _in_groups(y)
-    if grouped.shape[-1] < LEAST_GROUPS:
+    if grouped.shape[-1] < MIN_GROUPS:
         return _newton(y, evaluate, parameter, enough, room)
     start = _solve(grouped.amax(-2), evaluate, parameter, _half_the_digits(y))
     y.sub_(start)
@@ -121,7 +121,7 @@ def _newton(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, enough: flo
     rows = torch.arange(len(y), device=y.device)
     unfinished = torch.ones(len(y), 1, dtype=torch.bool, device=y.device)
     part = y
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         excess, slope = evaluate(part, parameter, room[: len(part)])
         # None for a row that is done: its result must not depend on how long other rows take.
         step = torch.where(unfinished, newton_step(excess, slope), 0.0)

@@ -26,7 +26,7 @@ from attnorm.provenance import file_hash, settings_hash
 from attnorm.suggest import did_you_mean
 from attnorm.sweep.tasks import TASKS, Task
 
-MOST_ITEMS = 100_000
+MAX_ITEMS = 100_000
 ID_LENGTH = 16
 TABLES = ("grid", "options", "resources", "slurm")
 
@@ -129,8 +129,8 @@ def expand(task: Task, grid: Mapping[str, Any], options: Mapping[str, Any], fold
             raise ValueError(f"expected a list of values for grid.{name}, got {values!r}")
         if name in options:
             raise ValueError(f"expected {name} in [grid] or in [options], got it in both. Remove one.")
-    if (count := math.prod(len(values) for values in grid.values())) > MOST_ITEMS:
-        raise ValueError(f"expected at most {MOST_ITEMS:,} items, got {count:,}. Split the plan.")
+    if (count := math.prod(len(values) for values in grid.values())) > MAX_ITEMS:
+        raise ValueError(f"expected at most {MAX_ITEMS:,} items, got {count:,}. Split the plan.")
     names = sorted(grid, key=lambda name: name != "model")
     items: dict[str, Item] = {}
     for combination in itertools.product(*(grid[name] for name in names)):

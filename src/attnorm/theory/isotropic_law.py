@@ -31,7 +31,7 @@ CLOSED_FORM_ERROR = 1e-12
 LOW_DIMENSION = 12
 # Below this the law is too rough for the recursion's splines, and for an error estimated by refining them.
 SMOOTH_DIMENSION = 5
-MOST_HANKEL_NODES = 3_000_000
+MAX_HANKEL_NODES = 3_000_000
 # Radii that the vectors still to come exceed with chance below e^-40 are left out of the recursion's grids.
 TAIL = 40.0
 RECURSION_SIZES = ((100, 8), (200, 12), (400, 18), (800, 27), (1600, 40))
@@ -146,7 +146,7 @@ def _hankel(r: Array, b: Array, d: int, tolerance: float) -> tuple[Array, Array]
     v = d / 2 - 1
     fastest = float(r.max() + b.sum())
     T = 1 / b[0]
-    while _hankel_tail(T, r, b, v).max() > tolerance / 4 and 2 * T * fastest * 16 / (2 * math.pi) < MOST_HANKEL_NODES:
+    while _hankel_tail(T, r, b, v).max() > tolerance / 4 and 2 * T * fastest * 16 / (2 * math.pi) < MAX_HANKEL_NODES:
         T *= 2
     panels = math.ceil(T * fastest / (2 * math.pi))
     nodes, node_weights = np.polynomial.legendre.leggauss(16)

@@ -21,7 +21,7 @@ PASSES_FLOAT64 = 4
 ENOUGH_FLOAT32 = 3e-4
 ENOUGH_FLOAT64 = 2e-8
 # The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
-MOST_PASSES = 100
+MAX_PASSES = 100
 MOMENT_PASSES = 3  # the error of the moments themselves is larger from then on
 _TINY = 1e-300
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
@@ -168,7 +168,7 @@ def _rank_two(a: Tensor, f: Tensor) -> Tensor:
     high = torch.minimum(e1 * keys * (a1.square() + A2), first_column + columns.sum(-1, keepdim=True))
     x = torch.maximum(low, high)
     enough = 4 * torch.finfo(x.dtype).eps
-    for _ in range(MOST_PASSES):
+    for _ in range(MAX_PASSES):
         step = _rank_two_step(x, a, e, a1, e1, e2, A1, A2)
         new = torch.maximum(x - torch.nan_to_num(step, nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0), low)
         settled = bool((x - new <= enough * x).all())

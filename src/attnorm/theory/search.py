@@ -22,7 +22,7 @@ ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
 FIRST_ROUNDS = 9  # every strategy three times, whatever the budget
 ENOUGH_VIOLATIONS = 1000  # after which a refuted claim is not searched further
 ASCENT_STEPS = 30
-MOST_LOG_DIAL = 7.0  # an ascent to steps of 1e-15 would climb on rounding, not on the claim
+MAX_LOG_DIAL = 7.0  # an ascent to steps of 1e-15 would climb on rounding, not on the claim
 VACUOUS_SHARE = 0.3  # a bound is called vacuous if it says nothing on at least this share of random rows
 
 STRATEGIES = ("random", "structured", "ascent")
@@ -313,7 +313,7 @@ def _numbers(case: ClaimCase) -> list[Tensor]:
 
 def _with_numbers(case: ClaimCase, numbers: list[Tensor]) -> ClaimCase:
     logits, vectors, log_dial, matrices = numbers
-    dial = log_dial.clamp(-MOST_LOG_DIAL, MOST_LOG_DIAL).exp()
+    dial = log_dial.clamp(-MAX_LOG_DIAL, MAX_LOG_DIAL).exp()
     return replace(case, logits=logits, vectors=vectors, dial=dial, matrices=matrices)
 
 

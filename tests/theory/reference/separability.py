@@ -9,7 +9,7 @@ import mpmath
 import torch
 from torch import Tensor
 
-MOST_BITS = 12_000  # a lead of 3,000 nats takes 4,300 bits, and its square twice as many
+MAX_BITS = 12_000  # a lead of 3,000 nats takes 4,300 bits, and its square twice as many
 
 
 class Count(NamedTuple):
@@ -57,7 +57,7 @@ def _bits(weights: tuple[float, ...], logarithms: bool) -> int:
     """Enough for products of two weights to be added without loss."""
     logs = [value if logarithms else math.log(abs(value)) for value in weights if logarithms or value]
     finite = [value for value in logs if value > -math.inf]
-    return min(MOST_BITS, 400 + math.ceil(2 * (max(finite) - min(finite)) / math.log(2)))
+    return min(MAX_BITS, 400 + math.ceil(2 * (max(finite) - min(finite)) / math.log(2)))
 
 
 def _dot(first: Sequence[mpmath.mpf], second: Sequence[mpmath.mpf]) -> mpmath.mpf:

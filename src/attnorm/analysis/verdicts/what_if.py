@@ -18,7 +18,7 @@ from attnorm.normalizers.registry import available, get
 
 Rows = Sequence[Row]
 
-LEAST_CHANGE = 0.005  # of a median that counts as one
+MIN_CHANGE = 0.005  # of a median that counts as one
 TO_MEASURE = ("ssmax", "entmax15")  # one length-aware, one sparse
 
 _BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in (*DISPERSED, DIFFERS))
@@ -195,8 +195,8 @@ def _sharpens(both: Sequence[tuple[Row, Row]]) -> bool:
     """By what is seen at this length: the median entropy of the heads falls, and their largest weight does not."""
     entropy = medians("", "", "entropy_ratio", both)
     weight = medians("", "", "max_weight", both)
-    falls = bool(entropy) and entropy[0].after < entropy[0].before - LEAST_CHANGE
-    return falls and not (weight and weight[0].after < weight[0].before - LEAST_CHANGE)
+    falls = bool(entropy) and entropy[0].after < entropy[0].before - MIN_CHANGE
+    return falls and not (weight and weight[0].after < weight[0].before - MIN_CHANGE)
 
 
 def _title(runs: str | None) -> str:

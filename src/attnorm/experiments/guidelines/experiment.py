@@ -14,7 +14,7 @@ from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcom
 from attnorm.experiments.figure_style import TEMPERATURES
 from attnorm.experiments.guidelines.figure import figure
 from attnorm.experiments.guidelines.measure import (
-    FEWEST,
+    MIN_KEYS,
     PAPERS_SHARE,
     SHARES,
     TOP_N,
@@ -77,7 +77,7 @@ def _active_set(found: Selected) -> ExperimentFinding:
     verdict, phrase = weighed(lost, LITTLE, MUCH)
     return ExperimentFinding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
-        f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({FEWEST} at least) the loss "
+        f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({MIN_KEYS} at least) the loss "
         f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
         f"{found.mass[index]:.0%} of the weight in the median "
         f"head, and their separability is {fading[1]:+.2f} above that of permuted values (N = 1 % of L: "

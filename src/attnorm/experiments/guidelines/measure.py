@@ -29,10 +29,10 @@ from attnorm.theory.selection import SelectedRows, at_least_float32, select, top
 SHARES = (0.01, 0.03, 0.06, 0.12, 0.25, 0.5)  # of the context, the paper's 0.06 among them
 PAPERS_SHARE = 0.06
 PAPERS_LEVEL = 0.8  # separability below which the paper calls a head saturated
-FEWEST = 16  # keys that a row keeps at least
+MIN_KEYS = 16  # keys that a row keeps at least
 TOP_N = 20  # above 16, where separability levels off in the paper
 HEADS = 3
-MOST_TRIPLES = 20
+MAX_TRIPLES = 20
 DRAWS, FEW_DRAWS = 20, 4  # of the null: at TOP_N, where a quantile is needed, and elsewhere
 
 
@@ -162,7 +162,7 @@ def selected(
     names = {share: f"the heaviest {share:.0%} of the keys" for share in SHARES} | {1.0: AS_IT_RUNS}
     wanted: dict[str, Normalizer | None] = {names[1.0]: None}
     wanted |= {
-        names[share]: topk(lambda n, part=share: torch.ceil(part * n).clamp(min=FEWEST))  # type: ignore[misc]
+        names[share]: topk(lambda n, part=share: torch.ceil(part * n).clamp(min=MIN_KEYS))  # type: ignore[misc]
         for share in SHARES
     }
     measured = losses(subject, progress, wanted, windows_of(subject, *windows))
@@ -252,7 +252,7 @@ def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
 def _triples(heads: int) -> Sequence[tuple[int, ...]]:
     """Return evenly spaced triples of heads; fewer heads if a layer has less than three."""
     every = list(combinations(range(heads), min(HEADS, heads)))
-    return every[:: max(1, len(every) // MOST_TRIPLES)]
+    return every[:: max(1, len(every) // MAX_TRIPLES)]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from attnorm.experiments.language_models.workspace import (
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
-LEAST_TOKENS = 10_000_000
+MIN_TOKENS = 10_000_000
 TOO_SMALL = "Models this small, on so few tokens, show that everything runs, not which normalizer is better."
 HELD_OUT_SHARE = 0.3  # of the bundled text
 NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between runs
@@ -58,8 +58,8 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
         problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
         raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
     return Outcome(
-        summary=summary(found) + ("" if plan.main_tokens >= LEAST_TOKENS else f" {TOO_SMALL}"),
-        findings=_findings(found, judge_claims=plan.main_tokens >= LEAST_TOKENS),
+        summary=summary(found) + ("" if plan.main_tokens >= MIN_TOKENS else f" {TOO_SMALL}"),
+        findings=_findings(found, judge_claims=plan.main_tokens >= MIN_TOKENS),
         figures={"language-models": comparison_figure(found), "course": course_figure(lines)},
         tables={"models": _table(found)},
         parameters=plan.as_dict(),

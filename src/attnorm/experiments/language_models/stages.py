@@ -34,7 +34,7 @@ from attnorm.suggest import did_you_mean
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
-MOST_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
+MAX_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
 
 
 WORKS: dict[str, Sequence[Work]] = {
@@ -149,7 +149,7 @@ def run_works(
     finished = True
     for seed in seeds:
         for normalizer in workspace.plan.chosen(list(normalizers or ())):
-            if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MOST_PROBLEMS:
+            if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MAX_PROBLEMS:
                 finished = False
                 continue
             with workspace.claimed(f"{normalizer}-seed-{seed}") as mine:

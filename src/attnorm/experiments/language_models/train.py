@@ -220,7 +220,7 @@ def free_memory() -> None:
 
 
 STEPS = 2 * LOG_EVERY
-MOST_SECONDS = 60  # of one trial
+MAX_SECONDS = 60  # of one trial
 
 
 def choose_engines(
@@ -272,7 +272,7 @@ def _timed_run(workspace: LMWorkspace, normalizer: str, way: Attention, device: 
             Path(folder), settings, _random_corpus(plan.vocab, settings.context), accelerator,
             compiled=plan.compiled, attention=way,
         )  # fmt: skip
-        entries = list(run.steps(time.monotonic() + MOST_SECONDS, stop, STEPS + 1, None))
+        entries = list(run.steps(time.monotonic() + MAX_SECONDS, stop, STEPS + 1, None))
     last = entries[-1]
     return {
         "tokens_per_second": last["tokens_per_second"],

@@ -33,7 +33,7 @@ from attnorm.training.retrieval.recipe import RetrievalRecipe
 
 TRAINING, TABLES = "training", "tables"
 CLOSE, NEAR = 6.0, 15.0  # points: as printed, and of the same kind
-MOST, SOME = 0.75, 0.25  # of the errors at the largest size
+REPRODUCES_FROM, PARTLY_FROM = 0.75, 0.25  # of the errors at the largest size
 SIGNIFICANT = 0.05
 TABLE = "Velickovic et al. 2024, Table 1"
 ADAPTIVE = "adaptive_temperature"
@@ -222,7 +222,7 @@ def _cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         return None
     size, wrong, dispersed, hard = split
     share = dispersed / max(wrong + dispersed, 1e-9)
-    verdict: Verdict = "reproduces" if share >= MOST else "partly" if share >= SOME else "does not"
+    verdict: Verdict = "reproduces" if share >= REPRODUCES_FROM else "partly" if share >= PARTLY_FROM else "does not"
     scale = numbers.scale(*numbers.as_in_the_paper)
     why = "The two best priorities are 1/(n + 1) apart on average" + (
         f", and the class moves a logit by as much as {scale.leak:.1g} in priority: from about {1 / scale.leak:,.0f} "

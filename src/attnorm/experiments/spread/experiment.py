@@ -64,8 +64,8 @@ EXPERIMENT = Experiment(
 )
 
 
-LEAST = min(mean - deviation for _, _, mean, deviation in PRINTED.values())
-MOST = max(mean + deviation for _, _, mean, deviation in PRINTED.values())
+LOWEST_PRINTED = min(mean - deviation for _, _, mean, deviation in PRINTED.values())
+HIGHEST_PRINTED = max(mean + deviation for _, _, mean, deviation in PRINTED.values())
 FAR_MORE = max(mean + 3 * deviation for _, _, mean, deviation in PRINTED.values())
 AS_PRINTED = " and ".join(
     f"{mean:.2f} ± {deviation:.2f} for {name}" for name, (_, _, mean, deviation) in PRINTED.items()
@@ -148,7 +148,7 @@ def _readings(one: Spreads, with_keys: bool) -> str:
 
 def _small(one: Spreads) -> Verdict:
     mean = float(one.last.mean())
-    return "reproduces" if LEAST <= mean <= MOST else "partly" if mean < FAR_MORE else "does not"
+    return "reproduces" if LOWEST_PRINTED <= mean <= HIGHEST_PRINTED else "partly" if mean < FAR_MORE else "does not"
 
 
 def _growth(one: Spreads) -> float:

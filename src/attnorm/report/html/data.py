@@ -31,8 +31,8 @@ LARGEST = 60_000.0  # the largest magnitude of a column is scaled to this; half 
 FEW = 256  # distinct values that fit into one byte
 KEY = tuple(name for name, _ in HEAD_KEY)
 LONGEST_TOKEN = 40  # characters
-MOST_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
-MOST_PATCHES = 120_000  # of images, which need every key: two rows of 144 heads have 57,000 for 196 patches
+MAX_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
+MAX_PATCHES = 120_000  # of images, which need every key: two rows of 144 heads have 57,000 for 196 patches
 # Columns for the curves of a head.
 CURVES = (
     "n", "entropy_nats", "entropy_nats_q25", "entropy_nats_q75", "entropy_floor", "effective_keys", "max_weight",
@@ -82,7 +82,7 @@ def payload(analysis: Analysis) -> dict[str, Any]:
             [name for name in analysis.sensitivity.column_names if name not in (*KEY, "rows")],
         ),
         "coverage": _coverage(analysis.coverage, choices),
-        "reads": _reads(analysis.reads, index, MOST_PATCHES if analysis.manifest.get("pictures") else MOST_KEYS),
+        "reads": _reads(analysis.reads, index, MAX_PATCHES if analysis.manifest.get("pictures") else MAX_KEYS),
         "tokens": _tokens(analysis.tokens, choices),
         "pictures": _pictures(analysis.manifest, choices),
         "sides": {"input": INPUT, "kinds": {kind: list(pair) for kind, pair in SIDES.items()}},

@@ -16,8 +16,8 @@ claim = partial(
 )  # fmt: skip
 
 ROUNDING = 1e-9
-MOST_GAP = 30.0  # beyond it 1 - w has too few digits for the gap to be recovered
-LEAST_SMALL = 1e-6  # of 1 - w, for the same reason
+MAX_GAP = 30.0  # beyond it 1 - w has too few digits for the gap to be recovered
+MIN_SMALL = 1e-6  # of 1 - w, for the same reason
 
 
 def _rows_with_a_leader(keys: int, gaps: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _attained(case: ClaimCase) -> Tensor:
 
 def _gaps(case: ClaimCase) -> Tensor:
     """The gap that a formula states for the weight that the map itself gives at this gap."""
-    n, gaps = case.keys, case.dial.clamp(max=MOST_GAP)
+    n, gaps = case.keys, case.dial.clamp(max=MAX_GAP)
     logits = _rows_with_a_leader(n, gaps)
     maps: list[tuple[Tensor, frontier.GapForWeight]] = [
         (torch.softmax(logits, -1), frontier.softmax_gap),
@@ -46,7 +46,7 @@ def _gaps(case: ClaimCase) -> Tensor:
     for weights, gap_for in maps:
         kept = weights[:, 0]
         stated = torch.tensor([gap_for(min(max(w, 1 / n), 1.0), n) for w in kept.tolist()], dtype=torch.float64)
-        applies = (1 - kept > LEAST_SMALL) & (weights[:, 1:].amin(-1) > LEAST_SMALL / n)
+        applies = (1 - kept > MIN_SMALL) & (weights[:, 1:].amin(-1) > MIN_SMALL / n)
         ratios.append(torch.where(applies, equals(stated, gaps, 1e-6), torch.nan))
     return case.picked(ratios)
 

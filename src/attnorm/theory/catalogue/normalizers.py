@@ -21,7 +21,7 @@ from attnorm.theory.linearization import jacobian_norm
 
 FEW_ROWS = 4
 FAR = 20.0
-MOST_LOGIT = 50.0  # e^50 is still an ordinary number
+MAX_LOGIT = 50.0  # e^50 is still an ordinary number
 
 
 def with_lipschitz() -> Iterator[Normalizer]:
@@ -55,7 +55,7 @@ def _constant(normalizer: Normalizer, keys: int) -> Tensor:
 def _lemma1_claim(normalizer: Normalizer) -> Claim:
     def ratio(case: ClaimCase) -> Tensor:
         """A few rows: the range of F on each row's interval is searched for, not taken from the row."""
-        logits = case.logits[:FEW_ROWS].clamp(-MOST_LOGIT, MOST_LOGIT)
+        logits = case.logits[:FEW_ROWS].clamp(-MAX_LOGIT, MAX_LOGIT)
         ends = zip(logits.amin(-1).tolist(), logits.amax(-1).tolist(), strict=True)
         lower, upper = zip(*(lemma1_constants_of(normalizer, low, high) for low, high in ends), strict=True)
         bounds = Bounds(torch.stack(lower) / case.keys, torch.stack(upper) / case.keys)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attnorm.attention import choose_engine
 from attnorm.engines.inputs import validate_inputs
-from attnorm.engines.triton_support import FEWEST_QUERIES
+from attnorm.engines.triton_support import MIN_QUERIES
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.layer_normalizer import USUAL_LENGTH, build
 from attnorm.normalizers.block import Block
@@ -133,7 +133,7 @@ def _runs_on_kernels(normalizer: Any, width: int, device: torch.device, dtypes: 
     if not isinstance(normalizer, Normalizer) or device.type != "cuda":
         return False
     for dtype in dtypes:
-        q = torch.empty((1, 1, FEWEST_QUERIES, width), dtype=getattr(torch, dtype), device=device)
+        q = torch.empty((1, 1, MIN_QUERIES, width), dtype=getattr(torch, dtype), device=device)
         inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
         if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
             return False

@@ -24,7 +24,7 @@ from attnorm.training.lm.train import learning_rate
 from attnorm.training.needle.data import Puzzles, Wording, shortest_window, training_puzzles
 
 LOG_EVERY = 20
-LEAST_FILLER = 2  # times the longest window, in each part of the text
+MIN_FILLER = 2  # times the longest window, in each part of the text
 TESTED_SHARE = 0.25  # of the filler: the end, which fine-tuning does not see
 
 
@@ -79,7 +79,7 @@ def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int
         )
     cut = len(filler) - int(TESTED_SHARE * len(filler))
     practised, tested = filler[:cut], filler[cut:]
-    needed = LEAST_FILLER * max(task.longer) * length
+    needed = MIN_FILLER * max(task.longer) * length
     if len(tested) < needed:
         raise ValueError(
             f"the text has {len(filler)} tokens, a quarter for the test; windows of {max(task.longer) * length} "

@@ -25,7 +25,7 @@ KEY_WIDTH = 16
 QUERY_NOISE = 0.25
 COMMON_SHARE = 0.3
 STEPS_AT_ONCE = 64
-MOST_SQUEEZED = 12  # halvings
+MAX_SQUEEZED = 12  # halvings
 SETS_AT_ONCE = 256
 ITEMS_AT_ONCE = 2**17  # of each model, in a test
 
@@ -204,7 +204,7 @@ def _squeezed(sets: Sets, share: float, seeds: Sequence[int], block: int) -> Set
     shape, device = (*sets.label[:, 0].shape, 2), sets.label.device
     drawn = [torch.rand(shape, generator=stream("squeeze", seed, block, device), device=device) for seed in seeds]
     chance, power = torch.stack(drawn, 1).unbind(-1)
-    factor = torch.where(chance < share, 2.0 ** (-MOST_SQUEEZED * power), 1.0)[..., None]
+    factor = torch.where(chance < share, 2.0 ** (-MAX_SQUEEZED * power), 1.0)[..., None]
     priority = 1 - factor * (1 - sets.items[..., 0])
     return replace(sets, items=torch.cat([priority[..., None], sets.items[..., 1:]], -1))
 
