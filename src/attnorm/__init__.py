@@ -1,4 +1,4 @@
-"""attnorm: how sharply attention can select, the limit that theory sets, and what to put in the place of softmax."""
+"""attnorm: measure how sharply attention selects, compare it with theoretical limits, and replace softmax."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-# Loaded when first used: attention needs neither SciPy, nor transformers, nor pyarrow.
+# Public name -> its module, imported on first use: `attention` needs neither SciPy, transformers nor pyarrow.
 _LAZY = {
     "Analysis": "attnorm.analysis.result",
     "AttentionMonitor": "attnorm.monitor.monitor",
@@ -119,5 +119,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, loaded or not yet, and not what this file itself imports."""
+    """List the public names, loaded or not, without what this file imports for itself."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

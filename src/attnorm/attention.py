@@ -1,4 +1,15 @@
-"""attention(q, k, v, normalizer=...): any normalizer or mechanism, with the cheapest exact engine for it."""
+"""The public functions `attention` and `normalize`, and the choice of the engine that computes an attention call.
+
+`attention` validates q, k, v and the mask into one `Inputs` record and resolves the normalizer. `attend` runs the
+cheapest engine with the exact result (`choose_engine`), or the engine that the caller names:
+
+    fused     torch's scaled_dot_product_attention; softmax whose logits are rescaled     engines/fused.py
+    triton    our one-pass and stick-breaking Triton kernels, on a GPU                    engines/one_pass.py,
+                                                                                          engines/stick_breaking.py
+    sparse    our Triton kernels for threshold maps such as entmax, on a GPU              engines/sparse.py
+    flex      torch's FlexAttention, on a GPU                                             engines/flex.py
+    blocked   plain PyTorch in blocks of queries; every normalizer, on any device         engines/blocked.py
+"""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import fused
-from attnorm.engines.blocked import blocked, with_weights
+from attnorm.engines.blocked import attend_with_weights, blocked
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -20,11 +31,11 @@ if TYPE_CHECKING:
 
     from attnorm.metrics.attention_statistics import AttentionStatistics
 else:
-    Refused = Any  # the shape checks of the tests take no Never
+    Refused = Any  # the runtime shape checks of the tests do not support Never
 
 Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 
-# The largest matrix of weights that return_weights=True builds.
+# Size limit of the matrix of weights that return_weights=True builds.
 MAX_WEIGHT_BYTES = 2**30
 
 # The options of torch's scaled_dot_product_attention, and what replaces them here.
@@ -109,23 +120,26 @@ def attention(
     engine: Engine = "auto",
     **unknown: Refused,
 ) -> "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AttentionStatistics]":
-    """Attention output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
+    """Compute attention with any normalizer: output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
 
-    mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that one query
-    sees all keys. scale: 1/sqrt(D) unless given. positions, hidden_states: as for a normalizer. Fewer key heads than
-    query heads are shared by groups. A query that sees no key gets zeros.
+    If there are fewer key heads than query heads, groups of query heads share a key head. A query that sees no key gets
+    zeros.
+
+    mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that the last
+    query sees all keys. scale: factor of the logits (default: 1/sqrt(D)). positions, hidden_states: as for a
+    normalizer.
 
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
-    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) that
-    made the output, after dropout, in float32 at least; for matrices of at most 1 GiB. return_statistics: also return
-    the numbers of every row that attnorm.attention_statistics has, without gradient.
+    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
+    dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
+    row, as attnorm.attention_statistics does, without gradient.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
     if unknown:
-        raise TypeError(_unknown_options(unknown))
+        raise TypeError(_unknown_options_message(unknown))
     chosen = resolve_for_call(normalizer)
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
@@ -149,28 +163,34 @@ def attention(
     if return_statistics:
         if return_weights:
             raise ValueError("expected return_weights or return_statistics, got both. Call attention() twice.")
-        output, statistics = _with_statistics(inputs, chosen, engine)
+        output, statistics = _attend_with_statistics(inputs, chosen, engine)
         return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1]), statistics.reshaped(q.shape[:-1])
     if return_weights:
         _check_weights(inputs, engine)
-        output, weights = with_weights(inputs, chosen)
+        output, weights = attend_with_weights(inputs, chosen)
         return output.reshape(*q.shape[:-1], v.shape[-1]), weights.reshape(*q.shape[:-1], k.shape[-2])
     return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _with_statistics(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> "tuple[Tensor, AttentionStatistics]":
-    """Both from the same weights where attention runs in blocks and nothing is learned or dropped."""
-    from attnorm.metrics.attention_statistics import output_and_statistics, statistics_of  # only if they are wanted
+def _attend_with_statistics(
+    inputs: Inputs, normalizer: Normalizer, engine: Engine
+) -> "tuple[Tensor, AttentionStatistics]":
+    """Return the output and the statistics of its rows.
+
+    Both come from the same weights if attention runs in blocks, without gradients and dropout. Otherwise the rows are
+    computed twice.
+    """
+    from attnorm.metrics.attention_statistics import output_and_statistics, statistics_of  # takes time to import
     from attnorm.metrics.normalized import MeasuredNormalizer
 
     in_blocks = engine == "blocked" or (engine == "auto" and choose_engine(inputs, normalizer) == "blocked")
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
-    if in_blocks and not softmax and not inputs.dropout and not learns(inputs, normalizer):
+    if in_blocks and not softmax and not inputs.dropout and not needs_gradient(inputs, normalizer):
         return output_and_statistics(inputs, normalizer)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 
 
-def learns(inputs: Inputs, normalizer: Normalizer) -> bool:
+def needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether the output needs a gradient."""
     return torch.is_grad_enabled() and (inputs.needs_grad or any(p.requires_grad for p in normalizer.parameters()))
 
@@ -189,25 +209,27 @@ def _check_weights(inputs: Inputs, engine: Engine) -> None:
         )
 
 
-def _unknown_options(unknown: Iterable[str]) -> str:
+def _unknown_options_message(unknown: Iterable[str]) -> str:
     instead = "; ".join(f"for {name}= write {SDPA_OPTIONS[name]}" for name in unknown if name in SDPA_OPTIONS)
     names = ", ".join(f"{name}=" for name in unknown)
     return f"attention() does not take {names}; {instead or 'help(attnorm.attention) lists what it takes'}"
 
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
-    """Output (B, H, Q, E) of validated inputs, on the cheapest engine or the given one."""
+    """Return the output (B, H, Q, E) of validated inputs from the cheapest engine, or from the given one."""
     with without_autocast(inputs.q_BHQD.device):
-        return _attend(inputs, normalizer, engine)
+        return _run_engine(inputs, normalizer, engine)
 
 
-def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
+def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
     if engine == "auto":
         engine = choose_engine(inputs, normalizer)
-    elif not _applies(engine, inputs, normalizer):
-        raise ValueError(f"{normalizer.name!r} {_MISSING[engine]} here; use engine='auto' or 'blocked'")
+    elif not _engine_applies(engine, inputs, normalizer):
+        raise ValueError(
+            f"{normalizer.name!r} {_WHY_ENGINE_DOES_NOT_APPLY[engine]} here; use engine='auto' or 'blocked'"
+        )
     if engine == "fused":
         return fused.fused(inputs, normalizer)
     if engine == "triton":
@@ -227,31 +249,36 @@ def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     return blocked(inputs, normalizer)
 
 
-_MISSING = {
+_WHY_ENGINE_DOES_NOT_APPLY = {
     "fused": "is not a rescaled softmax",
     "triton": "has no one-pass kernel",
-    "sparse": "has no kernel of our own",
+    "sparse": "has no kernel for threshold maps",
     "flex": "has no FlexAttention form",
 }
 
 
 def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
-    """The cheapest engine with the exact result: SDPA, and on a GPU our kernels, then FlexAttention, then blocks."""
+    """Return the cheapest engine with the exact result.
+
+    On a CPU this is SDPA if it applies, else blocks. On a GPU the order is: SDPA if it takes q unchanged, our Triton
+    kernels, SDPA with a changed q, FlexAttention, blocks.
+    """
     on_sdpa = fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer)
-    if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph holds no kernel of ours
+    if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph cannot contain our kernels
         return "fused" if on_sdpa else "blocked"
     if fused.is_plain(inputs, normalizer):
         return "fused"
-    # A sink costs SDPA one more key, and in decoding a copy of the cache: 2.4 ms where our kernel takes 0.4.
+    # Our kernel comes before SDPA: a sink is one more key for SDPA, which in decoding copies the cache (2.4 ms, our
+    # kernel takes 0.4 ms).
     order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex") if on_sdpa else ("triton", "sparse", "flex")
-    return next((engine for engine in order if _applies(engine, inputs, normalizer)), "blocked")
+    return next((engine for engine in order if _engine_applies(engine, inputs, normalizer)), "blocked")
 
 
-def _applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> bool:
+def _engine_applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> bool:
     if engine == "fused":
         return fused.applies(inputs, normalizer)
     if engine == "triton":
-        from attnorm.engines import one_pass, stick_breaking  # load Triton where there is one
+        from attnorm.engines import one_pass, stick_breaking  # loads Triton if it is installed
 
         return one_pass.applies(inputs, normalizer) or stick_breaking.applies(inputs, normalizer)
     if engine == "sparse":
@@ -273,7 +300,7 @@ def normalize(
     positions: Tensor | Positions | None = None,
     hidden_states: Tensor | None = None,
 ) -> Tensor:
-    """Weights of logits (..., Q, K) under a normalizer; mask boolean, True = may attend.
+    """Compute the weights of logits (..., Q, K) under a normalizer; mask: boolean, True = may attend.
 
     >>> normalize(logits, "ssmax", mask=mask)
     """

@@ -105,7 +105,7 @@ constants = dict(
     V_FULL=False, LIFT=1.0,
 )
 types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "floor"), "fp32")
-rows = ("factor", "shift", "least", "parameters", "sink", "reference_out", "part", "total", "peak")
+rows = ("factor", "shift", "cutoff", "parameters", "sink", "reference_out", "part", "total", "peak")
 types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
 for kernel in (decode.decode_parts, decode.join_parts):

@@ -78,9 +78,9 @@ def test_which_factors_learn() -> None:
         (learned, None, True),
         (learned, states, True),
     ]:
-        assert flex._factors_learn(call(hidden_states=hidden), rules) is learns
+        assert flex._factors_need_grad(call(hidden_states=hidden), rules) is learns
         with torch.no_grad():
-            assert not flex._factors_learn(call(hidden_states=hidden), rules)
+            assert not flex._factors_need_grad(call(hidden_states=hidden), rules)
 
 
 def test_before_a_penalty_on_distances_flex_takes_factors_alone() -> None:
@@ -107,10 +107,10 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
         given.append(factor)
         return values, values
 
-    monkeypatch.setattr(one_pass, "_entropy_of_few", lambda *_: entropy)
-    monkeypatch.setattr(one_pass, "_row_numbers", lambda *_: (factor, None))
-    monkeypatch.setattr(one_pass, "_call", run)
-    monkeypatch.setattr(one_pass, "lowered", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))
+    monkeypatch.setattr(one_pass, "_entropy_of_few_queries", lambda *_: entropy)
+    monkeypatch.setattr(one_pass, "_row_factor_and_shift", lambda *_: (factor, None))
+    monkeypatch.setattr(one_pass, "_launch", run)
+    monkeypatch.setattr(one_pass, "lower", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))
     normalizer = Normalizer(get("softmax").map, scale=[rule])
     one_pass.one_pass(call(3), normalizer)
     torch.testing.assert_close(given[0], (own or 1.0) * rule.beta(entropy))
@@ -119,9 +119,9 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
 def test_a_sink_has_one_logit_or_one_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = []
     form = SimpleNamespace(map=SimpleNamespace(ranged=False), top=None)
-    monkeypatch.setattr(one_pass, "lowered", lambda *_: form)
-    monkeypatch.setattr(one_pass, "_row_numbers", lambda *_: (None, None))
-    monkeypatch.setattr(one_pass, "_call", lambda _, v, f, shift, sink, *__: (given.append(sink), None))
+    monkeypatch.setattr(one_pass, "lower", lambda *_: form)
+    monkeypatch.setattr(one_pass, "_row_factor_and_shift", lambda *_: (None, None))
+    monkeypatch.setattr(one_pass, "_launch", lambda _, v, f, shift, sink, *__: (given.append(sink), None))
     for heads in (None, 4):
         one_pass.one_pass(call(), get("sink", logit=1.5, heads=heads))
         assert given.pop().tolist() == [1.5] * 4
@@ -163,8 +163,8 @@ def test_queries_of_a_block_are_as_many_as_its_logits_allow(
     batch: int, keys: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = wide(batch, keys)
-    run = blocked._Run(inputs, get("softmax"), None, elements)  # type: ignore[arg-type]
-    assert (run.rows, type(run.rows)) == (rows, int)
+    run = blocked._BlockedCall(inputs, get("softmax"), None, elements)  # type: ignore[arg-type]
+    assert (run.rows_per_block, type(run.rows_per_block)) == (rows, int)
     asked: list[int] = []
 
     def steps(_: Inputs, count: int) -> Iterator[tuple[int, int]]:
@@ -214,9 +214,9 @@ def test_steps_are_run_again_in_the_backward_pass_where_something_learns(
         return step(*arguments)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(fused, "checkpoint", checkpoint)
-    monkeypatch.setattr(fused, "_spans", lambda _: iter([(0, 3), (3, 4)]))
+    monkeypatch.setattr(fused, "_query_spans", lambda _: iter([(0, 3), (3, 4)]))
     with torch.set_grad_enabled(enabled):
-        found = fused._in_steps(inputs, q, lambda start, stop, part: 10 * part + start)
+        found = fused._run_in_steps(inputs, q, lambda start, stop, part: 10 * part + start)
     assert found.flatten().tolist() == [0.0, 10.0, 20.0, 33.0]
     assert kept == [dropout > 0] * runs
 
@@ -251,11 +251,11 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     k: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(one_pass.one_pass_operators, "least_of_top", lambda *given: asked.append(given))
+    monkeypatch.setattr(one_pass.one_pass_operators, "top_k_cutoff", lambda *given: asked.append(given))
     inputs = call(4, 6, causal=True)
     factor = torch.ones(1, 4, 4, requires_grad=True)
     form: Any = SimpleNamespace(softcap=2.0, window=5)
-    one_pass._least(inputs, factor, form, TopK(k))
+    one_pass._top_k_cutoff(inputs, factor, form, TopK(k))
     ((q, key, mask, fixed, count, *rest),) = asked
     assert q is not inputs.q_BHQD or not q.requires_grad
     assert key.shape == inputs.k_BGKD.shape
@@ -275,7 +275,7 @@ def test_scores_of_flex_have_a_gradient_at_0(name: str) -> None:
         return torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1)
 
     one: Any = SimpleNamespace(attend=attend, n=torch.ones(1, 1, 1, 1), inputs=call())
-    flex._recipe(map_)(one, map_)
+    flex._attention_of_map(map_)(one, map_)
     z = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     nothing = torch.zeros(3)
     scores[0](z, nothing, nothing, nothing, nothing)[2].backward()

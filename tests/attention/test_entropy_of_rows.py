@@ -60,8 +60,8 @@ def test_the_entropy_of_the_engine_of_one_pass(kind: str, scaled: bool, monkeypa
         mean = weights @ values.double().repeat_interleave(2, 1)
         return mean.float(), (logits.logsumexp(-1) / math.log(2)).float()
 
-    monkeypatch.setattr(one_pass, "_call", kernel)
+    monkeypatch.setattr(one_pass, "_launch", kernel)
     monkeypatch.setattr(one_pass.one_pass_operators, "row_dots", lambda a, b: (a * b).sum(-1))
-    found = one_pass._entropy_of_few(given, factor)
+    found = one_pass._entropy_of_few_queries(given, factor)
     torch.testing.assert_close(found.double(), entropy_of(logits), rtol=1e-5, atol=1e-5)
     assert (found[logits.isinf().all(-1)] == 0).all()

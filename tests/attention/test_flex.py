@@ -104,7 +104,7 @@ def test_the_keys_of_the_smallest_and_largest_logit_in_blocks_of_any_size(call: 
     some = visible.expand(z.shape).any(-1)
     low, high = z.masked_fill(~visible, math.inf).argmin(-1), z.masked_fill(~visible, -math.inf).argmax(-1)
     assert torch.equal(found[:, some], torch.stack([low, high])[:, some])
-    logit = flex._logit_of(one, high)[..., 0]
+    logit = flex._logits_at(one, high)[..., 0]
     expected = z.gather(-1, high[..., None])[..., 0]
     torch.testing.assert_close(logit[some].double(), expected[some], rtol=1e-5, atol=1e-6)
 
@@ -135,7 +135,7 @@ def test_narrow_heads_are_left_to_other_engines() -> None:
 def test_sums_of_no_keys_are_zero() -> None:
     output = torch.tensor([[math.nan, 1.0], [2.0, 3.0]])
     log_sum = torch.tensor([[-math.inf], [math.log(4.0)]])
-    torch.testing.assert_close(flex._scaled_by_sum(output, log_sum), torch.tensor([[0.0, 0.0], [8.0, 12.0]]))
+    torch.testing.assert_close(flex._multiply_by_sum(output, log_sum), torch.tensor([[0.0, 0.0], [8.0, 12.0]]))
 
 
 @pytest.mark.parametrize("name", ["relu", "softpick"])
@@ -178,7 +178,9 @@ def test_few_queries_on_a_gpu_run_the_general_kernel(
         assert config.recompile_limit == config.accumulated_recompile_limit == 1024
         return torch.ones(2, dtype=torch.bfloat16), SimpleNamespace(lse=torch.zeros(3))
 
-    monkeypatch.setattr(flex, "_compiled" if on_gpu else "flex_attention", (lambda: run) if on_gpu else run)
+    monkeypatch.setattr(
+        flex, "_compiled_flex_attention" if on_gpu else "flex_attention", (lambda: run) if on_gpu else run
+    )
     q: Any = SimpleNamespace(is_cuda=on_gpu)
     inputs: Any = SimpleNamespace(queries=queries, k_BGKD=q, v_BGKE=q, scale=0.5, groups=2)
     monkeypatch.setattr(flex, "_block_mask", lambda _: None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines import device_sync, flex, fused, inputs, one_pass, sparse, triton_support
-from attnorm.engines.inputs import Inputs, rounded, row_factors, validate_inputs
+from attnorm.engines.inputs import Inputs, row_factors, validate_inputs, with_rounded_queries
 from attnorm.normalizers import Normalizer, compose, get
 
 B, H, G = 2, 4, 2
@@ -175,7 +175,7 @@ def test_a_power_of_two_moves_from_float16_queries_into_the_scale_and_nothing_el
     for dtype, room in ((torch.float16, 256.0), (torch.bfloat16, 1.0), (torch.float32, 1.0)):
         one = call(3, 5)
         half = replace(one, k_BGKD=one.k_BGKD.to(dtype))
-        found = rounded(one.q_BHQD * 1000, half)
+        found = with_rounded_queries(one.q_BHQD * 1000, half)
         assert found.scale == 0.5 * room
         assert torch.equal(found.q_BHQD, (one.q_BHQD * 1000 / room).to(dtype))
 
@@ -346,7 +346,7 @@ def test_only_a_cpu_runs_in_step_with_the_program() -> None:
 def test_rows_of_a_mask_are_aligned_for_the_kernel_that_reads_them() -> None:
     for width in (1, 15, 16, 17, 40):
         mask = torch.arange(3.0 * width).reshape(3, width)
-        found = fused._aligned(mask)
+        found = fused._align_rows(mask)
         assert torch.equal(found, mask)
         assert found.stride(0) == math.ceil(width / 16) * 16
 
@@ -354,11 +354,11 @@ def test_rows_of_a_mask_are_aligned_for_the_kernel_that_reads_them() -> None:
 @pytest.mark.parametrize("queries", [1023, 1024, 1025])
 def test_causal_calls_of_sdpa_step_over_the_keys_ahead(queries: int) -> None:
     one = call(queries, queries + 1, causal=True)
-    spans = list(fused._spans(one))
+    spans = list(fused._query_spans(one))
     assert spans[0] == (0, min(queries, 1024))
-    assert list(fused._spans(replace(one, causal=False))) == [(0, queries)]
+    assert list(fused._query_spans(replace(one, causal=False))) == [(0, queries)]
     mask = torch.ones(1, 1, queries, queries + 1, dtype=torch.bool)
-    assert list(fused._spans(replace(one, mask=mask))) == [(0, queries)]
+    assert list(fused._query_spans(replace(one, mask=mask))) == [(0, queries)]
 
 
 def test_sdpa_scales_below_a_thousandth_are_multiplied_into_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_widths_on_cuda_are_padded_to_a_multiple_of_8(
             shapes = ((2, 4, 3, width), (2, 2, 7, width), (2, 2, 7, values))
             q, k, v = (torch.empty(shape, device=device) for shape in shapes)
             inputs = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
-            output = fused._attend(inputs, inputs.k_BGKD, inputs.v_BGKE, None)
+            output = fused._sdpa(inputs, inputs.k_BGKD, inputs.v_BGKE, None)
         assert seen.pop() == (expected, expected, expected)
         assert output.shape == (2, 4, 3, values)
 
@@ -114,7 +114,7 @@ def test_shapes_of_logits_that_are_compared() -> None:
     found = one_pass_operators.extreme_logits.operator(Q, K, None, None, None, True, None, 0.5)
     assert shapes(found) == [((2, 6, 5), dtype) for dtype in (torch.float32,) * 2 + (torch.int32,) * 2]
     count = ROWS.to(torch.int32)
-    assert shapes(one_pass_operators.least_of_top.operator(Q, K, None, None, count, None, True, None, 0.5)) == like(
+    assert shapes(one_pass_operators.top_k_cutoff.operator(Q, K, None, None, count, None, True, None, 0.5)) == like(
         ROWS
     )
     assert shapes(one_pass_operators.row_dots.operator(Q, Q)) == like(ROWS)

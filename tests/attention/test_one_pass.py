@@ -51,7 +51,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 def has_kernel(case: Case) -> bool:
     call = validate_inputs(*draw(GROUPS), mask=None, causal=True, scale=None, positions=None)
-    return case.hidden_width is None and one_pass.lowered(case.make(), call) is not None
+    return case.hidden_width is None and one_pass.lower(case.make(), call) is not None
 
 
 DECLARED = [case for case in reference.DECLARED if has_kernel(case)]
@@ -188,7 +188,7 @@ def test_a_rule_of_distances_runs_in_blocks_in_front_of_maps_that_count_keys(map
     """The kernels apply the rule last, but the factor or shift of such a map belongs behind it."""
     normalizer = attnorm.compose(map_, scale="scale_invariant")
     call = validate_inputs(*draw(GROUPS), mask=None, causal=True, scale=None, positions=None)
-    assert one_pass.lowered(normalizer, call) is None
+    assert one_pass.lower(normalizer, call) is None
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -284,9 +284,9 @@ def test_the_top_k_are_found_in_rows_that_are_hard_to_search(k: int) -> None:
     for seen in (300, 20):
         wanted = torch.full((1, 1, 8), k, dtype=torch.int32, device=DEVICE)
         options = (None, False, None, 1 / math.log2(math.e))  # so that logits in bits are those given
-        least = torch.ops.attnorm.least_of_top(q, keys[..., :seen, :], None, None, wanted, *options)
+        cutoff = torch.ops.attnorm.top_k_cutoff(q, keys[..., :seen, :], None, None, wanted, *options)
         kth = z[:, :seen].sort(descending=True).values[:, min(k, seen) - 1, None]
-        assert torch.equal(z[:, :seen] > least[0, 0, :, None].cpu(), z[:, :seen] >= kth)
+        assert torch.equal(z[:, :seen] > cutoff[0, 0, :, None].cpu(), z[:, :seen] >= kth)
 
 
 def test_the_entropy_of_peaked_flat_and_empty_rows() -> None:
@@ -484,17 +484,17 @@ constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
     NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
     CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True,
-    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True, OF_FACTOR=True,
+    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True, GRAD_OF_FACTOR=True,
 )
 soft = MAPS["softmax"]
 frozen_factor = constants | dict(
     MAP=soft.weights, SLOPES=soft.slopes, REFERENCE=int(soft.reference), RULED=False, CAPPED=False, SHIFTED=False,
-    PLAIN=True, ENTROPY=False, OF_FACTOR=False,
+    PLAIN=True, ENTROPY=False, GRAD_OF_FACTOR=False,
 )
 types = dict(mask="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "plain_scale"), "fp32")
 rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", "inverse", "delta", "grad_factor")
-types |= dict.fromkeys((*rows, "grad_shift", "least", "parameters", "low_logit", "high_logit"), "*fp32")
+types |= dict.fromkeys((*rows, "grad_shift", "cutoff", "parameters", "low_logit", "high_logit"), "*fp32")
 types |= dict.fromkeys(("soft_factor", "entropy", "soft_reference", "grad_entropy"), "*fp32")
 types |= dict.fromkeys(("variance", "mean", "count", "slope", "lift"), "*fp32")
 types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")

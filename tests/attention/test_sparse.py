@@ -333,10 +333,10 @@ def test_compiled_code_takes_the_kernels_as_one_operator() -> None:
     mask = mask_of("padding", SMALL)
     assert mask is not None
     factor, alpha = torch.full((1, 1, 20), 0.7, device=DEVICE), torch.full((1, 1, 20), 0.4, device=DEVICE)
-    tilts = torch.full((1,), 0.01, device=DEVICE)
-    given = [*(t.detach() for t in (q, k, v)), mask.expand(1, 1, 20, 20), factor, alpha, tilts]
+    penalties = torch.full((1,), 0.01, device=DEVICE)
+    given = [*(t.detach() for t in (q, k, v)), mask.expand(1, 1, 20, 20), factor, alpha, penalties]
     learned = (t.clone().requires_grad_() for t in (factor, alpha))
-    arguments = (q, k, v, given[3], *learned, tilts, True, 0.25, "entmax", True)
+    arguments = (q, k, v, given[3], *learned, penalties, True, 0.25, "entmax", True)
     torch.library.opcheck(torch.ops.attnorm.sparse_attention.default, arguments)
     output, *kept = torch.ops.attnorm.sparse_attention(*given, True, 0.25, "entmax", True)
     arguments = (output, *given, *kept, True, 0.25, "entmax", True)
@@ -378,7 +378,7 @@ from attnorm.kernels import threshold, threshold_backward
 from attnorm.kernels.threshold_maps import MAPS
 types = dict(mask="*u8", live="*u8", listed="*i32")
 types |= dict.fromkeys(("unit", "slope", "enough", "tolerance", "doubt"), "fp32")
-rows = ("row_factor", "parameter", "tilts", "threshold", "gaps", "delta", "grad_factor", "grad_parameter")
+rows = ("row_factor", "parameter", "penalties", "threshold", "gaps", "delta", "grad_factor", "grad_parameter")
 types |= dict.fromkeys(rows, "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out", "out_u", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 forward, queries, keys = threshold.forward, threshold_backward.backward_queries, threshold_backward.backward_keys
@@ -387,7 +387,7 @@ for kernel, name, trains, capability in [WHICH]:
     given = dict(
         WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
-        MASKED=True, FACTORED=True, TILTED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16,
+        MASKED=True, FACTORED=True, PENALISED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16,
         V_WIDTH=16,
         FULL=True, V_FULL=False, SIGNED=True, MAX_STEPS=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )

@@ -74,15 +74,15 @@ def entries_of(sums: RowSums, drop: Tensor, n: Tensor) -> tuple[Tensor, ...]:
 
 def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Callable[[Tensor], Tensor] | None) -> dict:
     """The statistics of the same sums by the code for blocks of logits, in float64. poles: sums at a root."""
-    n, first, largest, smallest, level, runner_up, s1, tilt, s2, s3, s4 = columns.double()
+    n, first, largest, smallest, level, runner_up, s1, e_log_e, s2, s3, s4 = columns.double()
     level = torch.where(n > 1, level, first * gain)
     some = s1 != 0
     drop = torch.where(some, runner_up - level, -math.inf)
     fall = torch.where(some, drop, 0.0)
     scale = drop.exp()
-    log_others, tilt = drop + s1.log(), scale * (tilt + fall * s1)
+    log_others, e_log_e = drop + s1.log(), scale * (e_log_e + fall * s1)
     none = torch.zeros_like(n)
-    sums = RowSums(level, first * gain - level, learned_sink - level, log_others, tilt, scale.square() * s2, none)
+    sums = RowSums(level, first * gain - level, learned_sink - level, log_others, e_log_e, scale.square() * s2, none)
     sink, one, second, learned = entries_of(sums, drop, n)
     smaller = torch.minimum(sink, one)
     ends = torch.maximum(sink, one), torch.maximum(smaller, second)

@@ -13,7 +13,7 @@ from attnorm.analysis.merge import merge_parts
 from attnorm.analysis.output_bottleneck import measure_output
 from attnorm.analysis.parts import AnalysisProgress, Job, measure_parts
 from attnorm.analysis.plan import check_windows, plan, unigram_entropies
-from attnorm.analysis.result import Analysis, refuse_another_run
+from attnorm.analysis.result import Analysis, reject_another_run
 from attnorm.analysis.settings import (
     BUDGET,
     READ_KEYS,
@@ -148,7 +148,7 @@ def analyze(
     folder = None if out is None else Path(out)
     thresholds = thresholds or Thresholds()
     if folder is not None:
-        refuse_another_run(folder, manifest)
+        reject_another_run(folder, manifest)
         if resume and _is_finished(folder):
             try:
                 analysis = Analysis.load(folder).judged(thresholds)

@@ -92,7 +92,7 @@ class Analysis:
         runs = list(analyses)
         if not runs:
             raise ValueError("expected at least one analysis, got none")
-        refuse_other_models([run.manifest["model"] for run in runs])
+        reject_other_models([run.manifest["model"] for run in runs])
         try:
             tables = {
                 name: merge_runs(name, [run.tables[name].select(schema.names) for run in runs])
@@ -200,7 +200,7 @@ class Analysis:
     def save(self, folder: str | Path) -> Path:
         """Write all tables and the manifest for Analysis.load. A folder with another run raises FileExistsError."""
         folder = Path(folder)
-        refuse_another_run(folder, self.manifest)
+        reject_another_run(folder, self.manifest)
         with store.explained_when_full(folder):
             store.write_run(folder, self.tables, self.manifest)
         return folder
@@ -259,7 +259,7 @@ class Analysis:
         return getattr(self, name)
 
 
-def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
+def reject_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Raise FileExistsError, naming the differences, if the folder holds something else than this run."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder for the output, got a file")
@@ -276,7 +276,7 @@ def refuse_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_models(models: Sequence[Mapping[str, Any]]) -> None:
+def reject_other_models(models: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError if runs measured different models, or one model in different precisions."""
     if len({model["fingerprint"] for model in models}) < 2:
         return

@@ -1,1 +1,1 @@
-"""Engines of attention: `fused` (SDPA), `one_pass`, `stick_breaking`, `sparse` (Triton), `flex`, `blocked` (all)."""
+"""Engines: each computes attention for some normalizers; attention.py chooses one. `blocked` computes all of them."""

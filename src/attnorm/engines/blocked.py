@@ -1,6 +1,7 @@
-"""Attention of any normalizer in blocks of queries: memory O(L x block), forward and backward, never L x L.
+"""The engine for every normalizer: attention in blocks of queries, in plain PyTorch.
 
-Backward computes each block again and adds its gradients in place, so nothing of size Q x L is kept either.
+Memory grows with K times the queries of a block, never with Q x K. The backward pass computes each block again and adds
+its gradients in place, so it keeps no matrix of weights either.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attnorm.engines.inputs import HALF, Inputs, transformed, without_autocast
+from attnorm.engines.inputs import HALF, Inputs, under_transform, without_autocast
 from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import Normalizer
 
@@ -20,20 +21,25 @@ from attnorm.normalizers.contract import Normalizer
 BLOCK_ELEMENTS = 2**20
 CUDA_BLOCK_ELEMENTS = 2**25
 
-# Logits from a block of queries (B, H, q, D) and the keys (B, H, l, D).
+# A function that computes the logits (B, H, q, k) of a block of queries (B, H, q, D) and keys (B, H, k, D).
 Scores = Callable[[Tensor, Tensor], Tensor]
 
 
 def blocked(
     inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int | None = None
 ) -> Tensor:
-    """Output (B, H, Q, E). `scores` replaces the scaled dot product; block_elements: by device unless given."""
+    """Return the output (B, H, Q, E).
+
+    scores: function for the logits (default: scaled dot product).
+    block_elements: logits per block (default: BLOCK_ELEMENTS on a CPU, CUDA_BLOCK_ELEMENTS on a GPU).
+    """
     elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
-    run = _Run(inputs, normalizer, scores or _dot_product(inputs.scale), elements)
+    run = _BlockedCall(inputs, normalizer, scores or _scaled_dot_product(inputs.scale), elements)
     dtype = inputs.q_BHQD.dtype
-    q, k, v = _working(inputs)
-    # No rule for transforms: in one block torch derives everything. An exported graph has no loop over blocks.
-    if transformed() or is_exporting() or run.rows >= inputs.queries:
+    q, k, v = _in_working_precision(inputs)
+    # _BlockedAttention has no rules for torch.func, and an exported graph has no loop over blocks. Both compute all
+    # queries as one block, which torch differentiates itself.
+    if under_transform() or is_exporting() or run.rows_per_block >= inputs.queries:
         whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
         return whole.to(dtype)
     if inputs.dropout > 0:
@@ -45,19 +51,19 @@ def blocked(
     return output.to(dtype)
 
 
-def with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
-    """Output (B, H, Q, E) and the weights (B, H, Q, K) it was made with, in float32 at least, all rows in one block."""
-    q, k, v = _working(inputs)
-    run = _Run(
-        inputs, normalizer, _dot_product(inputs.scale), q.shape[0] * q.shape[1] * max(1, q.shape[2]) * k.shape[2]
-    )
+def attend_with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
+    """Return the output (B, H, Q, E) and its weights (B, H, Q, K) in at least float32, computed as one block."""
+    q, k, v = _in_working_precision(inputs)
+    batch, heads, queries, keys = inputs.weights_shape
+    all_elements = batch * heads * max(1, queries) * keys
+    run = _BlockedCall(inputs, normalizer, _scaled_dot_product(inputs.scale), all_elements)
     with without_autocast(q.device):
-        weights = run.weigh(0, inputs.queries, q, k, inputs.hidden_states, inputs.bias)
+        weights = run.block_weights(0, inputs.queries, q, k, inputs.hidden_states, inputs.bias)
         return (weights @ v).to(inputs.q_BHQD.dtype), weights
 
 
-def _working(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in float32 at least, with a key head for every query head."""
+def _in_working_precision(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v in at least float32, with one key head per query head."""
     dtype = inputs.q_BHQD.dtype
     working = torch.float32 if dtype in HALF else dtype
     q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
@@ -65,22 +71,25 @@ def _working(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _dot_product(scale: float) -> Scores:
+def _scaled_dot_product(scale: float) -> Scores:
     return lambda q, k: (q * scale) @ k.transpose(-1, -2)
 
 
-class _Run(nn.Module):
-    """One call: cuts the queries into blocks and computes each. A module, so that all that learns is found in it."""
+class _BlockedCall(nn.Module):
+    """One attention call that computes its queries block by block.
+
+    It is a module so that `named_parameters` and `functional_call` reach the parameters of normalizer and scores.
+    """
 
     def __init__(self, inputs: Inputs, normalizer: Normalizer, scores: Scores, block_elements: int) -> None:
         super().__init__()
         self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
         batch, heads = inputs.q_BHQD.shape[:2]
-        self.rows = max(1, block_elements // max(1, batch * heads * inputs.keys))
-        self.seed: int | None = None  # of the dropout, where backward has to draw it again
+        self.rows_per_block = max(1, block_elements // max(1, batch * heads * inputs.keys))
+        self.seed: int | None = None  # random seed of dropout, if the backward pass has to draw the same mask again
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        return self.inputs.steps(self.rows)
+    def query_spans(self) -> Iterator[tuple[int, int]]:
+        return self.inputs.steps(self.rows_per_block)
 
     def forward(
         self,
@@ -92,19 +101,34 @@ class _Run(nn.Module):
         hidden_states: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Output of the queries start..stop; q, hidden_states and bias are those queries', k and v what they reach."""
-        with without_autocast(q.device):
-            return self.weigh(start, stop, q, k, hidden_states, bias) @ v
+        """Return the output of the queries start..stop.
 
-    def weigh(
+        q, hidden_states and bias belong to these queries; k and v are the keys and values that they may see.
+        """
+        with without_autocast(q.device):
+            return self.block_weights(start, stop, q, k, hidden_states, bias) @ v
+
+    def block_weights(
         self, start: int, stop: int, q: Tensor, k: Tensor, hidden_states: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """The weights of the queries start..stop, after dropout."""
+        """Return the weights of the queries start..stop, after dropout."""
         keys = k.shape[-2]
         block = Block.of(self._logits(q, k, bias), self.inputs.visible(start, stop, keys))
-        given = self._given(start, stop, keys)
-        rows = _Rows(block.logits, block.mask, given, hidden_states, first=self.inputs.offset + start)
-        return self._dropped(self.normalizer.weights(rows), start)
+        positions = self._positions_of_rows(start, stop, keys)
+        rows = _RowsBlock(block.logits, block.mask, positions, hidden_states, first=self.inputs.offset + start)
+        return self._apply_dropout(self.normalizer.weights(rows), start)
+
+    def slices(self, start: int, stop: int, tensors: "_CallTensors") -> "_CallTensors":
+        """Return the parts of q, k, v, hidden_states and bias that the queries start..stop need."""
+        q, k, v, hidden_states, bias = tensors
+        reach = self.inputs.reach(stop)
+        return (
+            q[..., start:stop, :],
+            k[..., :reach, :],
+            v[..., :reach, :],
+            None if hidden_states is None else hidden_states[..., start:stop, :],
+            None if bias is None else bias[..., start:stop, :reach],
+        )
 
     def _logits(self, q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
         logits = self.scores(q, k)
@@ -112,7 +136,7 @@ class _Run(nn.Module):
             logits = self.inputs.softcap * torch.tanh(logits / self.inputs.softcap)
         return logits if bias is None else logits + bias
 
-    def _dropped(self, weights: Tensor, start: int) -> Tensor:
+    def _apply_dropout(self, weights: Tensor, start: int) -> Tensor:
         if self.inputs.dropout == 0:
             return weights
         if self.seed is None:
@@ -121,17 +145,17 @@ class _Run(nn.Module):
         kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= self.inputs.dropout
         return torch.where(kept, weights, 0.0) / (1 - self.inputs.dropout)
 
-    def _given(self, start: int, stop: int, keys: int) -> Positions | None:
+    def _positions_of_rows(self, start: int, stop: int, keys: int) -> Positions | None:
         if self.inputs.positions is None:
             return None
-        every = Positions.of(self.inputs.positions, self.inputs.weights_shape, self.inputs.q_BHQD.device)
-        query, key = every.query[..., start:stop], every.key[..., :keys]
+        all_rows = Positions.of(self.inputs.positions, self.inputs.weights_shape, self.inputs.q_BHQD.device)
+        query, key = all_rows.query[..., start:stop], all_rows.key[..., :keys]
         return Positions(*(p if p.dim() == 1 else p[:, 0] for p in (query, key)))
 
 
 @dataclass(frozen=True)
-class _Rows(Block):
-    """Some rows of an attention call. Where the caller gave no positions they are counted from the first row's."""
+class _RowsBlock(Block):
+    """Some rows of an attention call. Without given positions, the first row is at position `first`."""
 
     first: int = 0
 
@@ -144,11 +168,16 @@ class _Rows(Block):
         return Positions(torch.arange(self.first, self.first + rows, device=device), torch.arange(keys, device=device))
 
 
+_CallTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, hidden_states, bias
+
+
 class _BlockedAttention(torch.autograd.Function):
+    """All blocks of a call as one differentiable function of q, k, v, hidden_states, bias and the parameters."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        run: _Run,
+        run: _BlockedCall,
         names: tuple[str, ...],
         q: Tensor,
         k: Tensor,
@@ -158,66 +187,50 @@ class _BlockedAttention(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         output = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for start, stop in run.spans():
-            reach = run.inputs.reach(stop)
-            output[..., start:stop, :] = run(
-                start,
-                stop,
-                q[..., start:stop, :],
-                k[..., :reach, :],
-                v[..., :reach, :],
-                _rows(hidden_states, start, stop),
-                _of_block(bias, start, stop, reach),
-            )
+        for start, stop in run.query_spans():
+            output[..., start:stop, :] = run(start, stop, *run.slices(start, stop, (q, k, v, hidden_states, bias)))
         ctx.run, ctx.names = run, names
         ctx.save_for_backward(q, k, v, hidden_states, bias, *parameters)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: _BlockedCall = ctx.run
         q, k, v, hidden_states, bias, *saved = ctx.saved_tensors
-        # The parameters as they were forward: torch.func may have replaced them meanwhile.
+        # The parameters as they were in the forward pass: torch.func may have replaced them since.
         parameters = [p.detach().requires_grad_() for p in saved]
-        totals = [torch.zeros_like(t) for t in (q, k, v)]
-        hidden_total, bias_total = (None if t is None else torch.zeros_like(t) for t in (hidden_states, bias))
+        inputs: _CallTensors = (q, k, v, hidden_states, bias)
+        totals: Any = tuple(None if t is None else torch.zeros_like(t) for t in inputs)
         parameter_totals = [torch.zeros_like(p) for p in parameters]
-        for start, stop in run.spans():
-            reach = run.inputs.reach(stop)
-            pieces = [
-                q[..., start:stop, :],
-                k[..., :reach, :],
-                v[..., :reach, :],
-                _rows(hidden_states, start, stop),
-                _of_block(bias, start, stop, reach),
+        for start, stop in run.query_spans():
+            leaves = [
+                None if part is None else part.detach().requires_grad_() for part in run.slices(start, stop, inputs)
             ]
-            leaves = [None if piece is None else piece.detach().requires_grad_() for piece in pieces]
             with torch.enable_grad():
                 output = functional_call(run, dict(zip(ctx.names, parameters, strict=True)), (start, stop, *leaves))
-            wanted = [leaf for leaf in leaves if leaf is not None] + parameters
-            grads = list(torch.autograd.grad(output, wanted, grad[..., start:stop, :], allow_unused=True))
-            targets = [totals[0][..., start:stop, :], totals[1][..., :reach, :], totals[2][..., :reach, :]]
-            if hidden_total is not None:
-                targets.append(hidden_total[..., start:stop, :])
-            if bias_total is not None:
-                targets.append(bias_total[..., start:stop, :reach])
-            for target, piece in zip([*targets, *parameter_totals], grads, strict=True):
-                if piece is not None:
-                    target += piece
-        found = [*totals, hidden_total, bias_total, *parameter_totals]
+            differentiated = [leaf for leaf in leaves if leaf is not None] + parameters
+            block_grads = torch.autograd.grad(output, differentiated, grad[..., start:stop, :], allow_unused=True)
+            targets = [part for part in run.slices(start, stop, totals) if part is not None]  # views of the totals
+            for target, block_grad in zip([*targets, *parameter_totals], block_grads, strict=True):
+                if block_grad is not None:
+                    target += block_grad
+        gradients: list[Tensor | None] = [*totals, *parameter_totals]
         if torch.is_grad_enabled():  # with create_graph=True
-            present = [i for i, t in enumerate(found) if t is not None]
+            present = [i for i, t in enumerate(gradients) if t is not None]
             sources = [t for t in (grad, *ctx.saved_tensors) if t is not None]
             marked = _DifferentiatedOnce.apply(  # type: ignore[no-untyped-call]
-                len(present), *(found[i] for i in present), *sources
+                len(present), *(gradients[i] for i in present), *sources
             )
             for i, t in zip(present, marked, strict=True):
-                found[i] = t
-        return None, None, *found
+                gradients[i] = t
+        return None, None, *gradients
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Gradients as they are, joined to what they depend on: a second derivative raises instead of being dropped."""
+    """Return gradients unchanged, and raise an error if they are differentiated again.
+
+    Without it, the gradients would count as constants and a second derivative would be silently wrong.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -229,11 +242,3 @@ class _DifferentiatedOnce(torch.autograd.Function):
             "expected one derivative of attention in blocks, got a second one. Pass return_weights=True to attention, "
             "which computes all rows at once, or pass fewer queries at a time."
         )
-
-
-def _rows(hidden_states: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if hidden_states is None else hidden_states[..., start:stop, :]
-
-
-def _of_block(bias: Tensor | None, start: int, stop: int, reach: int) -> Tensor | None:
-    return None if bias is None else bias[..., start:stop, :reach]

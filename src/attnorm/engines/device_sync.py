@@ -15,19 +15,19 @@ def runs_asynchronously(tensor: Tensor) -> bool:
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on that device. From ordinary memory a GPU takes it only when all queued work is done."""
+    """Return the tensor on that device. A copy from pinned memory to a GPU does not wait for its queued work."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def sent_to_cpu(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; its numbers are there once `arrival` has been waited for."""
+    """Return the tensor on the CPU. Call the function that `arrival` returns before you read its values."""
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
 
 
 def arrival(device: torch.device) -> Callable[[], None]:
-    """A function that waits until all that was sent from the device so far has arrived."""
+    """Return a function that waits until everything sent from the device so far has arrived."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()

@@ -1,8 +1,9 @@
-"""Normalizers as FlexAttention kernels: the fused path on CUDA, forward and backward.
+"""The engine on torch's FlexAttention, on CUDA, forward and backward.
 
-FlexAttention computes softmax of a modified score together with its logsumexp. A weight w(z) that is not divided by the
-row's sum is softmax of log w(z) times exp(logsumexp); a weight F(z) / G with G another sum over the row is the same
-times exp(lse_F - lse_G). On the CPU the same recipes run forward, uncompiled and unfused: enough to test them.
+FlexAttention computes softmax of a modified score, and its logsumexp. Other maps follow from both: a weight w(z) that
+is not divided by a sum is softmax(log w(z)) times exp(logsumexp). A weight F(z) / G, with G another sum over the row,
+is softmax(log F(z)) times exp(logsumexp_F - logsumexp_G). On a CPU the same functions run forward only, uncompiled and
+slowly, for tests.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from attnorm.engines.inputs import HALF, Inputs, row_factors, transformed
+from attnorm.engines.inputs import HALF, Inputs, row_factors, under_transform
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule
 from attnorm.normalizers.kernel import Kernel
 from attnorm.normalizers.relu import Relu
@@ -30,15 +31,15 @@ MIN_WIDTH = 16  # of q, k and v, in FlexAttention's kernels
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether this call has an exact FlexAttention form."""
+    """Whether FlexAttention computes this call exactly."""
     if normalizer.selections or normalizer.sink is not None or inputs.queries == 0:
         return False
-    if not inputs.plain_logits or inputs.dropout > 0 or transformed():
+    if not inputs.plain_logits or inputs.dropout > 0 or under_transform():
         return False
     if min(inputs.q_BHQD.shape[-1], inputs.v_BGKE.shape[-1]) < MIN_WIDTH:
         return False
     rules, map_ = normalizer.rules, normalizer.map
-    if inputs.q_BHQD.dtype in HALF and _factors_learn(inputs, normalizer):
+    if inputs.q_BHQD.dtype in HALF and _factors_need_grad(inputs, normalizer):
         return False
     if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
@@ -49,8 +50,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     return isinstance(map_, Sigmoid | Relu | Softpick) or (isinstance(map_, SelfAdjusted) and map_.normalised)
 
 
-def _factors_learn(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether a scale rule needs a gradient, which a factor inside the score would not get reliably."""
+def _factors_need_grad(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether a scale rule needs a gradient: a factor inside a FlexAttention score does not get it reliably."""
     rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
     states = inputs.hidden_states
     learns = any(p.requires_grad for rule in rules for p in rule.parameters())
@@ -58,7 +59,7 @@ def _factors_learn(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     q, n, factor = inputs.q_BHQD, inputs.n(), row_factors(inputs, normalizer)
     if factor is not None and q.dtype not in HALF:
         q, factor = q * factor, None
@@ -68,7 +69,7 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         rule = normalizer.rules[-1]
         assert isinstance(rule, DistanceRule)
         return call.attend(_distance_score(rule, inputs.offset))[0].to(q.dtype)
-    output = _recipe(map_)(call, map_)
+    output = _attention_of_map(map_)(call, map_)
     return torch.where(n > 0, output, 0.0).to(q.dtype)
 
 
@@ -84,17 +85,17 @@ class _FlexCall:
 
     def attend(self, score: ScoreMod | None, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """softmax(score) @ values in float32, and the logsumexp (B, H, Q, 1) of the score."""
-        run = _compiled() if self.q.is_cuda else flex_attention
+        run = _compiled_flex_attention() if self.q.is_cuda else flex_attention
         # FlexAttention's kernel for few queries cannot compile some group sizes; the general one takes them all.
         options = {"FORCE_USE_FLEX_ATTENTION": True} if self.q.is_cuda and self.inputs.queries < 128 else None
-        # Past the limit torch would silently run the unfused form. Each recipe and mask compiles to a separate kernel,
-        # and a number in a recipe must stay a constant of its kernel.
+        # Beyond the recompile limit torch silently runs the unfused form. Each map and mask compiles to a kernel of its
+        # own, and a number in a score function must stay a constant of its kernel.
         with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024, specialize_float=True):
             output, aux = run(
                 self.q,
                 self.inputs.k_BGKD,
                 self.inputs.v_BGKE if values is None else values,
-                score_mod=self._factored(score),
+                score_mod=self._with_factor(score),
                 block_mask=self.mask,
                 scale=self.inputs.scale,
                 enable_gqa=self.inputs.groups > 1,
@@ -103,7 +104,7 @@ class _FlexCall:
             )
         return output.float() if output.dtype != torch.float64 else output, aux.lse[..., None]
 
-    def _factored(self, score: ScoreMod | None) -> ScoreMod | None:
+    def _with_factor(self, score: ScoreMod | None) -> ScoreMod | None:
         if self.factor is None:
             return score
         per_row = self.row_values(self.factor)
@@ -115,13 +116,13 @@ class _FlexCall:
         return factored
 
     def row_values(self, rows: Tensor) -> Tensor:
-        """A number per row, shaped (B, H, Q) for use inside a score."""
+        """Return one number per row, (B, H, Q), for use inside a score."""
         shape = (*self.q.shape[:2], self.inputs.queries)
         return rows[..., 0].expand(shape).contiguous()
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
@@ -186,7 +187,7 @@ def _relu(call: _FlexCall, map_: Relu) -> Tensor:
         return torch.where(z > 0, map_.power * torch.log(torch.where(z > 0, z, 1.0)), -torch.inf)
 
     output, log_sum = call.attend(score)
-    return _scaled_by_sum(output, log_sum) / call.n.clamp(min=1)
+    return _multiply_by_sum(output, log_sum) / call.n.clamp(min=1)
 
 
 def _softpick(call: _FlexCall, map_: Softpick) -> Tensor:
@@ -203,11 +204,11 @@ def _softpick(call: _FlexCall, map_: Softpick) -> Tensor:
     output, log_sum = call.attend(above)
     _, log_total = call.attend(either, call.inputs.v_BGKE[..., :MIN_WIDTH])
     eps = torch.full_like(log_total, map_.eps).log()
-    return _scaled_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
+    return _multiply_by_sum(output, log_sum - torch.logaddexp(log_total, eps))
 
 
 def _self_adjusted(call: _FlexCall, map_: SelfAdjusted) -> Tensor:
-    low, high = (_logit_of(call, index) for index in _extreme_keys(call))
+    low, high = (_logits_at(call, index) for index in _extreme_keys(call))
     low, high = low.clamp(max=0), high.clamp(min=0)
     # sum p (z - low) v is linear in low: compute it for a constant safely below, where the logarithm is smooth, and
     # correct for the difference, which also carries the gradient of the row's minimum.
@@ -221,12 +222,12 @@ def _self_adjusted(call: _FlexCall, map_: SelfAdjusted) -> Tensor:
     plain, log_sum = call.attend(None)
     adjusted, log_adjusted = call.attend(score)
     log_ratio = torch.where(call.n > 0, log_adjusted - log_sum, -torch.inf)  # -inf less -inf in rows that see nothing
-    total = _scaled_by_sum(adjusted, log_ratio) + (below - low) * plain
+    total = _multiply_by_sum(adjusted, log_ratio) + (below - low) * plain
     return total / torch.where(width > 0, width, 1.0)
 
 
 def _extreme_keys(call: _FlexCall, block_elements: int = 2**24) -> tuple[Tensor, Tensor]:
-    """For each row the visible keys of the smallest and the largest logit, (B, H, Q), found block by block."""
+    """Return the visible keys with the smallest and the largest logit of each row, (B, H, Q) each, block by block."""
     inputs = call.inputs
     q, k = call.q.detach().float(), inputs.k_BGKD.detach().float()
     k = k.repeat_interleave(inputs.groups, dim=1)
@@ -243,8 +244,8 @@ def _extreme_keys(call: _FlexCall, block_elements: int = 2**24) -> tuple[Tensor,
     return torch.cat(lowest, -1), torch.cat(highest, -1)
 
 
-def _logit_of(call: _FlexCall, index: Tensor) -> Tensor:
-    """The logit of each query with the key at its index, (B, H, Q, 1), with gradients."""
+def _logits_at(call: _FlexCall, index: Tensor) -> Tensor:
+    """Return the logit of each query with the key at its index, (B, H, Q, 1), with gradients."""
     inputs = call.inputs
     k = inputs.k_BGKD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BGKD
     chosen = k.gather(2, index[..., None].expand(*index.shape, k.shape[-1]))
@@ -252,13 +253,13 @@ def _logit_of(call: _FlexCall, index: Tensor) -> Tensor:
     return logit if call.factor is None else logit * call.factor
 
 
-def _scaled_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
-    """output * exp(log_sum), 0 where no key took part."""
+def _multiply_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
+    """Return output * exp(log_sum); 0 for rows without a key, whose log_sum is -inf."""
     empty = torch.isneginf(log_sum)
     return torch.where(empty, 0.0, output) * torch.exp(torch.where(empty, 0.0, log_sum))
 
 
-def _recipe(map_: Map) -> Callable[[_FlexCall, Any], Tensor]:
+def _attention_of_map(map_: Map) -> Callable[[_FlexCall, Any], Tensor]:
     recipes: dict[type, Callable[[_FlexCall, Any], Tensor]] = {
         Kernel: _kernel,
         Sigmoid: _sigmoid,

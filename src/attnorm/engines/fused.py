@@ -1,10 +1,11 @@
-"""Normalizers that are a rescaled softmax, on torch's fused scaled dot product attention.
+"""The engine for softmax with rescaled logits: torch's scaled_dot_product_attention (SDPA).
 
-- a scale rule multiplies q;
-- a sink is one more key with a zero value, placed before all others so that causality needs no mask: q gets one more
-  coordinate holding the sink's logit, the sink's key is 1 there, all other keys 0;
-- adaptive temperature is two passes: the entropy of a row is logsumexp(z) - <q, attention(q, K, K)> * scale.
-Where a mask is needed, queries are processed in steps, so that it is never built for all rows at once.
+- A scale rule multiplies q.
+- A sink is one more key with a zero value. It comes before all other keys, so that causal calls still need no mask.
+  q gets one more coordinate that holds the sink's logit; there the sink's key is 1 and all other keys are 0.
+- Adaptive temperature takes two passes: the entropy of a row is logsumexp(z) - <q, attention(q, K, K)> * scale.
+
+If a mask has to be built, queries are processed in steps, so that it never exists for all rows at once.
 """
 
 import math
@@ -16,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from attnorm.engines.inputs import HALF, Inputs, in_forward_mode, rounded
+from attnorm.engines.inputs import HALF, Inputs, in_forward_mode, with_rounded_queries
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.block import is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
 
-# Below this the scale is multiplied into q: SDPA hides the future before it scales, so that -inf times 0 or a negative
-# number is NaN or infinite, and the logit of a sink enters divided by the scale.
+# A smaller scale, 0 or a negative one is multiplied into q beforehand. SDPA hides future keys by -inf before it scales,
+# so it would compute -inf times 0 or times a negative number; and the logit of a sink is divided by the scale.
 MIN_SCALE = 1e-3
 
 
@@ -44,16 +45,17 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether SDPA takes q as it is: softmax alone, in any precision, or any rescaled softmax in float32 or more."""
+    """Whether SDPA loses no precision: softmax alone, or a rescaled softmax without a sink in at least float32."""
     if not applies(inputs, normalizer) or normalizer.sink is not None:
         return False
     return inputs.q_BHQD.dtype not in HALF or not _has_factors(inputs, normalizer)
 
 
 def rounds_q(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether `fused` folds a factor into q in half precision, which rounds q once more.
+    """Whether `fused` multiplies q by a factor in half precision, which rounds q once more.
 
-    A power of two would be exact, but the factors of rules are on the device: reading them would wait for it.
+    A factor that is a power of two would be exact. We do not look: the factors are on the GPU, and reading them would
+    synchronize.
     """
     return inputs.q_BHQD.is_cuda and inputs.q_BHQD.dtype in HALF and _has_factors(inputs, normalizer)
 
@@ -63,10 +65,10 @@ def _has_factors(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, E) of a normalizer for which `applies` is true.
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true.
 
-    A factor folded into q in half precision would round q once more. On a CPU, where half precision saves no time, the
-    call runs in float32. On CUDA q is rounded once for all factors: `auto` does not choose this engine then.
+    In half precision, multiplying q by a factor rounds q once more. On a CPU, where half precision saves no time, the
+    call therefore runs in float32. On CUDA, q is rounded once for all factors; `choose_engine` avoids this engine then.
     """
     dtype, small = inputs.q_BHQD.dtype, inputs.scale < MIN_SCALE
     if dtype in HALF and not inputs.q_BHQD.is_cuda and _has_factors(inputs, normalizer):
@@ -74,7 +76,7 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         return fused(replace(inputs, q_BHQD=q, k_BGKD=k, v_BGKE=v), normalizer).to(dtype)
     rules = normalizer.rules
     if not rules and not small:
-        return _attend(inputs, inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
+        return _sdpa(inputs, inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
     n, positions = inputs.n(), inputs.query_positions()
     q = inputs.q_BHQD.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones sum in float32
     if small:
@@ -83,14 +85,14 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         if isinstance(rule, ScaleRule):
             q = rule.scaled(q, n, positions, inputs.hidden_states)
     if rules and isinstance(rules[-1], EntropyRule):
-        q = q * rules[-1].beta(_softmax_entropy(rounded(q, inputs)))
-    return _attend(rounded(q, inputs), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
+        q = q * rules[-1].beta(_softmax_entropy(with_rounded_queries(q, inputs)))
+    return _sdpa(with_rounded_queries(q, inputs), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
 
 
-def _attend(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
+def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
     q, width = inputs.q_BHQD, v.shape[-1]
     if sink is not None:
-        q, k, v = _with_sink_key(inputs, q, k, v, sink)
+        q, k, v = _prepend_sink_key(inputs, q, k, v, sink)
     if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels need one width, on CUDA a multiple of 8
         widest = max(q.shape[-1], v.shape[-1])
         widest = -(-widest // 8) * 8 if q.is_cuda else widest
@@ -100,7 +102,7 @@ def _attend(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
     drop = inputs.dropout
     if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys or inputs.queries == 1):
         if inputs.causal and inputs.queries > 1:
-            q = pad(q, (0, 0, extra, 0))  # a query for the sink's own row, so that the diagonal stays the diagonal
+            q = pad(q, (0, 0, extra, 0))  # one more query, for the sink's own row: the causal mask stays aligned
             out = scaled_dot_product_attention(
                 q, k, v, dropout_p=drop, is_causal=True, scale=inputs.scale, enable_gqa=grouped
             )
@@ -115,14 +117,15 @@ def _attend(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
             attn_mask=mask, dropout_p=drop, scale=inputs.scale, enable_gqa=grouped,
         )  # fmt: skip
 
-    return _in_steps(inputs, q, step)[..., :width]
+    return _run_in_steps(inputs, q, step)[..., :width]
 
 
-def _with_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink) -> tuple[Tensor, Tensor, Tensor]:
+def _prepend_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink) -> tuple[Tensor, Tensor, Tensor]:
     logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
     if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
         raise ValueError(f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads")
-    # In two coordinates, so that half precision keeps the logit's digits; finite, since other keys meet it with a 0.
+    # Two coordinates hold the logit, so that half precision keeps its digits. It must be finite: other keys multiply
+    # it by 0.
     largest = min(torch.finfo(dtype).max for dtype in (q.dtype, logit.dtype)) / 4
     exact = (logit / inputs.scale).clamp(-largest, largest)
     rounded = exact.to(q.dtype)
@@ -140,31 +143,31 @@ def _step_mask(inputs: Inputs, start: int, stop: int, extra: int) -> tuple[Tenso
     return mask, reach
 
 
-def _in_steps(inputs: Inputs, q: Tensor, step: Callable[[int, int, Tensor], Tensor]) -> Tensor:
-    spans = list(_spans(inputs))
+def _run_in_steps(inputs: Inputs, q: Tensor, step: Callable[[int, int, Tensor], Tensor]) -> Tensor:
+    spans = list(_query_spans(inputs))
     if len(spans) == 1:
         return step(*spans[0], q)
     outputs = []
     for start, stop in spans:
         q_step = q[..., start:stop, :]
         if torch.is_grad_enabled() and (inputs.needs_grad or q.requires_grad):
-            # Otherwise autograd would keep every step's mask.
-            draws = inputs.dropout > 0
-            outputs.append(checkpoint(step, start, stop, q_step, use_reentrant=False, preserve_rng_state=draws))
+            # Checkpointing frees the mask of every step, which autograd would keep otherwise.
+            has_dropout = inputs.dropout > 0
+            outputs.append(checkpoint(step, start, stop, q_step, use_reentrant=False, preserve_rng_state=has_dropout))
         else:
             outputs.append(step(start, stop, q_step))
     return torch.cat(outputs, dim=-2)
 
 
-def _spans(inputs: Inputs) -> Iterator[tuple[int, int]]:
+def _query_spans(inputs: Inputs) -> Iterator[tuple[int, int]]:
     rows = inputs.mask_rows()
     if inputs.causal and inputs.mask is None and inputs.queries > 1:
-        rows = min(rows, 1024)  # steps also skip the keys ahead of them
+        rows = min(rows, 1024)  # smaller steps skip more future keys
     return inputs.steps(rows)
 
 
 def _softmax_entropy(inputs: Inputs) -> Tensor:
-    """Entropy of softmax over each row in nats, (B, H, Q, 1); 0 for rows that see nothing."""
+    """Return the entropy of softmax over each row in nats, (B, H, Q, 1); 0 for rows that see no key."""
     q = inputs.q_BHQD
     half = q.dtype in HALF
     flash = half and q.is_cuda and inputs.mask is None  # takes half precision only; its logsumexp is float32
@@ -176,7 +179,7 @@ def _softmax_entropy(inputs: Inputs) -> Tensor:
         mean_key, log_sum = attention_and_logsumexp(q, k, k, None, inputs.causal, inputs.scale)
     else:
         pieces = []
-        for start, stop in _spans(inputs):
+        for start, stop in _query_spans(inputs):
             mask, reach = _step_mask(inputs, start, stop, 0)
             additive = None if mask is None else torch.zeros_like(mask, dtype=working).masked_fill_(~mask, -math.inf)
             seen = k[..., :reach, :]
@@ -190,7 +193,7 @@ def _softmax_entropy(inputs: Inputs) -> Tensor:
 def attention_and_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, additive_mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention with the logsumexp of each row; only torch's internal operators return it."""
+    """Return softmax attention and the logsumexp of each row, which only torch's internal operators return."""
     if q.device.type == "cpu":
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=additive_mask, scale=scale
@@ -199,14 +202,14 @@ def attention_and_logsumexp(
     if additive_mask is None and q.dtype in (torch.float16, torch.bfloat16):
         out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, log_sum
-    bias = None if additive_mask is None else _aligned(additive_mask).expand(*q.shape[:-1], k.shape[-2])
+    bias = None if additive_mask is None else _align_rows(additive_mask).expand(*q.shape[:-1], k.shape[-2])
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
     return out, log_sum[..., : q.shape[-2]]
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """The same numbers, each row at a multiple of 16 in memory: the kernel reads rows in pieces and takes no others."""
+def _align_rows(mask: Tensor) -> Tensor:
+    """Return the mask with a row stride that is a multiple of 16, as the kernel requires."""
     width = mask.shape[-1]
     return pad(mask, (0, -width % 16))[..., :width]

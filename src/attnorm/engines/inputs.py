@@ -1,4 +1,4 @@
-"""The inputs of every engine: q, k, v of one attention call with its mask, validated once.
+"""The record that every engine receives: q, k, v of one attention call with its mask, validated once.
 
 Shape letters in the whole package: B batch, H query heads, G key/value heads (H is a multiple of G), Q queries, K keys,
 D width of queries and keys, E width of values, C width of the layer input. q_BHQD has the shape (B, H, Q, D).
@@ -16,7 +16,7 @@ from attnorm.normalizers.block import Positions, check_mask, is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
 HALF = (torch.float16, torch.bfloat16)
-FLOAT16_ROOM = 2.0**8
+FLOAT16_HEADROOM = 2.0**8  # factor that moves from q into the scale in float16, see `with_rounded_queries`
 
 # Elements of the boolean mask built for one step of queries.
 MASK_ELEMENTS = 2**24
@@ -24,17 +24,19 @@ MASK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class Inputs:
+    """One attention call. `n` is the number of visible keys of a row, as in the papers."""
+
     q_BHQD: Tensor
     k_BGKD: Tensor
     v_BGKE: Tensor
-    mask: Tensor | None  # boolean, broadcastable to (B, H, Q, K), all four dimensions and K keys written out
+    mask: Tensor | None  # boolean, True = may attend, (B or 1, H or 1, Q or 1, K)
     causal: bool  # bottom-right: the last query sees every key
     scale: float
     positions: Tensor | Positions | None = None
     hidden_states: Tensor | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
-    bias: Tensor | None = None  # then added to them, (B or 1, H or 1, Q, K)
-    dropout: float = 0.0  # share of the weights to drop, as in training
+    bias: Tensor | None = None  # (B or 1, H or 1, Q, K), added to the logits after the softcap
+    dropout: float = 0.0  # probability of dropping a weight
 
     @property
     def queries(self) -> int:
@@ -51,7 +53,7 @@ class Inputs:
 
     @property
     def offset(self) -> int:
-        """Keys before the first query: query i sees keys up to offset + i where the call is causal."""
+        """Number of keys before the first query: in a causal call, query i sees the keys 0 to offset + i."""
         return self.keys - self.queries
 
     @property
@@ -60,7 +62,7 @@ class Inputs:
 
     @property
     def plain_logits(self) -> bool:
-        """Whether the logits are nothing but scaled dot products, so that a factor of a row may be folded into q."""
+        """Whether the logits are scaled dot products without softcap and bias, so that row factors can multiply q."""
         return self.softcap is None and self.bias is None
 
     @property
@@ -69,9 +71,9 @@ class Inputs:
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:
-        """The mask of queries start..stop over the first `keys` keys, causality included, in four dimensions.
+        """Return the mask of the queries start..stop over the first `keys` keys, in four dimensions.
 
-        None if all are seen.
+        It combines the given mask and causality. None if these queries see all of these keys.
         """
         mask = self.mask
         if mask is not None:
@@ -84,11 +86,14 @@ class Inputs:
         return ordered if mask is None else mask & ordered
 
     def reach(self, stop: int) -> int:
-        """How many leading keys the queries before `stop` may see at the most (never less than 1)."""
+        """Return how many leading keys the queries before `stop` can see; at least 1."""
         return max(self.offset + stop, 1) if self.causal else self.keys
 
     def n(self) -> Tensor:
-        """Visible keys of each row, (..., Q, 1) or (1, 1), without building the mask of all rows at once."""
+        """Return the number of visible keys of each row, (..., Q, 1) or (1, 1).
+
+        Does not build the mask of all rows at once.
+        """
         dtype = torch.float64 if self.q_BHQD.dtype == torch.float64 else torch.float32
         device = self.q_BHQD.device
         if self.mask is None and (not self.causal or self.queries == 1):
@@ -103,16 +108,16 @@ class Inputs:
         return torch.where(last_seen < 0, 0.0, up_to).transpose(-1, -2)
 
     def seen(self) -> Tensor:
-        """(B or 1, H or 1, K): the keys that at least one query sees, where there is a mask."""
+        """Return which keys at least one query sees, (B or 1, H or 1, K). Needs a mask."""
         seen = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
         for visible in self._masks():
             seen = seen | visible.any(-2)
         return seen
 
     def _masks(self) -> Iterator[Tensor]:
-        """The mask, causality included, in steps of queries; in one piece where it is the same for all."""
+        """Yield the combined mask for spans of queries; one mask if it is the same for all queries."""
         assert self.mask is not None
-        if self.mask.shape[-2] == 1:  # the last query decides: causality hides no key from it
+        if self.mask.shape[-2] == 1:  # the last query sees the same keys with and without causality
             yield self.mask
             return
         for start, stop in self.steps(self.mask_rows()):
@@ -121,12 +126,15 @@ class Inputs:
             yield visible
 
     def mask_rows(self) -> int:
-        """How many queries to take at a time where their mask has to be built."""
+        """Return how many queries to process at a time so that their mask has about MASK_ELEMENTS elements."""
         masks = 1 if self.mask is None else math.prod(self.mask.shape[:2])
         return max(1, MASK_ELEMENTS // max(1, masks * self.keys))
 
     def steps(self, rows: int) -> Iterator[tuple[int, int]]:
-        """The queries in spans of `rows`; one empty span where there are none. All at once in an exported graph."""
+        """Yield (start, stop) for spans of `rows` queries.
+
+        One empty span if there are no queries. All queries in one span in an exported graph.
+        """
         if is_exporting():
             yield 0, self.queries
             return
@@ -134,14 +142,14 @@ class Inputs:
             yield start, min(start + rows, self.queries)
 
     def query_positions(self) -> Tensor | None:
-        """(..., Q, 1) where the caller gave positions."""
+        """Return the given positions of the queries, (..., Q, 1); None if the caller gave none."""
         if self.positions is None:
             return None
         return Positions.of(self.positions, self.weights_shape, self.q_BHQD.device).query[..., None]
 
 
 def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
-    """The product of the factors of all scale rules, (B, H, Q, 1) in float32 at least; None without such rules."""
+    """Return the product of all scale rules' factors, (B, H, Q, 1) in at least float32; None without such rules."""
     rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
     if not rules:
         return None
@@ -153,7 +161,7 @@ def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
 
 
 def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:
-    """One number per head, (H,) in float32 on the device of q.
+    """Expand a number, or one per head, to (H,) in float32 on the device of q.
 
     Raises:
         ValueError: There are numbers for another number of heads.
@@ -164,30 +172,31 @@ def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:
     return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
 
 
-def rounded(q: Tensor, inputs: Inputs) -> Inputs:
-    """The call with queries q, which hold the factors of the scale rules in float32, in the dtype of the keys.
+def with_rounded_queries(q: Tensor, inputs: Inputs) -> Inputs:
+    """Return the call with the queries q, rounded once to the dtype of the keys.
 
-    Rounds once. float16 ends at 65504, which a factor may pass: there a power of two moves from q into the scale. What
-    falls below the smallest float16 is at most 2^-17 of a query, far below the rounding of its other coordinates.
+    q is in at least float32 and already multiplied by the factors of the scale rules. In float16 a factor may exceed
+    the largest number, 65504: there a power of two moves from q into the scale. Coordinates that underflow because of
+    it are at most 2^-17 of a query, far below the rounding error of its other coordinates.
     """
     dtype = inputs.k_BGKD.dtype
     if dtype != torch.float16:
         return replace(inputs, q_BHQD=q.to(dtype))
-    return replace(inputs, q_BHQD=(q / FLOAT16_ROOM).to(dtype), scale=inputs.scale * FLOAT16_ROOM)
+    return replace(inputs, q_BHQD=(q / FLOAT16_HEADROOM).to(dtype), scale=inputs.scale * FLOAT16_HEADROOM)
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken (torch.func.jvp or forward_ad), which fused kernels lack."""
+    """Whether forward-mode derivatives are computed (torch.func.jvp or forward_ad), which fused kernels lack."""
     return forward_ad._current_level >= 0
 
 
-def transformed() -> bool:
-    """In torch.func, where an operator of our own would need more rules, or in forward mode."""
+def under_transform() -> bool:
+    """Whether torch.func or forward mode is active, for which our operators have no rules."""
     return torch._C._are_functorch_transforms_active() or in_forward_mode()
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Autocast changes no engine: each computes in the dtype of its inputs, and in float32 at least where it can."""
+    """Turn autocast off: every engine chooses its own precision from the dtype of its inputs."""
     return torch.autocast(device.type, enabled=False)
 
 
@@ -202,28 +211,30 @@ def validate_inputs(
     positions: Tensor | Positions | None,
     hidden_states: Tensor | None = None,
 ) -> Inputs:
-    """Inputs in four dimensions, with zeros for keys and values that no query sees and queries that see no key."""
+    """Check shapes, dtypes and mask, and return the call in four dimensions.
+
+    Keys and values that no query sees, and queries that see no key, become zeros.
+    """
     _check_shapes(q, k, v)
     if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
-    q, k, v = (_four_dimensional(t) for t in (q, k, v))
-    inputs = Inputs(
-        q, k, v, None, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale), positions, hidden_states
-    )
+    q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
         unseen = causal and inputs.offset < 0  # the first queries see no key
         return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0)) if unseen else inputs
     check_mask(mask, inputs.weights_shape)
-    mask = _four_dimensional(mask)
-    return _without_unseen(replace(inputs, mask=mask.expand(*mask.shape[:-1], inputs.keys)))
+    mask = _to_four_dimensions(mask)
+    return _zero_unseen(replace(inputs, mask=mask.expand(*mask.shape[:-1], inputs.keys)))
 
 
-def _four_dimensional(t: Tensor) -> Tensor:
+def _to_four_dimensions(t: Tensor) -> Tensor:
     return t.reshape(*([1] * (4 - t.dim())), *t.shape)
 
 
-def _without_unseen(inputs: Inputs) -> Inputs:
-    """Garbage in padding, NaN included, must not reach a product: 0 times NaN is NaN."""
+def _zero_unseen(inputs: Inputs) -> Inputs:
+    """Set keys, values and queries that take no part to 0: padding may hold NaN, and 0 times NaN is NaN."""
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
     seen = inputs.seen()
     if seen.shape[1] > 1:  # a mask per query head: a key is seen if any head of its group sees it

@@ -1,19 +1,18 @@
-"""Attention on the one-pass Triton kernels: every map whose weight needs one number per row, forward and backward.
+"""The engine on the one-pass Triton kernels: maps whose weights need at most one sum per row, such as softmax or relu.
 
-A normalizer is lowered to a map and a rule by name (kernels/maps.py), and a factor and a shift per row, which stay in
-float32. engines/one_pass_operators.py calls the kernels.
+`lower` translates a normalizer to what the kernels know: a map and a rule by name (kernels/maps.py), and a factor and a
+shift per row, which stay in float32. engines/one_pass_operators.py calls the kernels. With fewer than 16 queries, as in
+decoding, the keys are split over programs (kernels/decode.py), forward only.
 
-Adaptive temperature finds the entropy of each row first, then its beta is a factor (engines/sharpened_operators.py).
+Some normalizers need a number of each row first, from another kernel:
 
-NormSoftmax finds the mean and the variance of each row first, then 1 / deviation is a factor, through which the
-gradient reaches q and k (engines/variance_operators.py).
-
-Self-adjusted softmax is a search for the extreme logits of each row, then one call. Logits count from the smallest one,
-which is the shift of the row and carries its gradient; the output is divided by the row's range.
-
-Few queries, as in decoding, run with the keys split over programs (kernels/decode.py), forward only.
-
-Top-k is a search for a number between the k-th logit of each row and the next, then softmax over the keys above it.
+    adaptive temperature  the entropy; its beta becomes a factor                        engines/sharpened_operators.py
+    norm_softmax          mean and variance; 1 / deviation becomes a factor, through    engines/variance_operators.py
+                          which the gradient reaches q and k
+    sa_softmax            the extreme logits; the smallest becomes the shift of the     kernels/extremes.py
+                          row, and the output is divided by the range
+    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/kth_largest.py
+                          then softmax over the keys above it
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators, sharpened_operators, variance_operators
-from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
+from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.engines.triton_support import MIN_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
@@ -30,63 +29,63 @@ from attnorm.normalizers.norm_softmax import UnitVariance
 from attnorm.normalizers.softcap import Softcap
 from attnorm.normalizers.topk import TopK
 
-POWERS = (1, 2, 3, 4)  # of relu and of the polynomial kernel, multiplied out
-MIN_KEYS = 256  # in decoding; with fewer there is nothing to split
-MAX_ROWS = 128  # in decoding: queries of all heads that share a key head
+POWERS = (1, 2, 3, 4)  # exponents of relu and of the polynomial kernel that the kernels have
+MIN_KEYS = 256  # in decoding; fewer keys are not worth splitting
+MAX_ROWS = 128  # in decoding: queries of all heads that share one key head
 _LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """A normalizer as the kernels know it."""
+class LoweredNormalizer:
+    """A normalizer in the terms of the kernels."""
 
     map: KernelForm
     rule: str = "none"
-    parameter: float | Tensor = 0.0  # of the rule; a tensor has one number, or one per head
+    parameter: float | Tensor = 0.0  # of the rule: one number, or one per head
     window: int | None = None
-    softcap: float | None = None  # the model's own, or that of a rule
-    top: TopK | None = None  # behind the window
+    softcap: float | None = None  # of the model, or of the first rule
+    top: TopK | None = None  # applied after the window
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether this call can run on the kernels with the same result."""
+    """Whether the kernels compute this call exactly."""
     if inputs.bias is not None or inputs.dropout > 0 or inputs.queries == 0:
         return False
-    if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or transformed():
+    if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or under_transform():
         return False
-    form = lowered(normalizer, inputs)
+    form = lower(normalizer, inputs)
     if form is None or inputs.queries >= MIN_QUERIES:
         return form is not None
-    return _decodes(inputs, normalizer, form)
+    return _can_decode(inputs, normalizer, form)
 
 
-def _decodes(inputs: Inputs, normalizer: Normalizer, form: Lowered) -> bool:
-    """Whether a call of few queries can run with its keys split over programs: without gradients, without a search."""
-    learns = inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+def _can_decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> bool:
+    """Whether a call with few queries can split its keys over programs: no gradients, and no search kernel first."""
+    trains = inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
     return (
         inputs.keys >= MIN_KEYS
         and inputs.groups * inputs.queries <= MAX_ROWS
-        and not (learns or form.map.ranged or form.top is not None)
+        and not (trains or form.map.ranged or form.top is not None)
         and not any(isinstance(rule, UnitVariance) for rule in normalizer.rules)
     )
 
 
-def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
-    """The kernels' form of a normalizer, None where there is none."""
+def lower(normalizer: Normalizer, inputs: Inputs) -> LoweredNormalizer | None:
+    """Translate a normalizer to the terms of the kernels; None if they do not have it."""
     map_ = normalizer.map.kernel_form()
     if map_ is None or map_.power not in POWERS or (normalizer.sink is not None and map_.map != "softmax"):
         return None
     if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
         return None
-    cap, rules = _own_softcap(inputs, normalizer)
+    cap, rules = _split_leading_softcap(inputs, normalizer)
     if map_.ranged and not all(isinstance(rule, ScaleRule) for rule in rules):
         return None
-    form = Lowered(map_, softcap=inputs.softcap if cap is None else cap)
+    form = LoweredNormalizer(map_, softcap=inputs.softcap if cap is None else cap)
     last = rules[-1] if rules else None
     if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
         return None
     if last is not None and (rule := last.kernel_rule()) is not None:
-        # The kernels apply the rule behind the factor and the shift of a row; those of a map come after its rules.
+        # The kernels apply the rule after the factor and the shift of a row, but those of a map belong after its rules.
         if inputs.positions is not None or map_.row_factor is not None or map_.row_shift is not None:
             return None
         form = replace(form, rule=rule[0], parameter=rule[1])
@@ -98,13 +97,9 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     for selection in normalizer.selections:
         window = selection.kernel_window
         if isinstance(selection, TopK):
-            counts_all = isinstance(selection.k, int) or form.window is None  # of a window the engine has no n
-            if (
-                selection is not normalizer.selections[-1]
-                or map_.map != "softmax"
-                or form.rule != "none"
-                or not counts_all
-            ):
+            is_last = selection is normalizer.selections[-1]
+            k_is_known = isinstance(selection.k, int) or form.window is None  # inside a window, n is not known here
+            if not is_last or map_.map != "softmax" or form.rule != "none" or not k_is_known:
                 return None
             form = replace(form, top=selection)
             continue
@@ -114,8 +109,8 @@ def lowered(normalizer: Normalizer, inputs: Inputs) -> Lowered | None:
     return form
 
 
-def _own_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, list[LogitRule]]:
-    """The cap of a softcap that comes before all other rules, and those others: the kernels have one for models."""
+def _split_leading_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, list[LogitRule]]:
+    """Return the cap of a first softcap rule, and the other rules. The kernels apply one softcap, before all rules."""
     rules = normalizer.rules
     if rules and isinstance(rules[0], Softcap) and inputs.softcap is None:
         return rules[0].cap, rules[1:]
@@ -123,14 +118,14 @@ def _own_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, 
 
 
 def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
-    form = lowered(normalizer, inputs)
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    form = lower(normalizer, inputs)
     assert form is not None
-    factor, shift = _row_numbers(inputs, normalizer, form.map)
+    factor, shift = _row_factor_and_shift(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
-        return _sharpened(inputs, normalizer.rules[-1], factor, form)
+        return _attend_with_entropy_rule(inputs, normalizer.rules[-1], factor, form)
     if normalizer.rules and isinstance(normalizer.rules[-1], UnitVariance):
-        return _to_unit_variance(inputs, normalizer.rules[-1], factor, form)
+        return _attend_with_unit_variance(inputs, normalizer.rules[-1], factor, form)
     sink = None
     if normalizer.sink is not None:
         logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
@@ -138,88 +133,104 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
             raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
         sink = logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
     if form.map.ranged:
-        low, high = _range(inputs, factor, form)
+        low, high = _logit_range(inputs, factor, form)
         width = high - low
-        output = _call(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)[0]
+        output = _launch(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)[0]
         return output / torch.where(width > 0, width, 1.0)[..., None]
-    least = None if form.top is None else _least(inputs, factor, form, form.top)
-    return _call(inputs, inputs.v_BGKE, factor, shift, sink, form, least)[0]
+    cutoff = None if form.top is None else _top_k_cutoff(inputs, factor, form, form.top)
+    return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)[0]
 
 
-def _sharpened(inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: Lowered) -> Tensor:
-    """Output of softmax whose factor is beta of the entropy of each row before any selection."""
+def _attend_with_entropy_rule(
+    inputs: Inputs, rule: EntropyRule, factor: Tensor | None, form: LoweredNormalizer
+) -> Tensor:
+    """Return the output of adaptive temperature: softmax with the factor beta(entropy) per row.
+
+    The entropy is that of softmax over all visible keys, before any selection.
+    """
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    soft = None if factor is None else factor.detach()
-    reference = None  # few queries have no gradient
+    soft_factor = None if factor is None else factor.detach()
+    reference = None  # needed for gradients only, which calls with few queries do not have
     if inputs.queries < MIN_QUERIES:
-        entropy = _entropy_of_few(inputs, soft)
+        entropy = _entropy_of_few_queries(inputs, soft_factor)
     else:
         entropy, reference = sharpened_operators.row_entropy(
-            inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft, inputs.causal, inputs.scale
+            inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft_factor, inputs.causal, inputs.scale
         )
     beta = rule.beta(entropy)
-    sharp = beta if factor is None else factor * beta
-    least = None if form.top is None else _least(inputs, sharp, form, form.top)
-    if not (inputs.needs_grad or sharp.requires_grad):
-        return _call(inputs, inputs.v_BGKE, sharp, None, None, form, least)[0]
+    sharpened_factor = beta if factor is None else factor * beta
+    cutoff = None if form.top is None else _top_k_cutoff(inputs, sharpened_factor, form, form.top)
+    if not (inputs.needs_grad or sharpened_factor.requires_grad):
+        return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)[0]
     assert reference is not None
-    slope = rule.slope(entropy) if soft is None else rule.slope(entropy) * soft
+    slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
     output: Tensor = sharpened_operators.sharpened_attention(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharp, least, factor, entropy, reference, slope,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharpened_factor, cutoff, factor, entropy, reference, slope,
         inputs.causal, form.window, inputs.scale,
     )[0]  # fmt: skip
     return output
 
 
-def _to_unit_variance(inputs: Inputs, rule: UnitVariance, factor: Tensor | None, form: Lowered) -> Tensor:
-    """Output of softmax of logits over the deviation of each row before any selection.
+def _attend_with_unit_variance(
+    inputs: Inputs, rule: UnitVariance, factor: Tensor | None, form: LoweredNormalizer
+) -> Tensor:
+    """Return the output of norm_softmax: softmax of logits divided by the deviation of each row, before any selection.
 
-    The mean changes no weight. As a shift it keeps digits: the gradient of the factor is then a sum over distances from
-    the mean.
+    Subtracting the mean as well changes no weight, but keeps digits: the gradient of the factor is then a sum over
+    distances from the mean.
     """
-    inputs = replace(inputs, k_BGKD=_without_common_key(inputs.k_BGKD))
+    inputs = replace(inputs, k_BGKD=_subtract_common_key(inputs.k_BGKD))
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     variance, mean, count = variance_operators.row_variance(
         inputs.q_BHQD, inputs.k_BGKD, mask, inputs.causal, inputs.scale
     )
     if factor is None:
-        sharp = rule.factor(variance)
+        sharpened_factor = rule.factor(variance)
     else:
-        sharp = factor * rule.factor(factor * factor * variance)
-    sharp = torch.where(count > 1, sharp, 0.0)  # a single key has no gradient, and a factor of 1e6 would show rounding
+        sharpened_factor = factor * rule.factor(factor * factor * variance)
+    # A single key has no gradient; a factor of 1e6 would only amplify rounding errors.
+    sharpened_factor = torch.where(count > 1, sharpened_factor, 0.0)
     if form.top is not None:
-        return _call(inputs, inputs.v_BGKE, sharp, None, None, form, _least(inputs, sharp, form, form.top))[0]
-    return _call(inputs, inputs.v_BGKE, sharp, -sharp * mean, None, form)[0]
+        return _launch(
+            inputs,
+            inputs.v_BGKE,
+            sharpened_factor,
+            None,
+            None,
+            form,
+            _top_k_cutoff(inputs, sharpened_factor, form, form.top),
+        )[0]
+    return _launch(inputs, inputs.v_BGKE, sharpened_factor, -sharpened_factor * mean, None, form)[0]
 
 
-def _without_common_key(k: Tensor) -> Tensor:
-    """Keys minus their mean, in channels where it exceeds their deviation.
+def _subtract_common_key(k: Tensor) -> Tensor:
+    """Return the keys minus their mean, in channels where the mean exceeds the deviation.
 
-    This adds the same number to all logits of a row. The logit gradients of a row sum to 0 but for rounding errors, and
-    the gradient of q would have these errors times the component that all keys share. In other channels the difference
-    would only be rounded once more. SageAttention subtracts the mean before it quantizes keys (Zhang et al. 2024,
-    https://arxiv.org/abs/2410.02367).
+    This adds the same number to all logits of a row. The logit gradients of a row sum to 0 except for rounding errors.
+    The gradient of q contains these errors times the component that all keys share, so we remove that component. In
+    other channels the subtraction would only round once more. SageAttention does the same before it quantizes keys
+    (Zhang et al. 2024, https://arxiv.org/abs/2410.02367).
     """
     variance, mean = torch.var_mean(k.detach().float(), -2, correction=0, keepdim=True)
     common = torch.where(mean.square() > variance, mean, 0.0)  # 0 where a key is not finite, too
     return k - common.to(k.dtype)
 
 
-def _entropy_of_few(inputs: Inputs, factor: Tensor | None) -> Tensor:
-    """Entropy in nats of softmax over each row of a call of few queries, (B, H, Q); 0 for rows that see nothing.
+def _entropy_of_few_queries(inputs: Inputs, factor: Tensor | None) -> Tensor:
+    """Return the entropy in nats of softmax over each row of a call with few queries, (B, H, Q).
 
-    It is log D - <q, attention(q, K, K)> * scale.
+    It is log D - <q, attention(q, K, K)> * scale, with D the denominator of softmax; 0 for rows that see no key.
     """
-    mean_key, log_denominator = _call(
-        inputs, inputs.k_BGKD, factor, None, None, Lowered(KernelForm("softmax")), precise=True
+    mean_key, log_denominator = _launch(
+        inputs, inputs.k_BGKD, factor, None, None, LoweredNormalizer(KernelForm("softmax")), precise=True
     )
     mean = inputs.scale * one_pass_operators.row_dots(inputs.q_BHQD, mean_key)
     entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
     return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
 
 
-def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest logit of each row, (B, H, Q), 0 included."""
+def _logit_range(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest logit of each row, (B, H, Q); the range always includes 0."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     low, high, *_ = one_pass_operators.extreme_logits(
         inputs.q_BHQD, inputs.k_BGKD, mask, factor, form.softcap, inputs.causal, form.window, inputs.scale
@@ -227,8 +238,8 @@ def _range(inputs: Inputs, factor: Tensor | None, form: Lowered) -> tuple[Tensor
     return low.clamp(max=0), high.clamp(min=0)
 
 
-def _least(inputs: Inputs, factor: Tensor | None, form: Lowered, top: TopK) -> Tensor:
-    """What a logit must exceed to be among the top k of its row, (B, H, Q)."""
+def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer, top: TopK) -> Tensor:
+    """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q)."""
     q, k = inputs.q_BHQD.detach(), inputs.k_BGKD.detach()
     if isinstance(top.k, int):
         count = torch.full((1, 1, 1), top.k, dtype=torch.int32, device=q.device)
@@ -236,13 +247,15 @@ def _least(inputs: Inputs, factor: Tensor | None, form: Lowered, top: TopK) -> T
         count = top.counts(inputs.n())[..., 0].to(torch.int32)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     fixed = None if factor is None else factor.detach()
-    return one_pass_operators.least_of_top(  # type: ignore[no-any-return]
+    return one_pass_operators.top_k_cutoff(  # type: ignore[no-any-return]
         q, k, mask, fixed, count.expand(q.shape[:3]), form.softcap, inputs.causal, form.window, inputs.scale
     )
 
 
-def _row_numbers(inputs: Inputs, normalizer: Normalizer, form: KernelForm) -> tuple[Tensor | None, Tensor | None]:
-    """The factor and the shift of each row, (B, H, Q) in float32, None where it is 1 or 0."""
+def _row_factor_and_shift(
+    inputs: Inputs, normalizer: Normalizer, form: KernelForm
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the factor and the shift of each row, (B, H, Q) in float32; None for a factor of 1 and a shift of 0."""
     shape = inputs.q_BHQD.shape[:3]
     factor = row_factors(inputs, normalizer)
     if form.row_factor is not None:
@@ -256,11 +269,11 @@ def _per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
     return None if numbers is None else numbers.float()[..., 0].expand(shape)
 
 
-def _call(
-    inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, form: Lowered,
-    least: Tensor | None = None, *, precise: bool = False,
+def _launch(
+    inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None,
+    form: LoweredNormalizer, cutoff: Tensor | None = None, *, precise: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output, and log2 of each row's denominator."""
+    """Run the kernel; return the output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
     parameters = None
@@ -277,7 +290,7 @@ def _call(
         )  # fmt: skip
         return decoded
     output, reference, _ = one_pass_operators.forward(
-        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, least, parameters, map_.map, map_.power,
+        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, cutoff, parameters, map_.map, map_.power,
         map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
     )  # fmt: skip
     return output, reference

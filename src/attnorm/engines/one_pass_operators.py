@@ -1,4 +1,9 @@
-"""The one-pass kernels as operators of torch.library, so that compiled code contains them as they are."""
+"""The one-pass kernels as operators of torch.library, so that torch.compile can include them in a graph.
+
+Each operator has three parts: the function that launches the kernel, a `register_fake` function that gives the compiler
+the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `_form` collects the plain
+numbers into the record that the kernels take.
+"""
 
 from typing import TYPE_CHECKING, Any, Never
 
@@ -27,7 +32,10 @@ def extreme_logits(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Smallest and largest logit of each row, then their keys. The first of equal logits takes the gradient."""
+    """Return the smallest and the largest logit of each row, and the keys of both.
+
+    Of equal logits, the first one gets the gradient.
+    """
     from attnorm.kernels import one_pass_attention
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
@@ -43,7 +51,7 @@ def _(
     return tuple(q.new_empty(q.shape[:3], dtype=dtype) for dtype in dtypes)  # type: ignore[return-value]
 
 
-def _keep_extremes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_extremes(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, _, factor, ctx.softcap, _, _, ctx.scale = inputs
     ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(q, k, factor, *output[2:])
@@ -53,7 +61,7 @@ def _gradients_of_extremes(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...
     q, k, factor, *keys = ctx.saved_tensors
     grad_q, grad_k = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k))
     grad_factor = torch.zeros_like(grads[0])
-    for grad, at in zip(grads, keys, strict=False):  # the keys themselves have none
+    for grad, at in zip(grads, keys, strict=False):  # the outputs that hold key indices have no gradient
         key = _keys_at(k, at).float()
         logit = ctx.scale * (q.float() * key).sum(-1)
         to_dot = grad * ctx.scale if factor is None else grad * ctx.scale * factor
@@ -69,18 +77,18 @@ def _gradients_of_extremes(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...
 
 
 def _keys_at(k: Tensor, index: Tensor) -> Tensor:
-    """The keys at an index (B, H, Q): (B, H, Q, D)."""
+    """Return the keys (B, H, Q, D) at the given indices (B, H, Q)."""
     batches = torch.arange(index.shape[0], device=k.device)[:, None, None]
     key_heads = torch.arange(index.shape[1], device=k.device) // (index.shape[1] // k.shape[1])
     return k[batches, key_heads[:, None], index.long()]
 
 
-extreme_logits.register_autograd(_gradients_of_extremes, setup_context=_keep_extremes)
+extreme_logits.register_autograd(_gradients_of_extremes, setup_context=_save_extremes)
 
 
 @kernel_operator("attnorm::sum_by_key")
 def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
-    """Deterministic, and fast for repeated keys."""
+    """Sum the rows by the key at their index; deterministic, and fast if keys repeat."""
     from attnorm.kernels import one_pass_attention
 
     return one_pass_attention.sum_by_key(rows, index, keys, groups)
@@ -93,7 +101,7 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 
 @kernel_operator("attnorm::row_dots")
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """The product of every two rows, (B, H, Q) in float32."""
+    """Return the dot product of each row of a with the same row of b, (B, H, Q) in float32."""
     from attnorm.kernels import row_dots
 
     return row_dots.row_dots(a, b)
@@ -104,18 +112,18 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[:3], dtype=torch.float32)
 
 
-@kernel_operator("attnorm::least_of_top")
-def least_of_top(
+@kernel_operator("attnorm::top_k_cutoff")
+def top_k_cutoff(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
     causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
-    return one_pass_attention.least_of_top(q, k, mask, factor, count, form)
+    return one_pass_attention.top_k_cutoff(q, k, mask, factor, count, form)
 
 
-@least_of_top.register_fake
+@top_k_cutoff.register_fake
 def _(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
     causal: bool, window: int | None, scale: float,
@@ -151,14 +159,14 @@ def _(
 @kernel_operator("attnorm::one_pass_attention")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
-    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float,
+    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
     output, saved = one_pass_attention.forward(
-        q, k, v, mask, factor, shift, sink, least, parameters, form, precise=precise
+        q, k, v, mask, factor, shift, sink, cutoff, parameters, form, precise=precise
     )
     return output, *saved
 
@@ -166,8 +174,8 @@ def forward(
 @forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
-    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float,
+    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.maps import MAPS, Reference
 
@@ -180,8 +188,8 @@ def _(
 @kernel_operator("attnorm::one_pass_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, grad_of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """of_factor: whether the gradient of the factor is wanted; it is empty otherwise."""
@@ -190,7 +198,20 @@ def _backward(
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass_attention.Saved(reference, inverse)
     *grads, _ = one_pass_attention.backward(
-        grad, q, k, v, mask, factor, shift, sink, least, parameters, output, saved, form, of_factor=of_factor
+        grad,
+        q,
+        k,
+        v,
+        mask,
+        factor,
+        shift,
+        sink,
+        cutoff,
+        parameters,
+        output,
+        saved,
+        form,
+        grad_of_factor=grad_of_factor,
     )
     return tuple(grads)  # type: ignore[return-value]
 
@@ -198,17 +219,17 @@ def _backward(
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
+    inverse: Tensor, grad_of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    used = (of_factor, shift is not None)
+    used = (grad_of_factor, shift is not None)
     rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows, sinks  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, (*options, _precise) = inputs[:9], inputs[9:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -218,17 +239,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
-    of_factor = saved[4] is not None and ctx.needs_input_grad[4]
-    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, of_factor, *ctx.options)
-    used = (of_factor, saved[5] is not None, saved[6] is not None)
+    grad_of_factor = saved[4] is not None and ctx.needs_input_grad[4]
+    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, grad_of_factor, *ctx.options)
+    used = (grad_of_factor, saved[5] is not None, saved[6] is not None)
     rows = [one if wanted else None for wanted, one in zip(used, found, strict=True)]
-    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # least, parameters, precise
+    return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # cutoff, parameters, precise
 
 
-def second_gradients(*_: Any) -> Never:
+def raise_second_gradient(*_: Any) -> Never:
     raise RuntimeError("the one-pass kernels are differentiated once only; use engine='blocked'")
 
 
-forward.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(second_gradients)
-_sum_by_key.register_autograd(second_gradients)
+forward.register_autograd(_gradients, setup_context=_save_for_backward)
+_backward.register_autograd(raise_second_gradient)
+_sum_by_key.register_autograd(raise_second_gradient)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.one_pass_operators import second_gradients
+from attnorm.engines.one_pass_operators import raise_second_gradient
 from attnorm.engines.triton_support import kernel_operator
 
 
@@ -32,7 +32,7 @@ def _(
 
 @kernel_operator("attnorm::sharpened_attention")
 def sharpened_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, least: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -43,13 +43,13 @@ def sharpened_attention(
     from attnorm.kernels.one_pass_attention import Form, forward
 
     form = Form(map="softmax", causal=causal, window=window, scale=scale)
-    output, saved = forward(q, k, v, mask, factor, None, None, least, None, form)
+    output, saved = forward(q, k, v, mask, factor, None, None, cutoff, None, form)
     return output, saved.reference
 
 
 @sharpened_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, least: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -58,7 +58,7 @@ def _(
 
 @kernel_operator("attnorm::sharpened_attention_backward")
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, least: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -68,14 +68,14 @@ def _backward(
     saved = Saved(reference, reference.new_empty(0))
     sharpened = RowEntropy(soft_factor, entropy, soft_reference, slope)
     grad_q, grad_k, grad_v, grad_factor, _, _, grad_soft = backward(
-        grad, q, k, v, mask, factor, None, None, least, None, output, saved, form, sharpened
+        grad, q, k, v, mask, factor, None, None, cutoff, None, output, saved, form, sharpened
     )
     return grad_q, grad_k, grad_v, grad_factor, grad_soft
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, least: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -83,7 +83,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:10], *output)
@@ -98,5 +98,5 @@ def _gradients(ctx: Any, grad: Tensor, _reference: None) -> tuple[Tensor | None,
     return grad_q, grad_k, grad_v, None, *rows, *([None] * 6)
 
 
-sharpened_attention.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(second_gradients)
+sharpened_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+_backward.register_autograd(raise_second_gradient)

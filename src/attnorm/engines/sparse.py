@@ -1,6 +1,7 @@
-"""Threshold maps on a GPU (entmax, sparsemax, kneemax): Triton kernels, forward and backward, memory O(K).
+"""The engine for threshold maps (entmax, sparsemax, kneemax) on Triton kernels, forward and backward, memory O(K).
 
-Operators of torch.library, so that compiled code contains them as they are.
+`sparse` prepares the call; kernels/threshold_attention.py launches the kernels. They are operators of torch.library, so
+that torch.compile can include them in a graph.
 """
 
 from typing import Any, Never
@@ -8,14 +9,14 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, head_numbers, row_factors, transformed
+from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether this call can run on the kernels with the same result."""
+    """Whether the kernels compute this call exactly."""
     if normalizer.map.threshold_form() is None or normalizer.selections or normalizer.sink is not None:
         return False
     if not inputs.plain_logits or inputs.dropout > 0:
@@ -23,11 +24,14 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
     if not scales and _distance_rule(inputs, normalizer) is None:
         return False
-    return inputs.queries >= MIN_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
+    return inputs.queries >= MIN_QUERIES and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not under_transform()
 
 
 def _distance_rule(inputs: Inputs, normalizer: Normalizer) -> LinearBias | None:
-    """The only rule, where it is a penalty on the distance, with positions as the kernels count them."""
+    """Return the rule of the normalizer if it is the only one and a linear penalty on the distance; else None.
+
+    The kernels count positions themselves, so given positions are not supported.
+    """
     if len(normalizer.rules) != 1 or inputs.positions is not None or inputs.scale == 0:
         return None
     (rule,) = normalizer.rules
@@ -35,15 +39,15 @@ def _distance_rule(inputs: Inputs, normalizer: Normalizer) -> LinearBias | None:
 
 
 def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     form = normalizer.map.threshold_form()
     assert form is not None
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    factor = tilts = None
+    factor = penalties = None
     if (rule := _distance_rule(inputs, normalizer)) is not None:
-        tilts = head_numbers(rule.slopes, inputs) / inputs.scale
+        penalties = head_numbers(rule.slopes, inputs) / inputs.scale
     else:
-        factor = row_factors(inputs, normalizer)  # stays in float32: q is not rounded a second time
+        factor = row_factors(inputs, normalizer)  # stays in float32, so q is not rounded a second time
     if factor is not None:
         factor = factor[..., 0].contiguous()
     parameter = None
@@ -53,25 +57,27 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trained = (q, k, v, factor, parameter)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    output: Tensor = _forward(q, k, v, mask, factor, parameter, tilts, inputs.causal, inputs.scale, form.map, trains)[0]
+    output: Tensor = _forward(
+        q, k, v, mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
+    )[0]
     return output
 
 
 @kernel_operator("attnorm::sparse_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
+    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import threshold_attention  # loads Triton
 
-    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, tilts, causal, scale, map, trains)
+    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, penalties, causal, scale, map, trains)
     return output, *saved
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
+    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.threshold_attention import saved_shapes
 
@@ -85,28 +91,28 @@ def _(
 @kernel_operator("attnorm::sparse_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, tilts: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
+    parameter: Tensor | None, penalties: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
     scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import threshold_attention
 
     saved = threshold_attention.Saved(mean_u, threshold, live)
     return threshold_attention.backward(
-        grad, q, k, v, mask, factor, parameter, tilts, saved, causal, scale, map, learned
+        grad, q, k, v, mask, factor, parameter, penalties, saved, causal, scale, map, learned
     )
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, tilts: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
+    parameter: Tensor | None, penalties: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
     scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in (factor is not None, learned)]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, causal, scale, map, ctx.trains = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     factor, parameter, _tilts = tensors[4:]
@@ -123,9 +129,9 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, grad_v, None, *rows, None, None, None, None, None
 
 
-def _second_gradients(*_: Any) -> Never:
+def _raise_second_gradient(*_: Any) -> Never:
     raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(_second_gradients)
+_forward.register_autograd(_gradients, setup_context=_save_for_backward)
+_backward.register_autograd(_raise_second_gradient)

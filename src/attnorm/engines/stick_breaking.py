@@ -1,6 +1,7 @@
-"""Stick-breaking attention on Triton kernels, forward and backward: keys from the last to the first, memory O(K).
+"""The engine for stick-breaking attention on Triton kernels, forward and backward, memory O(K).
 
-Operators of torch.library, so that compiled code contains them as they are.
+The kernels read the keys from the last to the first. They are operators of torch.library, so that torch.compile can
+include them in a graph.
 """
 
 from typing import Any, Never
@@ -8,21 +9,21 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.inputs import Inputs, row_factors, transformed
+from attnorm.engines.inputs import Inputs, row_factors, under_transform
 from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether this call can run on the kernels with the same result."""
+    """Whether the kernels compute this call exactly."""
     if not isinstance(normalizer.map, StickBreaking) or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < MIN_QUERIES:
         return False
     if inputs.positions is not None and not normalizer.map.attend_current:
         return False
-    return has_windows(inputs, normalizer) and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not transformed()
+    return has_windows(inputs, normalizer) and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not under_transform()
 
 
 def has_windows(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -32,7 +33,7 @@ def has_windows(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     assert isinstance(normalizer.map, StickBreaking)
     factor = row_factors(inputs, normalizer)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
@@ -82,7 +83,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, rest, causal, window, scale = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.options = rest, causal, window, scale
@@ -94,9 +95,9 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None
 
 
-def _second_gradients(*_: Any) -> Never:
+def _raise_second_gradient(*_: Any) -> Never:
     raise RuntimeError("the stick-breaking kernels are differentiated once only; use engine='blocked'")
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(_second_gradients)
+_forward.register_autograd(_gradients, setup_context=_save_for_backward)
+_backward.register_autograd(_raise_second_gradient)

@@ -1,4 +1,4 @@
-"""Threads of torch: one for work on many small tensors, or one part of the heads for each."""
+"""Run CPU work in torch's threads: in one thread for many small tensors, or one part of the heads per thread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one torch thread: for small tensors a second one costs time, and sums keep one order."""
+    """Use one torch thread. Small tensors are faster this way, and sums have a fixed order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -26,9 +26,10 @@ def one_thread() -> Iterator[None]:
 
 
 def in_threads(measure: Callable[[range], None], parts: int, device: torch.device, *, whole: bool = False) -> None:
-    """measure(parts) for all parts, divided among torch's threads; `whole`: all in one thread.
+    """Call measure(range) for the parts 0 to `parts` - 1, divided among as many threads as torch uses.
 
-    Each part runs with one torch thread; the number of threads is restored afterwards.
+    Each call runs with one torch thread; the number of torch threads is restored afterwards. whole: one call for all
+    parts, in this thread.
     """
     threads = torch.get_num_threads()
     shares = 1 if whole or device.type != "cpu" else min(threads, parts)
@@ -37,23 +38,23 @@ def in_threads(measure: Callable[[range], None], parts: int, device: torch.devic
             measure(range(parts))
         return
 
-    inference = torch.is_inference_mode_enabled()  # each thread has a mode of its own
+    inference = torch.is_inference_mode_enabled()  # a new thread does not inherit it
 
-    def alone(share: int) -> None:
+    def measure_share(share: int) -> None:
         torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad(), without_autocast(device):
             measure(range(parts * share // shares, parts * (share + 1) // shares))
 
     try:
         with ThreadPoolExecutor(shares) as pool:
-            for done in [pool.submit(alone, share) for share in range(shares)]:
+            for done in [pool.submit(measure_share, share) for share in range(shares)]:
                 done.result()
     finally:
         torch.set_num_threads(threads)
 
 
 def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """work(item) of each, at the same time, for work that is a single torch operation or a few of them."""
+    """Return work(item) for all items, computed in threads. Meant for work that is a few torch operations."""
     if len(items) == 1:
         return [work(items[0])]
     with ThreadPoolExecutor(min(len(items), MAX_THREADS)) as pool:

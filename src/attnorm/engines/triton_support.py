@@ -1,7 +1,8 @@
-"""Whether Triton kernels can run on some tensors, and functions that launch them in eager mode and inside a graph.
+"""Check whether Triton kernels can run, and call them in eager mode and inside a compiled graph.
 
-A graph contains an operator of torch.library. In eager mode the operator's wrappers take longer than a short kernel
-(0.3 ms of 1.3 ms for one call with backward), so the function is called directly, with an autograd.Function around it.
+Inside a graph a kernel is an operator of torch.library. In eager mode the wrappers of such an operator take longer than
+a short kernel (0.3 ms of 1.3 ms for one call with backward). So eager code calls the function directly, inside an
+autograd.Function.
 """
 
 import importlib.util
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # what fits into the memory on the chip
-MIN_QUERIES = 16  # the smallest tile; with fewer, as in decoding, most of it would be empty
+LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # that shared memory holds
+MIN_QUERIES = 16  # rows of the smallest tile; fewer queries, as in decoding, would leave most of it empty
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def runs_kernels(*tensors: Tensor) -> bool:
-    """For tensors of one dtype on one device. On a CPU only in Triton's interpreter, slowly: for tests."""
+    """Whether kernels can run on these tensors, of one dtype on one device.
+
+    On a CPU this is true in Triton's interpreter only, which is slow and meant for tests.
+    """
     first = tensors[0]
     if not HAS_TRITON or max(t.shape[-1] for t in tensors) > LARGEST_WIDTH.get(first.dtype, 0):
         return False
@@ -39,12 +43,15 @@ def _runs_on(device: torch.device) -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-# What torch.compiler.assume_constant_result does, without loading the compiler, which takes seconds.
+# The effect of torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
 _runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class KernelOperator:
-    """Used like torch.library.custom_op: a decorator, then register_fake and register_autograd."""
+    """A kernel that eager code calls directly and compiled code as an operator.
+
+    Use it like torch.library.custom_op: as a decorator (`kernel_operator`), then register_fake and register_autograd.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.function = self.differentiable = function
@@ -61,7 +68,7 @@ class KernelOperator:
 
         class Differentiable(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:  # with a setup_context, apply would inspect its signature
+            def forward(ctx: Any, *arguments: Any) -> Any:  # a separate setup_context would make apply() slower
                 output = function(*arguments)
                 if setup_context is not None:
                     setup_context(ctx, arguments, output)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.one_pass_operators import second_gradients
+from attnorm.engines.one_pass_operators import raise_second_gradient
 from attnorm.engines.triton_support import kernel_operator
 
 EQUAL = 1e-6  # deviation over mean up to which the logits of a row differ by rounding only: no gradient
@@ -43,7 +43,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output)
@@ -60,5 +60,5 @@ def _gradients(ctx: Any, grad: Tensor | None, _mean: None, _count: None) -> tupl
     return grad_q, grad_k, None, None, None
 
 
-row_variance.register_autograd(_gradients, setup_context=_keep)
-_backward.register_autograd(second_gradients)
+row_variance.register_autograd(_gradients, setup_context=_save_for_backward)
+_backward.register_autograd(raise_second_gradient)

@@ -1,7 +1,7 @@
-"""What a program of an attention kernel reads: matrices of its head, its block of queries or keys, who sees whom.
+"""Shared device functions of the attention kernels: the block of a program, its tiles, and which keys a query sees.
 
-Values of a launch travel through the device functions in tuples (Matrix, Sight, Block); what is known when a kernel is
-compiled, in another one (Constants). Triton would make values of constants in a tuple of values.
+Runtime values are passed between device functions in named tuples (Matrix, Sight, Block). Compile-time constants are in
+a tuple of their own (Constants): in a tuple with runtime values, Triton would make runtime values of them.
 """
 
 from collections import namedtuple
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Matrix(NamedTuple):
-    """(length, width) numbers of one head; rows are contiguous and `stride` apart."""
+    """A (length, width) matrix of one head. Its rows are contiguous, at a distance of `stride` elements."""
 
     pointer: Any
     length: Any
@@ -28,12 +28,12 @@ class Sight(NamedTuple):
     mask_column: Any
     queries: Any
     keys: Any
-    offset: Any  # keys before the first query
-    window: Any  # keys that a query sees, if WINDOWED
+    offset: Any  # number of keys before the first query
+    window: Any  # number of keys that a query sees, if WINDOWED
 
 
-# What is known when a kernel is compiled: who sees whom, the shapes of tiles (WIDTH of q and k is a power of 2; FULL:
-# they are as wide), and in kernels of row statistics whether logits are capped.
+# Compile-time constants: which masks apply, the shapes of tiles (WIDTH: the width of q and k, padded to a power of 2;
+# FULL: it needs no padding), and in the kernels of row statistics whether there is a softcap (CAPPED).
 Constants = namedtuple(
     "Constants",
     "CAUSAL WINDOWED MASKED PRECISION ROWS COLUMNS WIDTH FULL V_WIDTH V_FULL CAPPED",
@@ -58,7 +58,10 @@ def block_of_queries(queries, heads, ROWS: tl.constexpr):
 
 @triton.jit
 def block_from_last(program, blocks, heads):
-    """A head's longest causal rows come first, or they would run alone at the end."""
+    """Return the block of a program, the last one of a head first.
+
+    The last block has the longest causal rows. If it started last, it would run alone at the end.
+    """
     index = blocks - 1 - program % blocks
     batch_head = (program // blocks).to(tl.int64)
     return Block(index, batch_head, batch_head // heads, batch_head % heads)
@@ -66,7 +69,7 @@ def block_from_last(program, blocks, heads):
 
 @triton.jit
 def block_of_keys(keys, heads, groups, COLUMNS: tl.constexpr):
-    """Its head is one of k, which `groups` heads of q share."""
+    """Return the block of keys of this program; its head is a key head, which `groups` query heads share."""
     blocks = tl.cdiv(keys, COLUMNS)
     program = tl.program_id(0)
     index = program % blocks  # the first keys are seen by most queries
@@ -84,14 +87,14 @@ def matrix_of_head(pointer, batch, head, batch_stride, head_stride, stride, leng
 def tile_of_head(
     pointer, own, batch_stride, head_stride, stride, length, width, rows, WIDTH: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip
-    """Some rows of a matrix, at the end of which some may not exist."""
+    """Load some rows of a matrix; rows behind its end are zeros."""
     matrix = matrix_of_head(pointer, own.batch, own.head, batch_stride, head_stride, stride, length, width)
     return load_tile(matrix, rows, WIDTH, True, FULL)
 
 
 @triton.jit
 def keys_of_head(pointer, own, groups, batch_stride, head_stride, stride, keys, width):
-    """The keys or values that a block of queries reads."""
+    """Return the keys, or the values, that a block of queries reads."""
     pointer += own.batch * batch_stride + own.head // groups * head_stride
     return Matrix(pointer, keys, stride, width)
 
@@ -107,7 +110,7 @@ def queries_keys_values(
     q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
     mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C: tl.constexpr,
 ):  # fmt: skip
-    """What a kernel reads: a block of queries, their indices and which of them exist, and the keys and values."""
+    """Return the block, its row indices, which of them exist, the tile of queries, keys, values and visibility."""
     own = block_of_queries(queries, heads, C.ROWS)
     k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
     v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, v_width)
@@ -125,7 +128,7 @@ def queries_and_keys(
     q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, C: tl.constexpr,
 ):  # fmt: skip
-    """What a kernel without values reads."""
+    """Return the same as `queries_keys_values`, without values."""
     own, rows, inside, q_tile, k, _v, sight = queries_keys_values(
         q, k, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, k_batch, k_head, k_row, mask_batch, mask_head,
         mask_row, mask_column, heads, groups, queries, keys, offset, window, width, width, C,
@@ -135,7 +138,7 @@ def queries_and_keys(
 
 @triton.jit
 def load_tile(matrix, rows, WIDTH: tl.constexpr, EDGE: tl.constexpr, FULL: tl.constexpr):
-    """(rows, WIDTH) of a matrix, with zeros around it; checks only what can be outside."""
+    """Load (rows, WIDTH) of a matrix, zeros outside it. EDGE: rows may lie outside; not FULL: columns may."""
     columns = tl.arange(0, WIDTH)
     at = matrix.pointer + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
     if EDGE and FULL:
@@ -165,7 +168,7 @@ def load_row(pointer, at, inside, HAS: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def seen_keys(i, j, sight, C: tl.constexpr):
-    """Which key j a query i sees, for i and j that broadcast to a tile."""
+    """Return whether query i sees key j, for i and j that broadcast to a tile."""
     seen = (i < sight.queries) & (j < sight.keys)
     if C.CAUSAL:
         seen = seen & (j <= i + sight.offset)
@@ -178,16 +181,16 @@ def seen_keys(i, j, sight, C: tl.constexpr):
 
 @triton.jit
 def unmasked(seen, i, j, sight):
-    """Which of the keys that may be seen the mask leaves."""
+    """Return `seen` without the keys that the mask hides."""
     at = sight.mask + i.to(tl.int64) * sight.mask_row + j.to(tl.int64) * sight.mask_column
     return seen & (tl.load(at, mask=seen, other=0) != 0)
 
 
 @triton.jit
 def key_range(block, sight, C: tl.constexpr):
-    """For a block of queries: the keys from `first` to `last` that some may see, `low` to `high` those that all see.
+    """Return first, low, high and last: some queries of the block see keys first..last, all see keys low..high.
 
-    In whole tiles, so that every tile lies on one side of each border.
+    The borders are multiples of the tile, so that no tile crosses one.
     """
     queries, keys, offset = sight.queries, sight.keys, sight.offset
     first, low, high, last = 0, 0, keys // C.COLUMNS * C.COLUMNS, keys
@@ -207,7 +210,7 @@ def key_range(block, sight, C: tl.constexpr):
 
 @triton.jit
 def query_range(start, sight, C: tl.constexpr):
-    """For the keys from start: the queries from `first` to `last` that see some of them, `low` to `high` see all."""
+    """Return first, low, high and last: queries first..last see some keys of the block at `start`, low..high all."""
     queries, offset = sight.queries, sight.offset
     first, low, high, last = 0, 0, queries // C.ROWS * C.ROWS, queries
     if C.CAUSAL:

@@ -22,7 +22,7 @@ MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost m
 
 @triton.jit
 def decode_parts(
-    q, k, v, mask, factor, shift, least, parameters, part_out, total_out, peak_out,
+    q, k, v, mask, factor, shift, cutoff, parameters, part_out, total_out, peak_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, begin, span, splits,
@@ -55,7 +55,7 @@ def decode_parts(
     q_at = q + batch * q_batch + head * q_head + rows * q_row
     q_tile = tl.load(q_at[:, None] + columns[None, :], mask=inside[:, None] & (columns < width)[None, :], other=0.0)
     row_at = (batch * heads + head) * queries + rows
-    row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
+    row = logit_rows(LogitRows(factor, shift, cutoff), row_at, inside, M)
     parameter = tl.load(parameters + head, mask=inside, other=0.0)[:, None] if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)

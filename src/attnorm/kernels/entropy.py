@@ -26,7 +26,7 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _fold(total, tilt, peak, start, stop, q_tile, k, rows, unit, sight, C: tl.constexpr, EDGE: tl.constexpr):
+def _fold(total, e_log_e, peak, start, stop, q_tile, k, rows, unit, sight, C: tl.constexpr, EDGE: tl.constexpr):
     """D and T, in bits, and the largest product of a block of queries, with the keys from start to stop added."""
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
@@ -41,7 +41,7 @@ def _fold(total, tilt, peak, start, stop, q_tile, k, rows, unit, sight, C: tl.co
             level = largest * unit
         drop = tl.where(peak == float("-inf"), 0.0, peak * unit - level)  # before the first key both sums are 0
         shrink = tl.exp2(drop)
-        tilt = shrink * (tilt + drop * total)
+        e_log_e = shrink * (e_log_e + drop * total)
         total = shrink * total
         peak = largest
         x = dot * unit[:, None] - level[:, None]
@@ -50,8 +50,8 @@ def _fold(total, tilt, peak, start, stop, q_tile, k, rows, unit, sight, C: tl.co
             x = tl.where(seen, x, 0.0)
             e = tl.where(seen, e, 0.0)
         total += tl.sum(e, 1)
-        tilt += tl.sum(e * x, 1)
-    return total, tilt, peak
+        e_log_e += tl.sum(e * x, 1)
+    return total, e_log_e, peak
 
 
 @triton.jit
@@ -74,17 +74,17 @@ def row_entropy(
     unit = tl.abs(unit)
 
     total = tl.zeros([ROWS], tl.float32)
-    tilt = tl.zeros([ROWS], tl.float32)
+    e_log_e = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     borders = key_range(own.index, sight, C)
     for part in tl.static_range(1, 3):
-        total, tilt, peak = _fold(
-            total, tilt, peak, borders[part], borders[part + 1], q_tile, k, rows, unit, sight, C, part != 1
+        total, e_log_e, peak = _fold(
+            total, e_log_e, peak, borders[part], borders[part + 1], q_tile, k, rows, unit, sight, C, part != 1
         )
     total = tl.where(total == 0, 1.0, total)
     bits = tl.log2(total)
     level = tl.where(peak == float("-inf"), 0.0, peak) * unit
-    found = tl.maximum(bits - tilt / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    found = tl.maximum(bits - e_log_e / total, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(entropy + row_at, found * LN2, mask=inside)
     tl.store(reference + row_at, level + bits, mask=inside)
 

@@ -88,13 +88,13 @@ def _next(cells, start, places, sign: tl.constexpr):
 
 @triton.jit
 def kth_largest(
-    q, k, mask, factor, wanted, least,
+    q, k, mask, factor, wanted, cutoff,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, scale, cap,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """wanted (B, H, Q): k of each row. least (B, H, Q), in bits: -inf where all keys are kept."""
+    """wanted (B, H, Q): k of each row. cutoff (B, H, Q), in bits: -inf where all keys are kept."""
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
     own, rows, inside, q_tile, k, sight = queries_and_keys(
         q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
@@ -159,4 +159,4 @@ def kth_largest(
         t = tl.where(few & near, -_next(below, -under, places - reached - 1, -1.0), t)
         t = tl.where((t > lower) & (t < upper), t, upper)
         steps += 1
-    tl.store(least + row_at, found, mask=inside)
+    tl.store(cutoff + row_at, found, mask=inside)

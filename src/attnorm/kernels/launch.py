@@ -1,4 +1,4 @@
-"""What every attention kernel is given: tensors whose rows are contiguous, their strides and sizes, and the device."""
+"""Arguments of every attention kernel: tensors with contiguous rows, their strides and sizes, the device."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Launch:
-    """q (B, H, Q, D), k and v (B, G, K, D or E), and a boolean mask (B, H, Q, K) or None."""
+    """Arguments of one launch: q (B, H, Q, D), k and v (B, G, K, D or E), and a boolean mask (B, H, Q, K) or None."""
 
     q: Tensor
     k: Tensor
@@ -25,7 +25,7 @@ class Launch:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, v, mask, factor; q replaces a missing one and is not read there."""
+        """q, k, v, mask, factor. If one is None, q is passed instead: the kernel does not read it."""
         mask = self.q if self.mask is None else self.mask.view(torch.uint8)
         return self.q, self.k, self.v, mask, self.q if self.factor is None else self.factor
 
@@ -58,7 +58,7 @@ class Launch:
         return cls(q, k, k, mask, None if factor is None else factor.contiguous(), causal)
 
     def run(self, kernel: Any, scale: float, *numbers: Tensor, over_keys: bool = False) -> None:
-        """Launch a kernel without values whose programs share the queries, or the keys."""
+        """Launch a kernel that reads no values, with one program per block of queries, or of keys (over_keys)."""
         q, k, _, mask, _ = self.tensors
         rows, columns, warps, stages = tile_without_values(q)
         over, per_program = (k, columns) if over_keys else (q, rows)
@@ -71,28 +71,28 @@ class Launch:
             )  # fmt: skip
 
     def rows(self, used: bool) -> Tensor:
-        """A float32 number per row, (B, H, Q), or an empty tensor."""
+        """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
         shape = self.q.shape[:3] if used else (0,)
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
 def device_of(t: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, where Triton launches kernels."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 def in_rows(t: Tensor) -> Tensor:
-    """With contiguous rows, as the kernels expect. (Saved tensors may come back with other strides.)"""
+    """Return the tensor with contiguous rows, as the kernels expect; saved tensors may have other strides."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def padded(t: Tensor) -> int:
-    """The width of t in a tile."""
+    """Return the width of t in a tile: the next power of two, at least 16."""
     return max(16, 1 << (t.shape[-1] - 1).bit_length())
 
 
 def tile_without_values(q: Tensor) -> tuple[int, int, int, int]:
-    """Rows, columns, warps, stages: the fastest of eight for the entropy, on an H200 in bfloat16."""
+    """Return rows, columns, warps and stages: the fastest of eight for the entropy kernel, bfloat16 on an H200."""
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if padded(q) <= 64 else (32, 32, 4, 2)
     return (64, 64, 4, 3) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)

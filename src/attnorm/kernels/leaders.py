@@ -1,6 +1,7 @@
-"""The leaders of each row, and their threshold: that of all keys or slightly below it.
+"""A few large logits of each row (the leaders), from which the threshold of the row is found without all keys.
 
-Of each pair of columns in a tile, the five largest of the better logits over all tiles, and the largest of the others.
+A tile is split into pairs of columns. For each pair, over all tiles, we keep the five largest of the better logits and
+the largest of the worse ones. The threshold of these keys alone is at or slightly below that of all keys.
 """
 
 from typing import Any, NamedTuple
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnorm.kernels.threshold_tiles import newton_step, rise
+from attnorm.kernels.threshold_tiles import above_threshold, newton_step
 
 
 class Leaders(NamedTuple):
-    """(rows, pairs) numbers each: products first, then how far they lie below the peak of their row."""
+    """Six arrays (rows, pairs): products while they are collected, later logits relative to the peak of the row."""
 
     one: Any
     two: Any
@@ -30,13 +31,13 @@ def no_leaders(ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def insert(leader, candidate):
-    """The larger of both, and the other, which competes for the next place."""
+    """Return the larger, which keeps this rank, and the smaller, which is compared with the next rank."""
     return tl.maximum(leader, candidate), tl.minimum(leader, candidate)
 
 
 @triton.jit
 def add_tile(leaders, peak, left, right, size, gaps, at, COLUMNS: tl.constexpr):
-    """Leaders and peaks with a tile of pairs added; notes how close the tile comes to the peaks."""
+    """Update leaders and peaks with a tile of pairs; store in `gaps` how close the tile comes to the peaks."""
     better = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
     other = tl.maximum(leaders.other, tl.minimum(left, right))
     largest = tl.max(better, 1)
@@ -70,8 +71,8 @@ def below_peak(leaders, size, peak):
 
 @triton.jit
 def weight_of(y, t, a, T: tl.constexpr):
-    """p, u, and whether there is a weight, of numbers below the peak."""
-    x = rise(y, 1.0, 0.0, t, a, T.DEFORMED, True)
+    """Return p, u, and 1.0 where there is a weight, for logits relative to the peak."""
+    x = above_threshold(y, 1.0, 0.0, t, a, T.DEFORMED, True)
     p, u = T.WEIGHTS(x, a, T.FAST)
     return p, u, tl.where(x > 0, 1.0, 0.0)
 
@@ -86,10 +87,10 @@ def _add(cell_p, cell_u, cells, y, t, a, T: tl.constexpr, COUNTED: tl.constexpr)
 
 @triton.jit
 def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexpr, SINK: tl.constexpr):
-    """The threshold from a start t at or below it, and the number of weights, if COUNTED.
+    """Solve for the threshold of the leaders, from a start t at or below it; also return the weight count, if COUNTED.
 
-    Some keys alone have a lower threshold than all of them: first the best of each pair, then all leaders.
-    sink: one more key of each row, if SINK.
+    The best key of each pair comes first, then all leaders: a subset of keys has a lower threshold than all of them, so
+    the first result is a valid start for the second. sink: one more key of each row, if SINK.
     """
     count = tl.zeros_like(t)
     zeros = tl.zeros_like(leaders.one)
@@ -99,8 +100,8 @@ def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexp
         while (left > tolerance) & (steps < T.MAX_STEPS):
             sum_p, sum_u, cells = _add(zeros, zeros, zeros, leaders.one, t, a, T, T.COUNTED)
             if together:
-                for place in tl.static_range(1, 6):
-                    sum_p, sum_u, cells = _add(sum_p, sum_u, cells, leaders[place], t, a, T, T.COUNTED)
+                for rank in tl.static_range(1, 6):
+                    sum_p, sum_u, cells = _add(sum_p, sum_u, cells, leaders[rank], t, a, T, T.COUNTED)
             if SINK:
                 sink_p, sink_u, sinks = weight_of(sink, t, a, T)
             if T.COUNTED:
@@ -114,7 +115,10 @@ def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexp
 
 @triton.jit
 def weight_left_out(leaders, t, a, settled, T: tl.constexpr):
-    """What the leaders have left out is of the size of the last ones. Both keys of a pair rarely count."""
+    """Estimate the weight of all keys that are not among the leaders.
+
+    They are about as large as the fifth leader. The worse key of a pair rarely has a weight, so it counts a quarter.
+    """
     zeros = tl.zeros_like(leaders.one)
     weight, _u, _n = _add(zeros, zeros, zeros, leaders.other, t, a, T, False)
     weight, _u, _n = _add(0.25 * weight, zeros, zeros, leaders.five, t, a, T, False)

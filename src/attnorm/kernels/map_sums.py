@@ -42,7 +42,7 @@ COLUMNS = (
     "sink_weight",
     "largest_weight",  # of the other keys
     "others",  # sum e
-    "tilt",  # sum e log e
+    "e_log_e",  # sum e log e
     "squares",  # sum e^2
     "jacobian_norm",  # NaN for a map with a denominator
 )
@@ -76,7 +76,7 @@ class Sums(NamedTuple):
     """Sums of each class."""
 
     others: Any
-    tilt: Any
+    e_log_e: Any
     squares: Any
     total: Any  # of the denominator
     steepest: Any  # slope
@@ -86,7 +86,7 @@ class Sums(NamedTuple):
 def _add(lost, unit, shift, reference, inverse, sums, M: tl.constexpr, EDGE: tl.constexpr):
     """Add keys to the sums of each class."""
     lost = by_class(lost)
-    others, tilt, squares, total, steepest = sums
+    others, e_log_e, squares, total, steepest = sums
     z = lost * unit[:, None, None] + shift[:, None, None]
     if M.NORMALISED:
         a, b = M.WEIGHTS(z, reference[:, None, :], M.P, M.FAST)
@@ -102,9 +102,9 @@ def _add(lost, unit, shift, reference, inverse, sums, M: tl.constexpr, EDGE: tl.
         steepest = tl.maximum(steepest, tl.max(slope, 1))
     e = a * inverse[:, None, :]
     others += tl.sum(e, 1)
-    tilt += tl.sum(e * log2(tl.where(e > 0, e, 1.0), M.FAST), 1)
+    e_log_e += tl.sum(e * log2(tl.where(e > 0, e, 1.0), M.FAST), 1)
     squares += tl.sum(e * e, 1)
-    return Sums(others, tilt, squares, total, steepest)
+    return Sums(others, e_log_e, squares, total, steepest)
 
 
 @triton.jit
@@ -128,13 +128,13 @@ def _fold(
         reference, top, _b = _level(leader, unit[:, None], shift[:, None], M)
         drop = old_reference - reference
         ratio, bits = _ratio(old_top, top, drop)
-        tilt = ratio * (sums.tilt + bits * sums.others)
+        e_log_e = ratio * (sums.e_log_e + bits * sums.others)
         others = sums.others * ratio
         squares = sums.squares * ratio * ratio
         total = sums.total
         if M.NORMALISED:
             total = total * tl.exp2(drop)
-        sums = Sums(others, tilt, squares, total, sums.steepest)
+        sums = Sums(others, e_log_e, squares, total, sums.steepest)
         inverse = tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
 
         sums = _add(demoted, unit, shift, reference, inverse, sums, M, True)
@@ -191,7 +191,7 @@ def map_sums(
     spare = tl.where((peaks > 0) & (row_top > 0), peaks - 1.0, 0.0)
     alone = tl.where(is_peak, 0.0, ratio)
     row_others = tl.sum(ratio * sums.others + alone, 1) + spare
-    row_tilt = tl.sum(ratio * (sums.tilt + bits * sums.others) + alone * bits, 1)
+    row_e_log_e = tl.sum(ratio * (sums.e_log_e + bits * sums.others) + alone * bits, 1)
     row_squares = tl.sum(ratio * ratio * sums.squares + alone * alone, 1) + spare
 
     # The sink, and what all are divided by.
@@ -221,7 +221,7 @@ def map_sums(
     store_columns(
         out + row_at, column, inside,
         (
-            n.to(tl.float32), sink * logit * LN2, largest, least, sink_top, row_top, row_others, row_tilt * LN2,
+            n.to(tl.float32), sink * logit * LN2, largest, least, sink_top, row_top, row_others, row_e_log_e * LN2,
             row_squares, norm,
         ),
     )  # fmt: skip

@@ -4,7 +4,7 @@ Forward folds tiles of logits into the output and the denominator of each row. T
 
     z = rule(factor * cap(scale <q, k>) + shift),   cap(s) = c tanh(s / c)
 
-where all but the scale are optional. Keys whose logit lies below the `least` of their row are hidden. LIFT multiplies
+where all but the scale are optional. Keys whose logit lies below the `cutoff` of their row are hidden. LIFT multiplies
 weights before their product with values, since float16 loses digits below 6e-5, where the weights of long rows lie.
 """
 
@@ -70,7 +70,7 @@ def fold(
             peak = largest
         reference = reference_of(peak, M.REFERENCE, EDGE)
         if M.SELECTED:  # behind the peak, which is kept: a tile without any other kept key has one all the same
-            z = selected(z, row.least[:, None])
+            z = selected(z, row.cutoff[:, None])
         a, b = M.MAP(z, reference[:, None], M.P, M.FAST)
         if EDGE:
             a = tl.where(seen, a, 0.0)
@@ -86,7 +86,7 @@ def fold(
 
 @triton.jit
 def forward(
-    q, k, v, mask, factor, shift, least, parameters, sink, out, reference_out, inverse_out,
+    q, k, v, mask, factor, shift, cutoff, parameters, sink, out, reference_out, inverse_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, floor,
@@ -107,10 +107,10 @@ def forward(
         mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C,
     )  # fmt: skip
     row_at = own.batch_head * queries + rows
-    row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
+    row = logit_rows(LogitRows(factor, shift, cutoff), row_at, inside, M)
     if PLAIN and FACTORED:  # the same logits with a factor that is not negative, so that the largest product stays it
         q_tile = tl.where(row.factor[:, None] < 0, -q_tile, q_tile)
-        row = LogitRows(tl.abs(row.factor), row.shift, row.least)
+        row = LogitRows(tl.abs(row.factor), row.shift, row.cutoff)
     parameter = tl.load(parameters + own.head) if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)

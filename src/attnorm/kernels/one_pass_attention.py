@@ -48,14 +48,14 @@ class RowEntropy(NamedTuple):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
     """Output, in float32 if precise, and the state of each row.
 
     factor, shift, least: (B, H, Q) in float32; sink, parameters of the rule: (H,). Logits below least, which is in
     bits, are hidden.
     """
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
@@ -71,20 +71,20 @@ def forward(
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
-    sharpened: RowEntropy | None = None, *, of_factor: bool = True,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
+    sharpened: RowEntropy | None = None, *, grad_of_factor: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty where there is none.
 
     of_factor: whether that of the factor is wanted.
     """
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, least, parameters, form)
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
     grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    of_factor = of_factor and factor is not None
-    grad_factor, grad_shift = call.rows(of_factor), call.rows(shift is not None)
+    grad_of_factor = grad_of_factor and factor is not None
+    grad_factor, grad_shift = call.rows(grad_of_factor), call.rows(shift is not None)
     delta = row_dots(grad, out) if map_.normalised else call.rows(False)
     queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
     rows_of = (*(t.contiguous() for t in saved), delta)
@@ -93,7 +93,8 @@ def backward(
         one_pass_backward.backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
             *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
             *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
-            **call.constants, OF_FACTOR=of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            **call.constants, GRAD_OF_FACTOR=grad_of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
         grad_soft, softmax = call.rows(False), (call.q,) * 4
         if sharpened is not None:
@@ -144,11 +145,11 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     return sums
 
 
-def least_of_top(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
+def top_k_cutoff(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
     """What a logit must exceed to be among the `count` largest of its row, (B, H, Q), in bits; -inf: all are kept."""
-    least = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), least), form)
-    return least
+    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), cutoff), form)
+    return cutoff
 
 
 def _search(
@@ -173,21 +174,21 @@ def _search(
 class OnePassLaunch(Launch):
     shift: Tensor | None
     sink_logits: Tensor | None
-    least: Tensor | None
+    cutoff: Tensor | None
     parameters: Tensor | None  # of the rule, (H,) in float32
     form: Form
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-        sink: Tensor | None, least: Tensor | None, parameters: Tensor | None, form: Form,
+        sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, form: Form,
     ) -> "OnePassLaunch":  # fmt: skip
-        factor, shift, least = (None if t is None else t.contiguous() for t in (factor, shift, least))
-        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, least, parameters, form)
+        factor, shift, cutoff = (None if t is None else t.contiguous() for t in (factor, shift, cutoff))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, cutoff, parameters, form)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.least, self.parameters)))
+        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.cutoff, self.parameters)))
 
     @property
     def sink(self) -> Tensor:
@@ -210,7 +211,7 @@ class OnePassLaunch(Launch):
             "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
             "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
-            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.least is not None,
+            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.cutoff is not None,
             "SINK": self.sink_logits is not None,
             "PLAIN": form.scale > 0 and not (ruled or cap or shifted),
             "WINDOWED": form.window is not None,

@@ -65,7 +65,7 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
     """
     z, s, cap_slope, rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, AXIS)
     if M.SELECTED:
-        z = selected(z, tl.expand_dims(row.least, AXIS))
+        z = selected(z, tl.expand_dims(row.cutoff, AXIS))
     w, slope_a, slope_b = M.SLOPES(z, tl.expand_dims(sums.reference, AXIS), M.P, M.FAST)
     if M.NORMALISED:
         dz = slope_a * dp - slope_b * tl.expand_dims(sums.delta, AXIS)
@@ -86,7 +86,7 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
 @triton.jit
 def _fold_queries(
     grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, row, sums, sight, scale, cap,
-    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, OF_FACTOR: tl.constexpr,
+    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, GRAD_OF_FACTOR: tl.constexpr,
 ):  # fmt: skip
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
@@ -101,7 +101,7 @@ def _fold_queries(
             ds = tl.where(seen, ds, 0.0)
             dz = tl.where(seen, dz, 0.0)
             s = tl.where(seen, s, 0.0)
-        if OF_FACTOR:
+        if GRAD_OF_FACTOR:
             grad_factor += tl.sum(dz * s, 1)
         if M.SHIFTED:
             grad_shift += tl.sum(dz, 1)
@@ -111,7 +111,7 @@ def _fold_queries(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
+    q, k, v, mask, factor, shift, cutoff, parameters, reference, inverse, delta, grad, grad_q, grad_factor, grad_shift,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, cap, plain_scale,
@@ -121,9 +121,9 @@ def backward_queries(
     SINK: tl.constexpr, PLAIN: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, OF_FACTOR: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, GRAD_OF_FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """OF_FACTOR: compute the gradient of the factor of each row."""
+    """GRAD_OF_FACTOR: compute the gradient of the factor of each row."""
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     M: tl.constexpr = MapConstants(
         MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
@@ -134,7 +134,7 @@ def backward_queries(
     )  # fmt: skip
     grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
     row_at = own.batch_head * queries + rows
-    row = logit_rows(LogitRows(factor, shift, least), row_at, inside, M)
+    row = logit_rows(LogitRows(factor, shift, cutoff), row_at, inside, M)
     sums = _sum_rows(SumRows(reference, inverse, delta), row_at, inside, M)
     parameter = tl.load(parameters + own.head) if RULED else 0.0
 
@@ -145,12 +145,12 @@ def backward_queries(
     for part in tl.static_range(0 if WINDOWED or MASKED else 1, 3):
         found, found_factor, found_shift = _fold_queries(
             found, found_factor, found_shift, borders[part], borders[part + 1], q_tile, grad_tile, k, v, rows, row,
-            sums, sight, scale, cap, parameter, C, M, part != 1, OF_FACTOR,
+            sums, sight, scale, cap, parameter, C, M, part != 1, GRAD_OF_FACTOR,
         )  # fmt: skip
     found = (found * (row.factor * plain_scale)[:, None]).to(grad_q.dtype.element_ty)
     grad_q = matrix_of_head(grad_q, own.batch, own.head, gq_batch, gq_head, gq_row, queries, width)
     store_tile(grad_q, found, rows, WIDTH)
-    if OF_FACTOR:
+    if GRAD_OF_FACTOR:
         tl.store(grad_factor + row_at, found_factor * LN2, mask=inside)
     if SHIFTED:
         tl.store(grad_shift + row_at, found_shift, mask=inside)
@@ -200,7 +200,7 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, factor, shift, least, parameters, reference, inverse, delta, grad,
+    q, k, v, mask, factor, shift, cutoff, parameters, reference, inverse, delta, grad,
     soft_factor, entropy, soft_reference, grad_entropy, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
@@ -224,7 +224,7 @@ def backward_keys(
     columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
     k_tile = tile_of_head(k, own, k_batch, k_head, k_row, keys, width, columns, WIDTH, FULL)
     v_tile = tile_of_head(v, own, v_batch, v_head, v_row, keys, v_width, columns, V_WIDTH, V_FULL)
-    logit_pointers = LogitRows(factor, shift, least)
+    logit_pointers = LogitRows(factor, shift, cutoff)
     sum_pointers = SumRows(reference, inverse, delta)
     soft = SoftRows(soft_factor, entropy, soft_reference, grad_entropy)
     found_k = tl.zeros([COLUMNS, WIDTH], tl.float32)

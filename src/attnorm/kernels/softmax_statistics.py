@@ -224,15 +224,15 @@ def softmax_statistics(
 
     # Without the sink, relative to the largest of the other keys.
     s1 = tl.load(sums + 6 * total + at, mask=inside, other=0.0).to(tl.float64)
-    tilt = tl.load(sums + 7 * total + at, mask=inside, other=0.0).to(tl.float64)
+    e_log_e = tl.load(sums + 7 * total + at, mask=inside, other=0.0).to(tl.float64)
     s2 = tl.load(sums + 8 * total + at, mask=inside, other=0.0).to(tl.float64)
     some = s1 != 0
     shrink = tl.exp(drop)
     others = shrink * s1
-    tilt = tl.where(some, shrink * (tilt + tl.where(some, drop, 0.0) * s1), 0.0)
+    e_log_e = tl.where(some, shrink * (e_log_e + tl.where(some, drop, 0.0) * s1), 0.0)
     rest = 1.0 + others
     log_rest = _log1p(others)
-    entropy_rest = log_rest - tilt / rest
+    entropy_rest = log_rest - e_log_e / rest
     squares_rest = (1.0 + shrink * shrink * s2) / (rest * rest)
     # With it. A sink that is alone has all of the weight.
     odds = tl.where(alone, 1e30, sink - log_rest)

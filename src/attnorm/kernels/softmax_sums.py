@@ -40,7 +40,7 @@ COLUMNS = (
     "level",  # the largest z of the other keys
     "runner_up",  # the second largest z of the other keys
     "first_power",  # sum e
-    "tilt",  # sum e log e
+    "e_log_e",  # sum e log e
     "second_power",  # sum e^2
     "third_power",
     "fourth_power",
@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 @triton.jit
-def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr):
+def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
     """Add the sums of e = exp2(unit * lost - base) to those of each class."""
     lost = by_class(lost)
     x = lost * unit[:, None, None] - base[:, None, :]
@@ -60,16 +60,16 @@ def _powers(lost, unit, base, s1, tilt, s2, s3, s4, EDGE: tl.constexpr):
         e = tl.exp2(x)
     square = e * e
     s1 += tl.sum(e, 1)
-    tilt += tl.sum(e * x, 1)
+    e_log_e += tl.sum(e * x, 1)
     s2 += tl.sum(square, 1)
     s3 += tl.sum(square * e, 1)
     s4 += tl.sum(square * square, 1)
-    return s1, tilt, s2, s3, s4
+    return s1, e_log_e, s2, s3, s4
 
 
 @triton.jit
 def _fold(
-    state, leader, runner_up, s1, tilt, s2, s3, s4, span, given, unit,
+    state, leader, runner_up, s1, e_log_e, s2, s3, s4, span, given, unit,
     C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The state of a block of rows with some tiles of keys added."""
@@ -105,7 +105,7 @@ def _fold(
             none, first_one = runner_up == float("-inf"), demoted == float("-inf")
             drop, shrink = tl.where(none, 0.0, drop), tl.where(none, 0.0, shrink)
             fall, e = tl.where(first_one, 0.0, fall), tl.where(first_one, 0.0, e)
-        tilt = shrink * (tilt + drop * s1) + e * fall
+        e_log_e = shrink * (e_log_e + drop * s1) + e * fall
         square, e_square = shrink * shrink, e * e
         s1 = s1 * shrink + e
         s2 = s2 * square + e_square
@@ -115,13 +115,13 @@ def _fold(
         runner_up = new_runner_up
 
         base = reference * unit[:, None]
-        s1, tilt, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, tilt, s2, s3, s4, EDGE)
+        s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
             left, right = halves(winners)
-            s1, tilt, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, tilt, s2, s3, s4, EDGE)
+            s1, e_log_e, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
             winners = larger(left, right)
-    return state, leader, runner_up, s1, tilt, s2, s3, s4
+    return state, leader, runner_up, s1, e_log_e, s2, s3, s4
 
 
 @triton.jit
@@ -170,11 +170,12 @@ def softmax_sums(
     leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
     runner_up = leader
     s1 = tl.zeros([ROWS, CLASSES], tl.float32)
-    tilt, s2, s3, s4 = s1, s1, s1, s1
+    e_log_e, s2, s3, s4 = s1, s1, s1, s1
     for whole in tl.static_range(2):
-        state, leader, runner_up, s1, tilt, s2, s3, s4 = _fold(
-            state, leader, runner_up, s1, tilt, s2, s3, s4, inner if whole else outer, given, unit, C, not whole, LEVELS
-        )
+        state, leader, runner_up, s1, e_log_e, s2, s3, s4 = _fold(
+            state, leader, runner_up, s1, e_log_e, s2, s3, s4, inner if whole else outer, given, unit, C, not whole,
+            LEVELS,
+        )  # fmt: skip
 
     n = visible_keys(state.n, given, C)
     extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
@@ -184,13 +185,13 @@ def softmax_sums(
     least = tl.where(empty, float("inf"), least)
     leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
     runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
-    level, second, s1, tilt, s2, s3, s4 = tl.reduce((leader, runner_up, s1, tilt, s2, s3, s4), 1, _joined)
+    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(
         out + (own.batch_head * rows_total + at), column, inside,
         (
             n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
-            s1, tilt * LN2, s2, s3, s4,
+            s1, e_log_e * LN2, s2, s3, s4,
         ),
     )  # fmt: skip
 

@@ -1,14 +1,15 @@
-"""Attention by a threshold map (kernels/threshold_maps.py) on a GPU: the matrix of weights never leaves the chip.
+"""Forward kernel of attention by a threshold map such as entmax: the matrix of weights never leaves the chip.
 
-Forward computes the logits twice, or more often where rows spread their weight over many keys. The first pass keeps the
-leaders: of each pair of columns (a tile's left half beside its right half) the five largest of the better logits over
-all tiles, and the largest of the others. Their threshold is that of all keys or slightly below it. The pass also notes
-how close each tile comes to the peaks of its rows. Where the leaders may have left out much, passes of Newton's method
-follow. The last pass computes the output and the sums of the row once more: what is left of the excess is removed to
-first order, or the passes are repeated where it is large. Tiles without a weight are left out of all passes but the
-first, and of backward, by lists of the others.
+The kernel computes the logits in two or more passes over the keys:
 
-Thresholds are relative to the largest logit of their row, the peak.
+1. The first pass collects the leaders of each row (kernels/leaders.py), and for each tile how close its logits come to
+   the peaks of its rows (`gaps`). The threshold of the leaders is that of all keys or slightly below it.
+2. If the leaders may have left out much weight, passes of Newton's method over all keys follow.
+3. The last pass computes the output and the sums of each row. A small excess of the sum over 1 is removed to first
+   order. If it is large, steps 2 and 3 are repeated.
+
+All passes but the first skip tiles without a weight: they read a list of the other tiles. So does the backward pass.
+Thresholds are relative to the largest logit of their row, the peak. kernels/threshold_maps.py defines the maps.
 """
 
 import triton
@@ -29,24 +30,26 @@ from attnorm.kernels.threshold_tiles import (
     ThresholdConstants,
     list_tiles,
     lowest_weight,
+    minus_penalty,
     newton_step,
-    seen_rise,
-    tilted,
+    seen_above_threshold,
 )
 
 
 @triton.jit
-def _lead(
-    leaders, peak, start, stop, q_tile, k, rows, sign, size, gaps, sight, tilt,
-    SIGNED: tl.constexpr, TILTED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+def _collect_leaders(
+    leaders, peak, start, stop, q_tile, k, rows, sign, size, gaps, sight, penalty,
+    SIGNED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Leaders and peaks among the products of the tiles from start to stop; those of least logit where the factor is
-    negative, with the opposite sign."""
+    """Update leaders and peaks with the products of the tiles from start to stop.
+
+    sign: -1 for rows with a negative factor, whose largest logits have the smallest products.
+    """
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
         k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = tilted(dot, tilt, rows[:, None], columns[None, :], sight.offset, TILTED)
+        dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALISED)
         if SIGNED:
             dot = dot * sign[:, None]
         if EDGE:
@@ -57,11 +60,11 @@ def _lead(
 
 
 @triton.jit
-def _measure(
-    sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, sight, tilt,
-    TILTED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+def _sum_weights(
+    sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, sight, penalty,
+    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p and u, and the number of weights, over the listed tiles; still apart by column."""
+    """Add p, u and the number of weights of the listed tiles to the sums, one sum per row and column."""
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
@@ -69,8 +72,8 @@ def _measure(
         i, j = rows[:, None], columns[None, :]
         k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = tilted(dot, tilt, i, j, sight.offset, TILTED)
-        x = seen_rise(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         p, u = T.WEIGHTS(x, a, T.FAST)
         sum_p += p
         sum_u += u
@@ -82,11 +85,11 @@ def _measure(
 
 @triton.jit
 def _attend(
-    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, sight, tilt,
-    LIFT: tl.constexpr, TRAINS: tl.constexpr, TILTED: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
+    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, sight, penalty,
+    LIFT: tl.constexpr, TRAINS: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of p v LIFT, u v, p and u over the listed tiles; marks those that hold a weight."""
+    """Add p v LIFT, u v, p and u of the listed tiles to the sums; mark the tiles that hold a weight as live."""
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
@@ -95,8 +98,8 @@ def _attend(
         k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
         v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = tilted(dot, tilt, i, j, sight.offset, TILTED)
-        x = seen_rise(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         p, u = T.WEIGHTS(x, a, T.FAST)
         mass = tl.sum(p, 1)
         sum_p += mass
@@ -113,13 +116,13 @@ def _attend(
 
 @triton.jit
 def forward(
-    q, k, v, mask, row_factor, parameter, tilts, out, out_u, threshold, gaps, listed, live,
+    q, k, v, mask, row_factor, parameter, penalties, out, out_u, threshold, gaps, listed, live,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DECLINE: tl.constexpr, COUNTED: tl.constexpr,
     DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, TRAINS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr, TRAINS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
@@ -131,13 +134,13 @@ def forward(
         mask_row, mask_column, heads, groups, queries, keys, offset, 0, width, v_width, C,
     )  # fmt: skip
     tiles = tl.cdiv(keys, COLUMNS)
-    place = (own.batch_head * tl.cdiv(queries, ROWS) + own.index) * tiles
-    gaps += place
-    listed += place
-    live += place
+    first_tile = (own.batch_head * tl.cdiv(queries, ROWS) + own.index) * tiles
+    gaps += first_tile
+    listed += first_tile
+    live += first_tile
     row_at = own.batch_head * queries + rows
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0) * unit
-    tilt = tl.load(tilts + own.head) if TILTED else 0.0
+    penalty = tl.load(penalties + own.head) if PENALISED else 0.0
     sign = tl.where(factor < 0, -1.0, 1.0)
     size = tl.abs(factor)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
@@ -146,11 +149,11 @@ def forward(
 
     leaders = no_leaders(ROWS, COLUMNS // 2)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    leaders, peak = _lead(
-        leaders, peak, high, last, q_tile, k, rows, sign, size, gaps, sight, tilt, SIGNED, TILTED, C, True
+    leaders, peak = _collect_leaders(
+        leaders, peak, high, last, q_tile, k, rows, sign, size, gaps, sight, penalty, SIGNED, PENALISED, C, True
     )
-    leaders, peak = _lead(
-        leaders, peak, 0, high, q_tile, k, rows, sign, size, gaps, sight, tilt, SIGNED, TILTED, C, False
+    leaders, peak = _collect_leaders(
+        leaders, peak, 0, high, q_tile, k, rows, sign, size, gaps, sight, penalty, SIGNED, PENALISED, C, False
     )
     empty = peak == float("-inf")
     broken = tl.max(tl.where(leaders.one == leaders.one, 0, 1), 1) != 0
@@ -179,9 +182,9 @@ def forward(
             cell_u = tl.zeros([ROWS, COLUMNS], tl.float32)
             cells = tl.zeros([ROWS, COLUMNS], tl.float32) if COUNTED else unused
             for edge in tl.static_range(2):
-                cell_p, cell_u, cells = _measure(
+                cell_p, cell_u, cells = _sum_weights(
                     cell_p, cell_u, cells, listed + whole if edge else listed, edges if edge else number, q_tile, k,
-                    rows, factor_of, peak_of, t[:, None], a_of, sight, tilt, TILTED, C, T, edge,
+                    rows, factor_of, peak_of, t[:, None], a_of, sight, penalty, PENALISED, C, T, edge,
                 )  # fmt: skip
             if COUNTED:
                 count = tl.sum(cells, 1)
@@ -196,7 +199,8 @@ def forward(
         for edge in tl.static_range(2):
             output, output_u, sum_p, sum_u = _attend(
                 output, output_u, sum_p, sum_u, listed + whole if edge else listed, edges if edge else number, q_tile,
-                k, v, rows, factor_of, peak_of, t[:, None], a_of, live, sight, tilt, LIFT, TRAINS, TILTED, C, T, edge,
+                k, v, rows, factor_of, peak_of, t[:, None], a_of, live, sight, penalty, LIFT, TRAINS, PENALISED, C, T,
+                edge,
             )  # fmt: skip
         attempts += 1
         bad = tl.where(settled, 0.0, tl.abs(sum_p - 1.0))
@@ -225,7 +229,10 @@ def forward(
 
 @triton.jit
 def _lists(gaps, listed, whole, some, peak, t, a, empty, DEFORMED: tl.constexpr):
-    """List the tiles that may hold a weight at the thresholds t: their numbers among those seen whole, and at edges."""
+    """List the tiles that may hold a weight at the thresholds t.
+
+    Return the length of both lists: tiles that all rows see completely, and tiles at edges.
+    """
     level = lowest_weight(t, peak, empty, a, DEFORMED)
     tl.debug_barrier()
     number = list_tiles(gaps, 1, some, 0, 1, listed, 0, 0, whole, level, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Launch the threshold kernels: shapes, strides, tiles, tolerances."""
+"""Launch the threshold kernels (kernels/threshold.py, kernels/threshold_backward.py): shapes, tiles, tolerances."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,7 +39,7 @@ EARLY_STEPS = 6
 
 
 class Saved(NamedTuple):
-    """What backward needs; empty where nothing is trained."""
+    """Tensors that the backward pass needs; empty if nothing is trained."""
 
     mean_u: Tensor  # (B, H, Q, E): the mean of the values under u
     threshold: Tensor  # (B, H, Q, 2): peak and threshold
@@ -56,14 +56,14 @@ def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[i
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    tilts: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
+    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Output, and what backward needs.
+    """Return the output, and what the backward pass needs.
 
-    mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; tilts: (H,) in float32
-    or None, what a product <q, k> loses per position of distance; causal: bottom-right.
+    mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; penalties: (H,) in
+    float32 or None, subtracted from the product <q, k> per position of distance; causal: bottom-right.
     """
-    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, tilts, causal, scale, map)
+    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
     batch, heads, queries = q.shape[:3]
     output = q.new_empty(batch, heads, queries, v.shape[-1])
     rows, columns, warps, stages = tiles(q, v).forward
@@ -90,10 +90,11 @@ def forward(
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, tilts: Tensor | None, saved: Saved, causal: bool, scale: float, map: str, learned: bool,
+    parameter: Tensor | None, penalties: Tensor | None, saved: Saved, causal: bool, scale: float, map: str,
+    learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, factor and parameter; the last two are empty where there is none."""
-    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, tilts, causal, scale, map)
+    """Return the gradients of q, k, v, factor and parameter; the last two are empty if there is none."""
+    call = _ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
     grad, saved = in_rows(grad), Saved(*(t.contiguous() for t in saved))
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
@@ -125,21 +126,21 @@ def backward(
 @dataclass(frozen=True)
 class _ThresholdLaunch(Launch):
     parameter: Tensor | None
-    tilts: Tensor | None
+    penalties: Tensor | None
     scale: float
     map: str
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-        tilts: Tensor | None, causal: bool, scale: float, map: str,
+        penalties: Tensor | None, causal: bool, scale: float, map: str,
     ) -> "_ThresholdLaunch":  # fmt: skip
-        factor, parameter, tilts = (None if t is None else t.contiguous() for t in (factor, parameter, tilts))
-        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, parameter, tilts, scale, map)
+        factor, parameter, penalties = (None if t is None else t.contiguous() for t in (factor, parameter, penalties))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, parameter, penalties, scale, map)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors, *(self.q if t is None else t for t in (self.parameter, self.tilts)))
+        return (*super().tensors, *(self.q if t is None else t for t in (self.parameter, self.penalties)))
 
     @property
     def sizes(self) -> tuple[int | float, ...]:
@@ -150,7 +151,7 @@ class _ThresholdLaunch(Launch):
         one = MAPS[self.map]
         return {
             **self.shared_constants,
-            "TILTED": self.tilts is not None,
+            "PENALISED": self.penalties is not None,
             "WEIGHTS": one.weights, "DEFORMED": one.deformed, "PARAMETER": one.parameter,
             "EXACT": self.q.dtype != torch.bfloat16, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             # float16 loses digits below 6e-5, where the weights of long rows lie
@@ -160,7 +161,7 @@ class _ThresholdLaunch(Launch):
 
 
 def _list(count: int, q: Tensor) -> Tensor:
-    """Room for lists of tiles; kernels read one place beyond the end of a list."""
+    """Allocate memory for lists of tiles, with one more entry: kernels read one entry beyond the end of a list."""
     return torch.empty(count + 1, dtype=torch.int32, device=q.device)
 
 
@@ -171,7 +172,10 @@ def tiles(q: Tensor, v: Tensor) -> Tiles:
 
 
 def _tolerances(dtype: torch.dtype, trains: bool) -> tuple[float, float, float]:
-    """How far the sum of a row may be from 1 before the last step of Newton's method, and in the output pass; and how
-    much weight the last leaders may have before such a step is needed."""
+    """Return three tolerances.
+
+    How far the sum of a row may be from 1 before the last Newton step; how far in the output pass; and how much weight
+    the leaders may leave out before a Newton step is needed.
+    """
     enough, tolerance = {torch.float32: (1e-3, 4e-6), torch.float16: (0.1, 5e-3)}.get(dtype, (0.2, 1e-2))
     return enough, tolerance * (2 if trains else 1), 4 * tolerance

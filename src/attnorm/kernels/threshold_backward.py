@@ -25,7 +25,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.threshold_tiles import ThresholdConstants, list_tiles, seen_rise, tilted
+from attnorm.kernels.threshold_tiles import ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _by_alpha(x, u, a):
 @triton.jit
 def _fold_queries(
     grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
-    middle, sight, tilt, FACTORED: tl.constexpr, LEARNED: tl.constexpr, TILTED: tl.constexpr,
+    middle, sight, penalty, FACTORED: tl.constexpr, LEARNED: tl.constexpr, PENALISED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(listed)
@@ -51,9 +51,9 @@ def _fold_queries(
         k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
         v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = tilted(dot, tilt, i, j, sight.offset, TILTED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-        x = seen_rise(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         _p, u = T.WEIGHTS(x, a, T.FAST)
         ds = u * (dp - delta)
         if FACTORED:
@@ -67,12 +67,12 @@ def _fold_queries(
 
 @triton.jit
 def backward_queries(
-    q, k, v, mask, row_factor, parameter, tilts, threshold, delta, grad, live, listed, grad_q, grad_factor,
+    q, k, v, mask, row_factor, parameter, penalties, threshold, delta, grad, live, listed, grad_q, grad_factor,
     grad_parameter, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
     mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row, heads, groups, queries, keys, offset,
     width, v_width, unit, slope, WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
     LEARNED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
     LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def backward_queries(
     grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
-    tilt = tl.load(tilts + own.head) if TILTED else 0.0
+    penalty = tl.load(penalties + own.head) if PENALISED else 0.0
     peak = tl.load(threshold + 2 * row_at, mask=inside, other=0.0)
     t = tl.load(threshold + 2 * row_at + 1, mask=inside, other=0.0)
     mean = tl.load(delta + row_at, mask=inside, other=0.0)
@@ -116,7 +116,7 @@ def backward_queries(
         found, found_factor, found_parameter = _fold_queries(
             found, found_factor, found_parameter, listed + whole if edge else listed, edges if edge else number,
             q_tile, grad_tile, k, v, rows, factor_of, peak[:, None], t[:, None], a[:, None], mean[:, None], middle,
-            sight, tilt, FACTORED, LEARNED, TILTED, C, T, edge,
+            sight, penalty, FACTORED, LEARNED, PENALISED, C, T, edge,
         )  # fmt: skip
     if FACTORED:
         tl.store(grad_factor + row_at, found_factor * slope, mask=inside)
@@ -138,8 +138,8 @@ class RowPointers(NamedTuple):
 
 @triton.jit
 def _fold_keys(
-    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row, sight, tilt, unit,
-    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr,
+    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row, sight, penalty, unit,
+    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie with the keys as rows here."""
@@ -158,9 +158,9 @@ def _fold_keys(
         t = tl.load(row.threshold + 2 * row_at + 1, mask=inside, other=0.0)
         mean = tl.load(row.delta + row_at, mask=inside, other=0.0)
         dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
-        dot = tilted(dot, tilt, i, j, sight.offset, TILTED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
-        x = seen_rise(
+        x = seen_above_threshold(
             dot, i, j, (factor * unit)[None, :], peak[None, :], t[None, :], a[None, :], sight, C, T, EDGE
         )  # fmt: skip
         p, u = T.WEIGHTS(x, a[None, :], T.FAST)
@@ -177,15 +177,15 @@ def _fold_keys(
 
 @triton.jit
 def backward_keys(
-    q, k, v, mask, row_factor, parameter, tilts, threshold, delta, grad, live, listed, grad_k, grad_v,
+    q, k, v, mask, row_factor, parameter, penalties, threshold, delta, grad, live, listed, grad_k, grad_v,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     heads, groups, queries, keys, offset, width, v_width, unit, slope,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
     EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, TILTED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of one key head, for all query heads that share it."""
@@ -230,12 +230,12 @@ def backward_keys(
         sight = sight_of_head(
             mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
         )
-        tilt = tl.load(tilts + head) if TILTED else 0.0
+        penalty = tl.load(penalties + head) if PENALISED else 0.0
         for edge in tl.static_range(2):
             found_k, found_v = _fold_keys(
                 found_k, found_v, listed + number if edge else listed, edges if edge else number, k_tile, v_tile,
-                q_here, grad_here, columns, at_head * queries, row, sight, tilt, unit, PARAMETER, LIFT, FACTORED,
-                TILTED, C, T, edge,
+                q_here, grad_here, columns, at_head * queries, row, sight, penalty, unit, PARAMETER, LIFT, FACTORED,
+                PENALISED, C, T, edge,
             )  # fmt: skip
     found_k = (found_k * slope).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)

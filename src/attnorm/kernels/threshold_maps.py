@@ -1,4 +1,4 @@
-"""What distinguishes one threshold map from another: a few lines of Triton each.
+"""The threshold maps of the Triton kernels: a few device functions and one row of the table MAPS for each.
 
 A weight p(x) depends on how far a logit lies above the threshold t of its row, and t makes the row sum to 1. With s the
 logit in the map's unit and y = s - (largest s of the row):
@@ -35,7 +35,7 @@ def sparsemax_weights(x, a, FAST: tl.constexpr):
 
 @triton.jit
 def convex_newton(P, U, C, a, early):
-    """For a sum that is convex in t: a step from the left never passes the solution."""
+    """Newton's step for a sum that is convex in t: from the left, it never passes the solution."""
     return P - 1.0, (P - 1.0) / tl.where(U > 0, U, 1.0)
 
 
@@ -46,10 +46,10 @@ def entmax15_weights(x, a, FAST: tl.constexpr):
 
 @triton.jit
 def entmax15_newton(P, U, C, a, early):
-    """P - 2 U e + C e^2 = 1 solved for the step e, which is exact as long as no key loses its weight.
+    """Solve P - 2 U e + C e^2 = 1 for the step e. It is exact if no key loses its weight.
 
-    Where some do, it may pass the solution; the next step returns to the left of it. Late steps are Newton's for the
-    norm of the x, which never passes the solution.
+    Otherwise it may pass the solution; the next step returns to the left of it. Late steps are Newton's for the norm of
+    x, which never passes the solution.
     """
     excess = P - 1.0
     root = tl.sqrt(tl.maximum(U * U - C * excess, 0.0))
@@ -61,7 +61,7 @@ def entmax15_newton(P, U, C, a, early):
 
 @triton.jit
 def kneemax_start(a):
-    """The key at the peak alone has the weight 1 at this distance."""
+    """Return the threshold at which the key at the peak alone has the weight 1."""
     return -tl.where(a <= 1.0, 1.0 + a, 2.0 * tl.sqrt(a))
 
 
@@ -79,7 +79,7 @@ def entmax_start(a):
 
 @triton.jit
 def _power(x, exponent, FAST: tl.constexpr):
-    """x^exponent for x >= 0; FAST: three instructions of the GPU, which take numbers below 1e-38 for 0."""
+    """x^exponent for x >= 0. FAST: three approximate GPU instructions, which flush numbers below 1e-38 to 0."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1; mul.ftz.f32 $0, $0, $2; ex2.approx.ftz.f32 $0, $0;",
@@ -104,10 +104,12 @@ def entmax_newton(P, U, C, a, early):
 
 
 class ThresholdMap(NamedTuple):
+    """Device functions and constants of a map; the module docstring defines them."""
+
     weights: Any
     newton: Any
     start: Any
-    unit: float = 1.0  # s in logits
+    unit: float = 1.0  # factor from logits to s
     decline: float = 1.0
     slope: float = 1.0
     deformed: bool = False

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attnorm.kernels.maps import log2
 from attnorm.kernels.row_tiles import by_class, key_tile, neighbours
-from attnorm.kernels.threshold_tiles import list_tiles, lowest_weight, rise
+from attnorm.kernels.threshold_tiles import above_threshold, list_tiles, lowest_weight
 
 
 class ListedTiles(NamedTuple):
@@ -32,7 +32,7 @@ class WeightSums(NamedTuple):
     """Sums over the keys but the sink and those at the top, and the moments of u in units of its third largest."""
 
     others: Any
-    tilt: Any
+    e_log_e: Any
     squares: Any
     tops: Any  # how many are at the top
     m1: Any
@@ -63,14 +63,14 @@ def _class_sums(x):
 def _rise_of_tile(tile, first, given, row, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr):
     """x of a tile, 0 where a key does not count; its products, which keys count, and the first visible key."""
     s, seen, first, _sink, _count = key_tile(tile * C.COLUMNS, given, first, C, EDGE)
-    x = rise(s, row.size[:, None], row.peak[:, None], row.t[:, None], row.a[:, None], T.DEFORMED, True)
+    x = above_threshold(s, row.size[:, None], row.peak[:, None], row.t[:, None], row.a[:, None], T.DEFORMED, True)
     if EDGE:
         x = tl.where(seen, x, 0.0)
     return x, s, seen, first
 
 
 @triton.jit
-def _measure(
+def _sum_weights(
     sum_p, sum_u, count, listed, number, first, given, row, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr
 ):
     tile = tl.load(listed)
@@ -90,10 +90,10 @@ def _measure(
 def measure(zeros, tiles, first, given, row, C: tl.constexpr, T: tl.constexpr):
     """The sums of p and u, and the number of weights, of each class."""
     sum_p, sum_u, count = zeros, zeros, zeros
-    sum_p, sum_u, count = _measure(
+    sum_p, sum_u, count = _sum_weights(
         sum_p, sum_u, count, tiles.listed, tiles.number, first, given, row, C, T, False
     )  # fmt: skip
-    return _measure(sum_p, sum_u, count, tiles.listed + tiles.whole - 1, tiles.edges, first, given, row, C, T, True)
+    return _sum_weights(sum_p, sum_u, count, tiles.listed + tiles.whole - 1, tiles.edges, first, given, row, C, T, True)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _fold(
         p, u = T.WEIGHTS(x, row.a[:, None], T.FAST)
         e = tl.where(is_top, 0.0, p * inverse[:, None])
         others = sums.others + _class_sums(e)
-        tilt = sums.tilt + _class_sums(e * log2(tl.where(e > 0, e, 1.0), T.FAST))
+        e_log_e = sums.e_log_e + _class_sums(e * log2(tl.where(e > 0, e, 1.0), T.FAST))
         squares = sums.squares + _class_sums(e * e)
         tops = sums.tops + _class_sums(is_top.to(tl.float32))
         v = tl.minimum(u * third_inverse[:, None], 1.0)
@@ -120,7 +120,7 @@ def _fold(
         m2 = sums.m2 + _class_sums(square)
         m3 = sums.m3 + _class_sums(square * v)
         m4 = sums.m4 + _class_sums(square * square)
-        sums = WeightSums(others, tilt, squares, tops, m1, m2, m3, m4)
+        sums = WeightSums(others, e_log_e, squares, tops, m1, m2, m3, m4)
         tile = following
     return sums
 

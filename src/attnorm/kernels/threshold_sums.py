@@ -56,7 +56,7 @@ _ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a pole is not told
 
 
 @triton.jit
-def _lead(state, leaders, peak, span, gaps, size, given, C: tl.constexpr, EDGE: tl.constexpr):
+def _collect_leaders(state, leaders, peak, span, gaps, size, given, C: tl.constexpr, EDGE: tl.constexpr):
     """Leaders and peaks, of products, with some tiles of keys added."""
     for tile in range(span.tiles):
         at = tile_of_span(span, tile, C)
@@ -135,7 +135,7 @@ def threshold_sums(
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (columns, B, H, R).
 
-    factor, parameter: (B, H, R). gaps, listed: room for a number per tile of each program that runs.
+    factor, parameter: (B, H, R). gaps, listed: memory for one number per tile of each program.
     start_program: those before it have run. natural: the map's unit in bits. PASSES: that refine the Jacobian norm.
     """
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
@@ -146,9 +146,9 @@ def threshold_sums(
         scale, cap, C, FACTORED,
     )  # fmt: skip
     outer, inner, high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
-    room = tl.program_id(0).to(tl.int64) * tl.cdiv(keys, KEYS)
-    gaps += room
-    listed += room
+    first_tile = tl.program_id(0).to(tl.int64) * tl.cdiv(keys, KEYS)
+    gaps += first_tile
+    listed += first_tile
     row_at = own.batch_head * rows_total + at
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
     size = unit * natural
@@ -156,7 +156,7 @@ def threshold_sums(
     state, leaders = no_keys(keys, ROWS), no_leaders(ROWS, KEYS // 2)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     for seen_whole in tl.static_range(2):
-        state, leaders, top = _lead(
+        state, leaders, top = _collect_leaders(
             state, leaders, top, inner if seen_whole else outer, gaps, size, given, C, not seen_whole
         )
     whole = high // KEYS
@@ -226,6 +226,6 @@ def threshold_sums(
         (
             n.to(tl.float32), sink * logit * LN2, tl.where(broken, float("nan"), largest), least,
             sink_p * scaled, top_p * scaled, row_others,
-            tl.sum(sums.tilt, 1) * LN2, tl.maximum(tl.sum(sums.squares, 1) + spare, 0.0), gain * root, t,
+            tl.sum(sums.e_log_e, 1) * LN2, tl.maximum(tl.sum(sums.squares, 1) + spare, 0.0), gain * root, t,
         ),
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Tiles of threshold kernels: how far logits lie above the threshold of their row, and lists of tiles with a weight."""
+"""Device functions of the threshold kernels on one tile: logits above the threshold, and lists of tiles with weights.
+
+x is the amount by which a logit, in the map's unit, exceeds the threshold of its row (kernels/threshold_maps.py).
+"""
 
 from collections import namedtuple
 
@@ -11,7 +14,7 @@ from attnorm.kernels.threshold_maps import positive
 CHUNK = tl.constexpr(128)
 
 
-# What is known of a threshold map when a kernel is compiled; EXACT: see rise.
+# Compile-time constants of a threshold map. EXACT: see `above_threshold`.
 ThresholdConstants = namedtuple(
     "ThresholdConstants",
     "WEIGHTS DEFORMED FAST EXACT NEWTON COUNTED MAX_STEPS EARLY",
@@ -21,7 +24,7 @@ ThresholdConstants = namedtuple(
 
 @triton.jit
 def line(factor, peak, t, a, DEFORMED: tl.constexpr):
-    """Slope and intercept of x as a function of a product <q, k>."""
+    """Return slope and intercept of x as a linear function of a product <q, k>."""
     if DEFORMED:
         return factor * a, 1.0 - (peak + t) * a
     else:
@@ -29,11 +32,11 @@ def line(factor, peak, t, a, DEFORMED: tl.constexpr):
 
 
 @triton.jit
-def rise(dot, factor, peak, t, a, DEFORMED: tl.constexpr, EXACT: tl.constexpr):
-    """x of products, for factor, peak, t and a that broadcast to them.
+def above_threshold(dot, factor, peak, t, a, DEFORMED: tl.constexpr, EXACT: tl.constexpr):
+    """Return x of products, for factor, peak, t and a that broadcast to them.
 
-    EXACT subtracts the peak first: a threshold far from 0 has few digits behind the point. Half precision has fewer
-    still, and takes one instruction.
+    EXACT subtracts the peak before the threshold t: far from 0, float32 has too few digits for their sum. In bfloat16
+    this error does not matter, and one fused instruction is enough.
     """
     if EXACT:
         y = dot * factor - peak - t
@@ -46,9 +49,9 @@ def rise(dot, factor, peak, t, a, DEFORMED: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def seen_rise(dot, i, j, factor, peak, t, a, sight, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr):
-    """x of products, 0 where query i does not see key j."""
-    x = rise(dot, factor, peak, t, a, T.DEFORMED, T.EXACT)
+def seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr):
+    """Return x of products, and 0 where query i does not see key j."""
+    x = above_threshold(dot, factor, peak, t, a, T.DEFORMED, T.EXACT)
     if EDGE:
         x = tl.where(seen_keys(i, j, sight, C), x, 0.0)
     return x
@@ -56,9 +59,9 @@ def seen_rise(dot, i, j, factor, peak, t, a, sight, C: tl.constexpr, T: tl.const
 
 @triton.jit
 def newton_step(P, U, count, t, a, settled, early, T: tl.constexpr):
-    """t after a step of Newton's method, and the largest excess of a row that it moves.
+    """Return t after one Newton step, and the largest excess of the rows that the step changes.
 
-    Where t has no digits left to move by, no step will help.
+    A step too small to change t is ignored: further steps would not help this row.
     """
     excess, step = T.NEWTON(P, U, count, a, early)
     step = tl.where(settled, 0.0, step)
@@ -67,18 +70,18 @@ def newton_step(P, U, count, t, a, settled, early, T: tl.constexpr):
 
 
 @triton.jit
-def tilted(dot, tilt, i, j, offset, TILTED: tl.constexpr):
-    """Products minus tilt times the distance of key j from query i."""
-    if TILTED:
-        dot = dot - tilt * tl.abs((i + offset - j).to(tl.float32))
+def minus_penalty(dot, penalty, i, j, offset, PENALISED: tl.constexpr):
+    """Subtract the penalty times the distance of key j from query i from products."""
+    if PENALISED:
+        dot = dot - penalty * tl.abs((i + offset - j).to(tl.float32))
     return dot
 
 
 @triton.jit
 def lowest_weight(floor, peak, empty, a, DEFORMED: tl.constexpr):
-    """How far below the peaks of its rows a tile may lie that holds a weight."""
+    """Return how far below the peaks of its rows the logits of a tile with a weight can lie."""
     floor = floor - 1.0 / a if DEFORMED else floor
-    floor = floor - 1e-6 * (1.0 + tl.abs(peak))  # of rounding
+    floor = floor - 1e-6 * (1.0 + tl.abs(peak))  # allowance for rounding errors
     return tl.min(tl.where(empty, float("inf"), tl.where(floor == floor, floor, float("-inf"))), 0)
 
 
@@ -87,9 +90,10 @@ def list_tiles(
     flags, stride, total, other_stride, others, found, count, first, last, level,
     SPLIT: tl.constexpr, JOIN: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Append those tiles from first to last that have a flag above level to the list `found`; return its length.
+    """Append the tiles between first and last that have a flag above `level` to the list `found`; return its length.
 
-    A flag covers SPLIT tiles, or a tile JOIN flags, of `total`; and OTHERS flags across, of which `others` exist.
+    Along the tiles there are `total` flags: one flag covers SPLIT tiles, or one tile covers JOIN flags. Across them a
+    tile covers OTHERS flags, of which `others` exist.
     """
     length = tl.zeros([], tl.int32) + count
     for at in range(first, last, CHUNK):

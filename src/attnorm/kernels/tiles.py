@@ -31,7 +31,7 @@ class LogitRows(NamedTuple):
 
     factor: Any  # multiplies the logits
     shift: Any  # is added, in bits
-    least: Any  # logits below it are hidden
+    cutoff: Any  # logits below it are hidden
 
 
 # What is known of a map and the logits in front of it when a kernel is compiled.
@@ -45,7 +45,7 @@ MapConstants = namedtuple(
 def logit_rows(pointers, at, inside, M: tl.constexpr):
     factor = load_row(pointers.factor, at, inside, M.FACTORED, 1.0)
     shift = load_row(pointers.shift, at, inside, M.SHIFTED, 0.0) * LOG2E
-    return LogitRows(factor, shift, load_row(pointers.least, at, inside, M.SELECTED, float("-inf")))
+    return LogitRows(factor, shift, load_row(pointers.cutoff, at, inside, M.SELECTED, float("-inf")))
 
 
 @triton.jit
@@ -84,6 +84,6 @@ def plain_logits(
 
 
 @triton.jit
-def selected(z, least):
-    """Logits, -inf where they lie below the least that is kept: softmax gives them the weight and the slope 0."""
-    return tl.where(z < least, float("-inf"), z)
+def selected(z, cutoff):
+    """Return the logits, -inf for those below the cutoff: softmax gives them weight 0 and slope 0."""
+    return tl.where(z < cutoff, float("-inf"), z)

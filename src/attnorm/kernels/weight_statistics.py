@@ -11,7 +11,7 @@ from attnorm.kernels.blocks import load_row
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import reference_of
 from attnorm.kernels.softmax_statistics import store_numbers
-from attnorm.kernels.threshold_tiles import rise
+from attnorm.kernels.threshold_tiles import above_threshold
 
 # The columns of the results, NaN where a row has no such number.
 NUMBERS = (
@@ -61,12 +61,12 @@ def weight_statistics(sums, out, more, count, broken, total, MORE: tl.constexpr,
     first, largest = _load(sums, 1, at, inside, total), _load(sums, 2, at, inside, total)
     smallest = _load(sums, 3, at, inside, total)
     sink, top = _load(sums, 4, at, inside, total), _load(sums, 5, at, inside, total)
-    others, tilt = _load(sums, 6, at, inside, total), _load(sums, 7, at, inside, total)
+    others, e_log_e = _load(sums, 6, at, inside, total), _load(sums, 7, at, inside, total)
     squares, norm = _load(sums, 8, at, inside, total), _load(sums, 9, at, inside, total)
 
     rest = top * (1.0 + others)
     has_rest = rest > 0
-    entropy_rest = tl.log(1.0 + others) - tilt / (1.0 + others)
+    entropy_rest = tl.log(1.0 + others) - e_log_e / (1.0 + others)
     squares_rest = (1.0 + squares) / ((1.0 + others) * (1.0 + others))
     whole = sink + rest
     has_any = whole > 0
@@ -124,7 +124,7 @@ def key_weights(
     if HAS_THRESHOLD:
         a = load_row(parameter, row, inside, PARAMETER, 0.5)
         t = tl.load(threshold + row, mask=inside, other=0.0)
-        p, _u = WEIGHTS(rise(z - top, unit, 0.0, t, a, DEFORMED, True), a, FAST)
+        p, _u = WEIGHTS(above_threshold(z - top, unit, 0.0, t, a, DEFORMED, True), a, FAST)
     else:
         moved = load_row(shift, row, inside, SHIFTED, 0.0)
         reference = reference_of((top + moved) / LN2, REFERENCE, False)

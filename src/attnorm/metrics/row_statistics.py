@@ -87,7 +87,7 @@ class RowSums(NamedTuple):
     sink: Tensor  # log e of the first visible key
     learned: Tensor  # log e of the learned sink, -inf if there is none
     log_others: Tensor  # log sum e
-    tilt: Tensor  # sum e log e
+    e_log_e: Tensor  # sum e log e
     squares: Tensor  # sum e^2
     root: Tensor  # norm of the Jacobian times the sum of all e, the learned sink's included
 
@@ -121,7 +121,7 @@ def row_sums(
     elif bool(small.any()):
         some = small.squeeze(-1).nonzero().squeeze(-1)
         log_others[some] = torch.logsumexp(z[some], -1, keepdim=True)
-    tilt = z.mul_(e).sum(-1, keepdim=True)
+    e_log_e = z.mul_(e).sum(-1, keepdim=True)
     norm = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     top = heaviest(e, max(top_n), scratch=z)
 
@@ -133,7 +133,7 @@ def row_sums(
     sums = torch.cat([torch.zeros_like(sink), top.cumsum(-1)], -1)
     heavy = [min(max(N - less, 0), top.shape[-1]) for less in (1, 2) for N in top_n]
     learned = torch.full_like(sink, -torch.inf) if learned is None else learned
-    columns = [level, sink, learned, log_others, tilt, norm.square(), root, *(sums[:, N : N + 1] for N in heavy)]
+    columns = [level, sink, learned, log_others, e_log_e, norm.square(), root, *(sums[:, N : N + 1] for N in heavy)]
     return torch.cat(columns, -1)
 
 
@@ -168,7 +168,7 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
     # Without the sink: m, the sink's share of the keys' weight, is not yet there.
     total = 1 + others
     log_total = torch.log1p(others)
-    entropy_rest = log_total - sums.tilt / total
+    entropy_rest = log_total - sums.e_log_e / total
     log_total = log_total.masked_fill(alone, -torch.inf)
     squares_rest = (1 + sums.squares) / total.square()
     largest_rest = 1 / total

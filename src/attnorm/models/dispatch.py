@@ -77,7 +77,7 @@ def check_observable(model: object) -> None:
     Also where a process sees only a part of the heads or of the keys: its numbers would be those of other heads.
     """
     if any(map(_watchable, check_model(model).modules())):
-        _refuse_parts(model)
+        _reject_partial_heads(model)
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
@@ -86,7 +86,7 @@ def check_observable(model: object) -> None:
     )
 
 
-def _refuse_parts(model: Any) -> None:
+def _reject_partial_heads(model: Any) -> None:
     if is_tensor_parallel(model):
         raise UnsupportedModel(
             "expected a model whose processes hold all heads, got one with tensor parallelism: each process sees a "

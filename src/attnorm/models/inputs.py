@@ -119,7 +119,7 @@ def _text(name: str, one: Any) -> Text:
         if not content.strip():
             raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
         if isinstance(one, str):
-            _refuse_a_file_name(one)
+            _reject_file_name(one)
         return Text(name, content, file=isinstance(one, Path) and text_name(one) == name)
     if isinstance(one, Mapping):
         return Text(name, _model_inputs(one, name))
@@ -137,7 +137,7 @@ def _text(name: str, one: Any) -> Text:
     raise _unknown(one)
 
 
-def _refuse_a_file_name(text: str) -> None:
+def _reject_file_name(text: str) -> None:
     """Reject the name of a file as a text: measuring the tokens of the name would mislead."""
     try:
         is_file = "\n" not in text and Path(text).expanduser().is_file()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.composition import mixed
+from attnorm.normalizers.composition import common_properties
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Options, WarmStart, warm_start_of
 from attnorm.normalizers.registry import entries, get
@@ -63,7 +63,7 @@ class ByHead(Map):
         self.chosen = chosen
         self.others = others or Normalizer(Softmax(), name="softmax")
         self.heads = tuple(heads)
-        self.properties = mixed(self.chosen.properties, self.others.properties)
+        self.properties = common_properties(self.chosen.properties, self.others.properties)
 
     def forward(self, block: Block) -> Tensor:
         every = block.logits.shape[-3]

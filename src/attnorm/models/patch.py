@@ -161,7 +161,7 @@ def patch(
     paths: dict[str, nn.Module] = {}
     skipped = False
     for replacement, given, chosen in _replacements(model, normalizer, layers, options):
-        _refuse_patched(chosen)
+        _reject_patched(chosen)
         for module, (site, heads) in chosen.items():
             part, recipe = _made(replacement, given, module, _place(site, module), heads, warm_start, train_length)
             if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
@@ -286,7 +286,7 @@ def _place(site: Site, module: nn.Module) -> str:
     return site.path or type(module).__name__
 
 
-def _refuse_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
+def _reject_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
     for module, (site, _) in chosen.items():
         if is_patched(module):
             raise ValueError(

@@ -59,7 +59,7 @@ def patched_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
     check_masks(module)
-    _refuse_unreadable(module, attention_mask, options)
+    _reject_unreadable(module, attention_mask, options)
     call = read_call(KERNEL, module, query, key, value, attention_mask, read_mask=mask_as_given, **options)
     query, key, value = _one_dtype(call.query_BHQD, call.key_BGKD, call.value_BGKE)
     inputs = validate_inputs(query, key, value, mask=call.mask, causal=call.causal, scale=call.scale, positions=None)
@@ -76,7 +76,7 @@ def patched_attention(
     return output, _weights(inputs, normalizer) if output_attentions else None
 
 
-def _refuse_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+def _reject_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
     if options.get("cache") is not None:
         raise NotImplementedError("a patched model has no paged cache. Use generate() instead of continuous batching.")
     if options.get("block_indices") is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.composition import behind
+from attnorm.normalizers.composition import add_rule
 from attnorm.normalizers.contract import LogitRule, Normalizer, per_head
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
 from attnorm.normalizers.registry import get
@@ -68,4 +68,4 @@ def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
 )
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
     """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
-    return behind(LinearBias(heads), map, name="alibi")
+    return add_rule(LinearBias(heads), map, name="alibi")

@@ -1,7 +1,7 @@
-"""The record that every normalizer reads: a block of logits, which keys each row may see, and its positions.
+"""`Block`, the input of every map, rule and selection: logits, the mask of visible keys, and positions.
 
-Shapes: logits (..., Q, K); the mask broadcasts to them and is True where a query may attend. Hidden logits are
-replaced by 0 once, here, through `torch.where`: neither their value nor their gradient (NaN included) can leave.
+Shapes: logits (..., Q, K); the mask broadcasts to them and is True where a query may attend. `Block.of` replaces hidden
+logits by 0 through `torch.where`, so that neither their values nor their gradients, NaN included, have an effect.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ class Positions:
 
     @property
     def distance(self) -> Tensor:
-        """How far each key lies behind each query: (..., Q, K), negative for keys ahead of it."""
+        """Position of each query minus position of each key, (..., Q, K); negative for future keys."""
         return self.query[..., :, None] - self.key[..., None, :]
 
     @classmethod
     def of(cls, given: "Tensor | Positions | None", logits_shape: torch.Size, device: torch.device) -> "Positions":
-        """Positions as the caller gave them, or counted so that the last query is at the last key."""
+        """Return the given positions, or default ones in which the last query is at the last key."""
         queries, keys = logits_shape[-2:]
         if isinstance(given, Positions):
             query, key = (_spread_over_heads(p, logits_shape) for p in (given.query, given.key))
@@ -56,13 +56,13 @@ def _spread_over_heads(positions: Tensor, logits_shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Logits in at least float32, 0 at hidden keys; `mask` is None where every row sees every key."""
+    """Rows of logits in at least float32, 0 at hidden keys. `mask` is None if every row sees every key."""
 
     logits: Tensor
     mask: Tensor | None = None
     given_positions: Tensor | Positions | None = None
     hidden_states: Tensor | None = None
-    sinks: int = 0  # leading keys that are no tokens: they do not count in n
+    sinks: int = 0  # number of leading keys that are sinks, not tokens; n does not count them
 
     @classmethod
     def of(
@@ -84,13 +84,13 @@ class Block:
         return replace(self, logits=logits)
 
     def narrowed(self, keep: Tensor) -> "Block":
-        """The same block where a key must also be in `keep` to be seen."""
+        """Return the block with only the keys that are visible and in `keep`."""
         mask = keep if self.mask is None else self.mask & keep
         return replace(self, mask=mask, logits=torch.where(mask, self.logits, 0.0))
 
     @property
     def n(self) -> Tensor:
-        """Visible keys of each row, (..., Q, 1), in the logits' dtype."""
+        """Number of visible keys of each row, (..., Q, 1), in the logits' dtype."""
         if self.mask is None:
             return self.logits.new_full((1, 1), self.logits.shape[-1] - self.sinks)
         counted = self.mask.expand(*self.mask.shape[:-1], self.logits.shape[-1])
@@ -101,15 +101,15 @@ class Block:
         return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
 
     def filled(self, value: float) -> Tensor:
-        """The logits with `value` at hidden keys."""
+        """Return the logits with `value` at hidden keys."""
         return self.logits if self.mask is None else torch.where(self.mask, self.logits, value)
 
     def filled_low(self) -> Tensor:
-        """The logits with the lowest finite number at hidden keys: exp of it is 0, and no arithmetic makes it NaN."""
+        """Return the logits with the lowest finite number at hidden keys: its exp is 0, and it cannot become NaN."""
         return self.filled(torch.finfo(self.logits.dtype).min)
 
     def hide(self, weights: Tensor) -> Tensor:
-        """The weights with exact zeros at hidden keys."""
+        """Return the weights with exact zeros at hidden keys."""
         return weights if self.mask is None else torch.where(self.mask, weights, 0.0)
 
 
@@ -139,7 +139,7 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
                 else "a mask of ones and zeros becomes one by `mask.bool()`"
             )
         )
-    # By hand: torch.broadcast_shapes takes as long as a small softmax.
+    # Compares shapes itself: torch.broadcast_shapes takes as long as a small softmax.
     sizes = zip(mask.shape[::-1], logits_shape[::-1], strict=False)
     if mask.dim() > len(logits_shape) or not all(own == size or own == 1 for own, size in sizes):
         hint = ""

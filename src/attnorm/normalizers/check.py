@@ -3,8 +3,8 @@
     attnorm.check_normalizer("entmax15")
     attnorm.check_normalizer(compose("entmax15", scale=MyRule()))
 
-Every promise is checked that the contract or the normalizer's own `properties` make; the checks are the functions of
-`attnorm.normalizers.checks`. A check that cannot hold is excepted by name, with the reason.
+It checks everything that the contract requires and that the normalizer's `properties` declare. The checks are the
+functions of `attnorm.normalizers.checks`. A check that cannot hold is excepted by name, with a reason.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from attnorm.normalizers.registry import entries, resolve
 
 @dataclass(frozen=True)
 class Check:
-    """One check's outcome; `detail` holds the complaints, or the reason why it is excepted."""
+    """The outcome of one check. `detail`: what failed, or the reason for an exception."""
 
     name: str
     passed: bool
@@ -28,7 +28,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_normalizer` found."""
+    """The result of `check_normalizer`."""
 
     normalizer: str
     checks: tuple[Check, ...]
@@ -50,7 +50,7 @@ class Report:
 
 
 class ContractError(AssertionError):
-    """A normalizer breaks the contract; `report` says where."""
+    """Raised if a normalizer fails checks of the contract; `report` holds all outcomes."""
 
     def __init__(self, report: Report) -> None:
         failures = "\n".join(f"  {check.name}: {check.detail}" for check in report.failures)
@@ -72,21 +72,25 @@ def check_normalizer(
 ) -> Report:
     """Check a normalizer against the contract and its own declared properties; raise ContractError where it fails.
 
-    heads: of the test logits, as many as the normalizer has parameters for. width: of the hidden states, if it reads
-    them. exceptions: {check name: reason} (default: those that its file declares). compile: compare with torch.compile
-    too, which takes a while. A normalizer given by name is compared with its declared reference.
+    A normalizer given by name is also compared with its declared reference.
+
+    heads: number of heads of the test logits; must match the parameters of the normalizer (default: 2). width: width of
+    the hidden states, if it reads them. exceptions: {check name: reason} (default: those that its file declares).
+    compile: also compare with torch.compile, which takes seconds (default: False).
     """
     row_normalizer = _row_normalizer(normalizer)
     name = row_normalizer.name
     declared = entries()[name].declaration if name in entries() else Declaration()
     reference = declared.reference if isinstance(normalizer, str) else None
     subject = CheckedNormalizer.of(row_normalizer, heads, width, reference)
-    excepted = declared.exceptions if exceptions is None else _known(exceptions)
+    excepted = declared.exceptions if exceptions is None else _check_names(exceptions)
     wanted = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
     checks = []
     for check, function in wanted.items():
         checks.append(
-            Check(check, True, f"excepted, {excepted[check]}") if check in excepted else _run(check, function, subject)
+            Check(check, True, f"excepted, {excepted[check]}")
+            if check in excepted
+            else _run_check(check, function, subject)
         )
         if check == "runs" and not checks[-1].passed:
             break
@@ -96,7 +100,7 @@ def check_normalizer(
     return report
 
 
-def _run(name: str, function: CheckFunction, subject: CheckedNormalizer) -> Check:
+def _run_check(name: str, function: CheckFunction, subject: CheckedNormalizer) -> Check:
     try:
         complaints = list(function(subject))
     except Exception as error:  # an exception fails this check; the other checks still run
@@ -116,7 +120,7 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
     return resolved
 
 
-def _known(exceptions: Mapping[str, str]) -> Mapping[str, str]:
+def _check_names(exceptions: Mapping[str, str]) -> Mapping[str, str]:
     for name in exceptions:
         if name not in CHECKS:
             close = difflib.get_close_matches(name, CHECKS, n=1)

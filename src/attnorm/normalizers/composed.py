@@ -1,9 +1,9 @@
-"""A composition by the names of its parts, for places that take a name: command lines, plans, recipes and saved models.
+"""`composed`: a composition given by names, for command lines, plans, recipes and saved models, which take text only.
 
     composed:scale=ssa:map=entmax15:sink=sink
     composed:scale=alibi:map=kneemax+knee=0.25
 
-In Python `compose` does the same with objects, and their options.
+In Python, `compose` does the same with objects.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from attnorm.normalizers.softmax import softmax_row
 from attnorm.normalizers.spec import parse_part
 
 
-def _part(spec: str | None, option: str, **shared: int | None) -> Normalizer | None:
+def _build_part(spec: str | None, option: str, **shared: int | None) -> Normalizer | None:
     if spec is None:
         return None
     name, options = parse_part(spec) if isinstance(spec, str) else (spec, {})
@@ -33,10 +33,10 @@ def _part(spec: str | None, option: str, **shared: int | None) -> Normalizer | N
     given = {key: value for key, value in shared.items() if value is not None and key in takes}
     if "learned" in takes and not options.get("learned", takes["learned"].default):
         given.pop("heads", None)  # what is not learned is the same for all heads
-    made = get(name, **(given | options))
-    if not isinstance(made, Normalizer):
+    built = get(name, **(given | options))
+    if not isinstance(built, Normalizer):
         raise ValueError(f"expected {option} as a row normalizer, got the mechanism {name!r}.")
-    return made
+    return built
 
 
 def _reference(
@@ -80,7 +80,7 @@ def composed(
     """
     shared = {"heads": heads, "train_length": train_length}
     parts = {"scale": scale, "select": select, "sink": sink}
-    made = {option: _part(name, option, **shared) for option, name in parts.items()}
-    first = _part(map, "map", **shared)
+    built = {option: _build_part(name, option, **shared) for option, name in parts.items()}
+    first = _build_part(map, "map", **shared)
     assert first is not None
-    return compose(first, **{key: one for key, one in made.items() if one is not None}, name="composed")
+    return compose(first, **{key: one for key, one in built.items() if one is not None}, name="composed")

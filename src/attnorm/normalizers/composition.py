@@ -1,4 +1,4 @@
-"""Build a normalizer from parts: a scale rule in front of any map, a selection before it, a sink after it.
+"""Build a normalizer from parts: logit rules, selections, a map and a sink.
 
 compose("entmax15", scale="ssmax")                       # length-aware and sparse
 compose("softmax", scale=get("ssmax", heads=12), select=TopK("sqrt"), sink=Sink(heads=12))
@@ -37,7 +37,7 @@ class Mixture(Map):
             raise ValueError(f"share (the first normalizer's part) must lie strictly between 0 and 1, got {share}")
         self.first, self.second = first, second
         self.theta = per_head_parameter(math.log(share / (1 - share)), heads)
-        self.properties = mixed(first.properties, second.properties)
+        self.properties = common_properties(first.properties, second.properties)
 
     def forward(self, block: Block) -> Tensor:
         share = torch.sigmoid(per_head(self.theta, block.logits).to(block.logits.dtype))
@@ -48,8 +48,8 @@ class Mixture(Map):
         return None if bounds[0] is None or bounds[1] is None else max(bounds[0], bounds[1])
 
 
-def mixed(a: Properties, b: Properties) -> Properties:
-    """What holds whether a row is one of a, of b, or a mixture of both."""
+def common_properties(a: Properties, b: Properties) -> Properties:
+    """Return the properties that rows of a, rows of b and mixtures of both have in common."""
     order: tuple[RowSum, ...] = ("one", "at most one", "free")
     return Properties(
         row_sum=max(a.row_sum, b.row_sum, key=order.index),
@@ -75,29 +75,29 @@ def compose(
     sink: Part | Sink | None = None,
     name: str = "custom",
 ) -> Normalizer:
-    """A normalizer from parts, each given as an object, a normalizer that has just that part, or a name."""
+    """Build a normalizer from parts: each is an object, a normalizer that has only this part, or such a one's name."""
     return Normalizer(
         map if isinstance(map, Map) else _map_of(map),
-        scale=_rules(scale),
-        select=_selections(select),
+        scale=_rules_of(scale),
+        select=_selections_of(select),
         sink=sink if sink is None or isinstance(sink, Sink) else _sink_of(sink),
         name=name,
     )
 
 
-def behind(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
-    """A whole normalizer with one more rule in front of its map, after its own rules.
+def add_rule(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
+    """Return a normalizer with one more logit rule, which is applied after its own rules.
 
     map: a normalizer or its name, which may have options as in kneemax+knee=0.1.
     """
     if not isinstance(map, str | Normalizer) or map == name:
         raise ValueError(f"expected another row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
-    inner = _row(resolve_part(map))
+    inner = _as_row_normalizer(resolve_part(map))
     return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
 
 
 def resolve_part(part: Part) -> Normalizer | Mechanism:
-    """As `resolve`, for an option that names a normalizer, which may have options as in kneemax+knee=0.1."""
+    """Resolve an option that names a normalizer; it may have options of its own, as in kneemax+knee=0.1."""
     if isinstance(part, str) and "+" in part:
         name, options = parse_part(part)
         return get(name, **options)
@@ -105,11 +105,13 @@ def resolve_part(part: Part) -> Normalizer | Mechanism:
 
 
 def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None = None) -> Normalizer:
-    """share * first + (1 - share) * second, the share learned, per head if `heads` is given."""
-    return Normalizer(Mixture(_row(first), _row(second), share=share, heads=heads), name="mixture")
+    """Build share * first + (1 - share) * second. The share is learned, one per head if `heads` is given."""
+    return Normalizer(
+        Mixture(_as_row_normalizer(first), _as_row_normalizer(second), share=share, heads=heads), name="mixture"
+    )
 
 
-def _row(part: Part | Mechanism) -> Normalizer:
+def _as_row_normalizer(part: Part | Mechanism) -> Normalizer:
     normalizer = resolve(part)
     if isinstance(normalizer, Mechanism):
         raise TypeError(
@@ -119,53 +121,59 @@ def _row(part: Part | Mechanism) -> Normalizer:
 
 
 def _map_of(part: Part) -> Map:
-    normalizer = _row(part)
-    _only(normalizer, "map", normalizer.scale, normalizer.select, normalizer.sink)
+    normalizer = _as_row_normalizer(part)
+    _check_no_other_parts(normalizer, "map", normalizer.scale, normalizer.select, normalizer.sink)
     return normalizer.map
 
 
-def _rules(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[LogitRule]:
+def _rules_of(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[LogitRule]:
     if isinstance(part, LogitRule):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [rule for one in _each(part, "scale") for rule in _rules(one)]
-    normalizer = _row(part)
-    _only(normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax))
+        return [rule for one in _as_iterable(part, "scale") for rule in _rules_of(one)]
+    normalizer = _as_row_normalizer(part)
+    _check_no_other_parts(
+        normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax)
+    )
     return normalizer.rules
 
 
-def _selections(part: Part | Selection | Iterable[Part | Selection]) -> list[Selection]:
+def _selections_of(part: Part | Selection | Iterable[Part | Selection]) -> list[Selection]:
     if isinstance(part, Selection):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [selection for one in _each(part, "select") for selection in _selections(one)]
-    normalizer = _row(part)
-    _only(normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax))
+        return [selection for one in _as_iterable(part, "select") for selection in _selections_of(one)]
+    normalizer = _as_row_normalizer(part)
+    _check_no_other_parts(
+        normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax)
+    )
     if not normalizer.selections:
         raise ValueError(f"{normalizer.name!r} selects no keys; use 'topk', 'local' or a Selection object")
     return normalizer.selections
 
 
-def _each(parts: Any, option: str) -> Iterable[Any]:
+def _as_iterable(parts: Any, option: str) -> Iterable[Any]:
     if isinstance(parts, Iterable):
         return parts
     raise TypeError(f"{option}= takes a name, e.g. {EXAMPLES[option]!r}, an object, or several of them; got {parts!r}")
 
 
 def _sink_of(part: Part) -> Sink:
-    normalizer = _row(part)
-    _only(normalizer, "sink", normalizer.scale, normalizer.select, not isinstance(normalizer.map, Softmax))
+    normalizer = _as_row_normalizer(part)
+    _check_no_other_parts(
+        normalizer, "sink", normalizer.scale, normalizer.select, not isinstance(normalizer.map, Softmax)
+    )
     if normalizer.sink is None:
         raise ValueError(f"{normalizer.name!r} has no sink; use 'sink', 'softmax1' or a Sink object")
     return normalizer.sink
 
 
-def _only(normalizer: Normalizer, wanted: str, *others: object) -> None:
-    """A part is taken from a normalizer only if nothing else of it would be lost."""
+def _check_no_other_parts(normalizer: Normalizer, wanted: str, *others: object) -> None:
+    """Raise ValueError if the normalizer has other parts than the wanted one, which would be lost."""
     lost = [other for other in others if (len(other) > 0 if hasattr(other, "__len__") else bool(other))]
     if not lost:
         return
-    options = _options_of(normalizer)
+    options = _compose_options(normalizer)
     if len(options) == 1:
         raise ValueError(
             f"{normalizer.name!r} is more than a {wanted}; write compose({options[0]}={normalizer.name!r})"
@@ -173,8 +181,8 @@ def _only(normalizer: Normalizer, wanted: str, *others: object) -> None:
     raise ValueError(f"{normalizer.name!r} is more than a {wanted}; pass the {wanted} object itself")
 
 
-def _options_of(normalizer: Normalizer) -> list[str]:
-    """The options of compose() that would take what a normalizer adds to softmax."""
+def _compose_options(normalizer: Normalizer) -> list[str]:
+    """Return the options of compose() that take the parts in which a normalizer differs from softmax."""
     parts = {
         "map": not isinstance(normalizer.map, Softmax),
         "scale": len(normalizer.scale) > 0,

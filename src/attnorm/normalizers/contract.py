@@ -1,11 +1,12 @@
-"""What a normalizer is: a composition of small parts, each declaring what it promises.
+"""The classes that a normalizer consists of. Each part declares the properties that it guarantees.
 
-    logits -> scale rules -> selection -> map -> (sink) -> weights
+    logits -> logit rules -> selections -> map (with or without a sink) -> weights
 
-A `Map` turns a row of logits into a row of weights. A `ScaleRule` changes the logits in front of it, a `Selection`
-hides keys from it, and a sink (one more key, whose weight is dropped) may take part of the row. `Normalizer` holds
-one of each kind and derives its own properties from theirs. A `Mechanism` needs more than one row of logits at a time
-(the queries and keys themselves, or other rows) and is called with q, k, v instead.
+A `Map` turns a row of logits into a row of weights. Before the map, a `LogitRule` changes the logits (a `ScaleRule`
+multiplies them by one factor per row), and a `Selection` hides keys. A `Sink` is one more key whose weight is dropped.
+`Normalizer` combines one map with any number of rules and selections and at most one sink, and derives its properties
+from theirs. A `Mechanism` needs more than one row of logits at a time (queries and keys, or other rows), so it is
+called with q, k, v instead.
 """
 
 import math
@@ -23,14 +24,14 @@ RowSum = Literal["one", "at most one", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What a map or a whole normalizer promises about its weights, for every row of logits."""
+    """Properties that the weights of a map or a normalizer have for every row of logits."""
 
     row_sum: RowSum
     signed: bool = False
     exact_zeros: bool = False
     shift_invariant: bool = True
     permutation_equivariant: bool = True
-    length: str = ""  # how the number of visible keys or the position enters; empty: not at all
+    length: str = ""  # how the weights depend on the number of visible keys or on positions; empty: not at all
     swap_untrained: bool = False  # may replace softmax in a trained model without further training
 
     def __post_init__(self) -> None:
@@ -45,11 +46,11 @@ class KernelForm:
     map: str
     power: int = 1
     floor: float = 0.0  # added to the denominator
-    row_factor: Callable[[Tensor], Tensor] | None = None  # of n (..., Q, 1): multiplies the logits of a row
-    row_shift: Callable[[Tensor], Tensor] | None = None  # of n: added to them
-    counts_keys: bool = False  # n enters, so that no selection may hide keys in front of the map
-    float16: bool = True  # whether float16 can hold its weights
-    ranged: bool = False  # logits count from the smallest of the row or 0, and weights are divided by the row's range
+    row_factor: Callable[[Tensor], Tensor] | None = None  # function of n (..., Q, 1) that multiplies the logits
+    row_shift: Callable[[Tensor], Tensor] | None = None  # function of n that is added to the logits afterwards
+    counts_keys: bool = False  # whether the map depends on n; then no selection may hide keys from it
+    float16: bool = True  # whether float16 can represent its weights
+    ranged: bool = False  # whether the map reads the row's range: from its smallest logit, or 0, to its largest, or 0
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class ThresholdForm:
     """How the threshold kernels compute a map on a GPU: its name in kernels/threshold_maps.py, and a number per row."""
 
     map: str
-    parameter: Callable[[Tensor], Tensor] | None = None  # of n (B, H, Q, 1), to the same shape or one that broadcasts
+    parameter: Callable[[Tensor], Tensor] | None = None  # function of n (B, H, Q, 1); the result broadcasts to it
 
 
 class Map(nn.Module):
-    """Logits of a block to weights of the same shape; hidden keys must get exactly 0."""
+    """Base class of maps: the logits of a block become weights of the same shape. Hidden keys must get exactly 0."""
 
     properties: Properties
 
@@ -69,20 +70,20 @@ class Map(nn.Module):
         raise NotImplementedError
 
     def lipschitz(self, n: int) -> float | None:
-        """Largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None where none is known."""
+        """Return the largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None if unknown."""
         return None
 
     def kernel_form(self) -> KernelForm | None:
-        """None where the one-pass kernels do not have this map."""
+        """Return the form of this map in the one-pass GPU kernels; None if they do not have it."""
         return None
 
     def threshold_form(self) -> ThresholdForm | None:
-        """None where the threshold kernels do not have this map."""
+        """Return the form of this map in the threshold GPU kernels; None if they do not have it."""
         return None
 
 
 class LogitRule(nn.Module):
-    """Changes the logits in front of a map."""
+    """Base class of rules that change the logits before the map."""
 
     length: str = ""
     shift_invariant: bool = True
@@ -90,28 +91,31 @@ class LogitRule(nn.Module):
     swap_untrained: bool = True
 
     def forward(self, block: Block) -> Tensor:
-        """The new logits; values at hidden keys do not matter."""
+        """Return the new logits; values at hidden keys are ignored."""
         raise NotImplementedError
 
     def gain(self, n: int) -> float | None:
-        """Largest factor by which the rule stretches differences of logits in a row of n keys; None if unknown."""
+        """Return the largest factor by which the rule stretches differences of logits among n keys; None if unknown."""
         return None
 
     def kernel_rule(self) -> tuple[str, float | Tensor] | None:
-        """Name and parameter of the rule in kernels/maps.py; None where the one-pass kernels do not have it.
+        """Return name and parameter of the rule in kernels/maps.py; None if the one-pass kernels do not have it.
 
-        The parameter is one number, or (H,) with one for each head. It gets no gradient.
+        The parameter is one number, or (H,) with one number per head. It gets no gradient.
         """
         return None
 
 
 class ScaleRule(LogitRule):
-    """A logit rule that multiplies each row by one factor, known before the logits are: it can be folded into q."""
+    """A logit rule that multiplies each row by one factor.
+
+    The factor does not depend on the logits, so it can scale q.
+    """
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        """The factor, broadcastable to (..., heads, Q, 1).
+        """Return the factor, broadcastable to (..., heads, Q, 1).
 
-        n: visible keys (..., Q, 1). positions: of the queries (..., Q, 1), None unless the caller gave them.
+        n: number of visible keys (..., Q, 1). positions: given positions of the queries (..., Q, 1), or None.
         """
         raise NotImplementedError
 
@@ -120,9 +124,9 @@ class ScaleRule(LogitRule):
         return self.scaled(block.logits, block.n, positions, block.hidden_states)
 
     def scaled(self, rows: Tensor, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        """The rows - logits (..., Q, K) or queries (..., Q, D) - times their factors, in the rows' dtype."""
+        """Multiply rows, which are logits (..., Q, K) or queries (..., Q, D), by their factors, in the rows' dtype."""
         factor = self.factor(n, positions, hidden_states)
-        # By hand: torch.broadcast_shapes takes longer than the product, in every layer and for every token generated.
+        # Compares shapes itself: torch.broadcast_shapes takes longer than the product, for every token and layer.
         sizes = zip(reversed(factor.shape), (1, *reversed(rows.shape[:-1])), strict=False)
         if factor.dim() > rows.dim() or not all(size in (1, expected) for size, expected in sizes):
             raise ValueError(
@@ -139,21 +143,21 @@ class ScaleRule(LogitRule):
 
 
 class Selection(nn.Module):
-    """Hides keys from the map; what it hides gets weight 0."""
+    """Base class of selections: they hide keys from the map, which then have weight 0."""
 
     length: str = ""
     permutation_equivariant: bool = True
     continuous: bool = True
     swap_untrained: bool = True
-    kernel_window: int | None = None  # for the kernels: it keeps the keys less than this many positions away, no others
+    kernel_window: int | None = None  # for the kernels: keep exactly the keys less than this many positions away
 
     def forward(self, block: Block) -> Tensor:
-        """The keys to keep: boolean, broadcastable to the logits."""
+        """Return which keys to keep: boolean, broadcastable to the logits."""
         raise NotImplementedError
 
 
 class Sink(nn.Module):
-    """One more key with a logit of its own and no value; its share of the row is dropped."""
+    """One more key with its own logit and no value. The weight that it takes is dropped from the row."""
 
     logit: Tensor
 
@@ -169,10 +173,10 @@ class Sink(nn.Module):
         if mask is not None:
             seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
             mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
-        stand = block.given_positions
-        if isinstance(stand, Positions):
-            stand = Positions(stand.query, torch.cat([stand.key[..., :1], stand.key], dim=-1))
-        weights: Tensor = map_(Block(logits, mask, stand, block.hidden_states, block.sinks + 1))
+        positions = block.given_positions
+        if isinstance(positions, Positions):
+            positions = Positions(positions.query, torch.cat([positions.key[..., :1], positions.key], dim=-1))
+        weights: Tensor = map_(Block(logits, mask, positions, block.hidden_states, block.sinks + 1))
         return weights[..., 1:]
 
 
@@ -208,11 +212,11 @@ class Normalizer(nn.Module):
         positions: Tensor | Positions | None = None,
         hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Weights of the logits' shape and dtype.
+        """Return weights of the logits' shape and dtype.
 
-        logits (..., Q, K), with the heads at -3 where parameters are per head; mask: boolean, True = may attend.
-        positions: of the queries, (Q,) or (B, Q), where a rule needs them (default: the last query at the last key).
-        hidden_states: the layer input of the queries, (B, Q, width), for rules that read it.
+        logits: (..., Q, K); if parameters are per head, dimension -3 holds the heads. mask: boolean, True = may attend.
+        positions: positions of the queries, (Q,) or (B, Q) (default: the last query is at the last key).
+        hidden_states: layer input of the queries, (B, Q, width), for rules that read it.
         """
         weights = self.weights(Block.of(logits, mask, positions, hidden_states))
         if weights.shape != logits.shape:
@@ -223,12 +227,13 @@ class Normalizer(nn.Module):
         return weights.to(logits.dtype)
 
     def weights(self, block: Block) -> Tensor:
+        """Return the weights of a block, in its dtype; `forward` checks the input and calls this."""
         block = self.prepare(block)
         weights: Tensor = self.map(block) if self.sink is None else self.sink(block, self.map)
         return block.hide(weights)
 
     def prepare(self, block: Block) -> Block:
-        """The block as the map sees it: rescaled and narrowed."""
+        """Return the block that the map receives: all rules and selections applied."""
         for rule in self.scale:
             block = block.with_logits(block.hide(rule(block)))
         for selection in self.select:
@@ -259,12 +264,12 @@ class Normalizer(nn.Module):
         )
 
     def lipschitz(self, n: int) -> float | None:
-        """Largest l2 -> l2 norm of d weights / d logits over rows of n visible keys; None where none is known."""
+        """Return the largest l2 -> l2 norm of d weights / d logits over rows of n visible keys; None if unknown."""
         if not all(selection.continuous for selection in self.selections):
             return None
-        left = range(1, n + 1) if self.selections else (n,)  # a selection may leave the map any number of the keys
+        possible_keys = range(1, n + 1) if self.selections else (n,)  # a selection may keep any number of keys
         bounds, gains = [], [rule.gain(n) for rule in self.rules]
-        for keys in left:
+        for keys in possible_keys:
             # A sink is one more entry of the row, but n of a map that divides by it (relu) does not count the sink.
             for entries in (keys,) if self.sink is None else (keys, keys + 1):
                 bound = self.map.lipschitz(entries)
@@ -278,12 +283,15 @@ class Normalizer(nn.Module):
 
 
 class Mechanism(nn.Module):
-    """Attention that is no function of one row of logits: called with q, k, v as `attnorm.attention` is."""
+    """Base class of attention that is not a function of one row of logits.
+
+    Called with q, k, v like attnorm.attention.
+    """
 
     properties: Properties
     name: str = "custom"
-    reads_hidden_states: bool = False  # then `forward` takes hidden_states= as well
-    another_architecture: str = ""  # why it cannot replace softmax in a model; empty: it can
+    reads_hidden_states: bool = False  # whether `forward` also takes hidden_states=
+    another_architecture: str = ""  # the reason why it cannot replace softmax in a trained model; empty if it can
 
     def forward(
         self,
@@ -300,12 +308,12 @@ class Mechanism(nn.Module):
 
 
 def per_head_parameter(value: float, heads: int | None) -> nn.Parameter:
-    """One learned number for all heads (heads=None), or one per head."""
+    """Return a parameter with one number for all heads (heads=None), or one per head."""
     return nn.Parameter(_per_head_values(value, heads))
 
 
 def set_per_head(module: nn.Module, name: str, value: float, heads: int | None, *, learned: bool) -> None:
-    """The same as an attribute of a module: a parameter if it is learned, a buffer if it is fixed."""
+    """Set such a number as an attribute of a module: a parameter if it is learned, a buffer if it is fixed."""
     if learned:
         module.register_parameter(name, per_head_parameter(value, heads))
     else:
@@ -321,7 +329,7 @@ def _per_head_values(value: float, heads: int | None) -> Tensor:
 
 
 def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
-    """The parameter shaped to meet logits (..., heads, Q, K)."""
+    """Reshape the parameter so that it broadcasts to logits (..., heads, Q, K)."""
     if parameter.dim() == 0:
         return parameter
     if logits.dim() < 3 or logits.shape[-3] != parameter.shape[0]:

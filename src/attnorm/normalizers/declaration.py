@@ -1,4 +1,4 @@
-"""What the file of a normalizer declares beside its map: a plain reference, examples of options, a warm start.
+"""`@declare`: what the file of a normalizer states next to its map: a reference, example options, a warm start.
 
     @declare(reference=_reference, examples=[{}, {"temperature": 0.37}], warm_start=WarmStart("the same", "T = 1"))
     def softmax(temperature: float = 1.0) -> Normalizer: ...
@@ -18,26 +18,26 @@ from torch import Tensor
 Options = Mapping[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Sizes of the parameters in `examples`: heads, and the width of hidden states.
+# Number of heads and width of the hidden states that tests use with `examples`.
 HEADS, WIDTH = 4, 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of attention for a reference: its visible keys only, so that masks cannot matter."""
+    """One row of attention, the argument of a reference. It holds visible keys only, so a reference needs no mask."""
 
-    z: Tensor  # logits of the visible keys, in order
+    z: Tensor  # logits of the visible keys, in order of position
     distance: Tensor  # position of the query minus the position of each key
     head: int = 0
     hidden: Tensor | None = None  # the layer input of the query
-    learned: Mapping[str, Tensor] = field(default_factory=dict)  # state of the normalizer; empty: use the options
+    learned: Mapping[str, Tensor] = field(default_factory=dict)  # state dict of the normalizer; empty: use the options
 
     @property
     def n(self) -> int:
         return len(self.z)
 
     def value(self, name: str, option: float) -> Tensor:
-        """The learned value of that name for this row's head, or the option where nothing is learned."""
+        """Return the learned value of that name for this row's head, or the option if it is not learned."""
         if name not in self.learned:
             return torch.tensor(option, dtype=torch.float64)
         value = self.learned[name]
@@ -48,7 +48,7 @@ Reference = Callable[..., Tensor]  # reference(row, **options) -> weights of the
 
 
 def bisect(sum_at: Callable[[float], float], low: float, high: float) -> float:
-    """The threshold in [low, high] at which a falling sum passes 1, from below; a Newton step gives the last digits."""
+    """Return the threshold in [low, high] at which a decreasing sum passes 1, rounded down; about 12 digits."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if sum_at(middle) >= 1 else (low, middle)
@@ -57,16 +57,16 @@ def bisect(sum_at: Callable[[float], float], low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a warm start may depend on."""
+    """Facts about an attention layer of a trained model, from which a warm start chooses options."""
 
     heads: int
     length: int  # of the texts that the model was trained on
     causal: bool = True
     window: int | None = None
-    sinks_H: Tensor | None = None  # the model's own
+    sinks_H: Tensor | None = None  # learned sinks of the model
 
     def mean_log_n(self) -> float:
-        """The mean of log n, n the visible keys of a row, over one text of the training length."""
+        """Return the mean of log n over the rows of one text of the training length, n = visible keys."""
         if self.length < 3:
             raise ValueError(f"train_length must be at least 3, got {self.length}: log n is 0 for a row of one key")
         if not self.causal:
@@ -79,8 +79,10 @@ class LayerFacts:
 class WarmStart:
     """How close to softmax a normalizer starts in a trained model, and how it gets there.
 
-    options: those that the user did not give, from the layer and the given ones. values: entries of the state that no
-    option sets, from the layer, the given options and all options. by_length: the option that the length decides.
+    close: how close to softmax, in a word or two. why: the reason, for tables.
+    options(layer, given): returns values for options that the user did not give.
+    values(layer, given, options): returns entries of the state dict that no option sets.
+    by_length: name of the option that depends on the training length.
     """
 
     close: str
@@ -92,6 +94,8 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class Declaration:
+    """The arguments of `@declare`."""
+
     reference: Reference | None = None
     examples: Sequence[Options] = ({},)
     warm_start: WarmStart | None = None
@@ -108,7 +112,7 @@ def declare(
     warm_start: WarmStart | None = None,
     exceptions: Mapping[str, str] | None = None,
 ) -> Callable[[F], F]:
-    """Decorator of a factory. All parts are optional; a check is skipped where its part is missing."""
+    """Decorate the factory of a normalizer. All parts are optional; checks whose part is missing are skipped."""
 
     def add(factory: F) -> F:
         _declared[factory] = Declaration(reference, examples, warm_start, exceptions or {})
@@ -122,7 +126,7 @@ def declaration_of(factory: Callable[..., Any]) -> Declaration:
 
 
 def warm_start_of(factory: Callable[..., Any]) -> WarmStart:
-    """The declared one; else a factory that takes `heads` is given them."""
+    """Return the declared warm start; without one, only the option `heads` is set, if the factory has it."""
     declared = declaration_of(factory).warm_start
     if declared is not None:
         return declared

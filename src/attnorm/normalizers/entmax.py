@@ -29,8 +29,8 @@ MIN_KERNEL_ALPHA = 1.01  # below it the weights are nearly softmax's, and float3
 
 
 def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
-    """alpha-entmax over the last dimension, 1 < alpha <= 2: the threshold, then one division for an exact sum."""
-    y = z - z.amax(-1, keepdim=True)  # the largest key at 0, or an offset would eat the digits of the rest
+    """Return alpha-entmax over the last dimension, 1 < alpha <= 2, in one batch."""
+    y = z - z.amax(-1, keepdim=True)  # the largest logit becomes 0: a common offset would cost digits
     if isinstance(alpha, float) and alpha == 2.0:
         return solve_threshold(y.add_(1), _sparsemax, _positive_part)
     if isinstance(alpha, float) and alpha == 1.5:
@@ -38,60 +38,60 @@ def entmax_rows(z: Tensor, alpha: float | Tensor) -> Tensor:
     return solve_threshold(y, _entmax, _deformed_exp, torch.as_tensor(alpha, dtype=y.dtype, device=y.device))
 
 
-def _sparsemax(base: Tensor, _: Tensor | None, room: Tensor | None) -> Newton:
-    """p = [base]_+, and sum p - 1."""
+def _sparsemax(base: Tensor, _: Tensor | None, buffer: Tensor | None) -> Newton:
+    """p = [base]_+; the excess is sum p - 1."""
     p = base.relu_()
-    return Newton(p.sum(-1, keepdim=True) - 1, torch.sign(p, out=room).sum(-1, keepdim=True))
+    return Newton(p.sum(-1, keepdim=True) - 1, torch.sign(p, out=buffer).sum(-1, keepdim=True))
 
 
-def _entmax15(base: Tensor, _: Tensor | None, room: Tensor | None) -> Newton:
-    """p = [base]_+^2, and the norm of its root, minus 1."""
+def _entmax15(base: Tensor, _: Tensor | None, buffer: Tensor | None) -> Newton:
+    """p = [base]_+^2; the excess is the norm of the root of p, minus 1."""
     root = base.relu_()
     total = root.sum(-1, keepdim=True)
-    # torch's norm would lose many small weights beside a large one
-    norm = torch.square(root, out=room).sum(-1, keepdim=True).sqrt()
+    # Not torch.norm, which loses many small weights next to a large one.
+    norm = torch.square(root, out=buffer).sum(-1, keepdim=True).sqrt()
     return Newton(norm - 1, total / norm)
 
 
-def _entmax(x: Tensor, alpha: Tensor | None, room: Tensor | None) -> Newton:
-    """p = [1 + d x]_+^(1/d) with d = alpha - 1, and (S^d - 1) / d with S = sum p: S^d is a norm of [1 + d x]_+.
+def _entmax(x: Tensor, alpha: Tensor | None, buffer: Tensor | None) -> Newton:
+    """p = [1 + d x]_+^(1/d) with d = alpha - 1; the excess is (S^d - 1) / d with S = sum p.
 
-    Through log1p and expm1, so that alpha near 1 keeps its digits.
+    S^d is a norm of [1 + d x]_+, hence convex. log1p and expm1 keep the digits for alpha near 1.
     """
     assert alpha is not None
     d = alpha - 1
-    log_p = torch.mul(d, x, out=room).clamp_(min=-1).log1p_().div_(d)
+    log_p = torch.mul(d, x, out=buffer).clamp_(min=-1).log1p_().div_(d)
     p = torch.exp(log_p)
     log_total = torch.log(p.sum(-1, keepdim=True))
     slope = log_p.mul_(1 - d).exp_().sum(-1, keepdim=True) * torch.exp((d - 1) * log_total)
     return Newton(torch.expm1(d * log_total) / d, slope)
 
 
-def _positive_part(base: Tensor, _: Tensor | None, room: Tensor | None) -> Tensor:
+def _positive_part(base: Tensor, _: Tensor | None, buffer: Tensor | None) -> Tensor:
     return base.relu_()
 
 
-def _squared_positive_part(base: Tensor, _: Tensor | None, room: Tensor | None) -> Tensor:
+def _squared_positive_part(base: Tensor, _: Tensor | None, buffer: Tensor | None) -> Tensor:
     return base.relu_().square_()
 
 
-def _deformed_exp(x: Tensor, alpha: Tensor | None, room: Tensor | None) -> Tensor:
+def _deformed_exp(x: Tensor, alpha: Tensor | None, buffer: Tensor | None) -> Tensor:
     assert alpha is not None
     d = alpha - 1
     return x.mul_(d).clamp_(min=-1).log1p_().div_(d).exp_()
 
 
 def one_against_equals_norm(n: int, alpha: float) -> float:
-    """The largest Jacobian norm over rows of one weight and n-1 equal ones; the worst of all rows is that of 2 or of n.
+    """Return the largest Jacobian norm over rows with one weight and n - 1 other, equal weights.
 
-    Proof: docs/theory/gradient.md.
+    The largest norm over all rows is the value of this function for 2 or for n keys. Proof: docs/theory/gradient.md.
     """
     others = n - 1
     return (1 + 1 / others) * math.pow(1 + math.pow(others, -(alpha - 1) / (3 - alpha)), alpha - 3)
 
 
 class _Entmax(torch.autograd.Function):
-    """Saves only p; the gradients with respect to z and alpha are written in p alone (and can be differentiated)."""
+    """entmax_rows with gradients for z and alpha. Both are functions of p alone, so only p is saved."""
 
     @staticmethod
     def forward(z: Tensor, alpha: float | Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Entmax(Map):
         return block.hide(weights)
 
     def share(self, dtype: torch.dtype) -> Tensor:
-        """A learned alpha - 1."""
+        """Return alpha - 1, if alpha is learned."""
         assert self.theta is not None
         return torch.sigmoid(self.theta.to(dtype)).clamp(MIN_DEFORMATION, 1 - MIN_DEFORMATION)
 
@@ -202,7 +202,10 @@ class Entmax(Map):
 
 
 def entmax_row(z: Tensor, alpha: float | Tensor) -> Tensor:
-    """By bisection on mu; a last Newton step carries its derivative (implicit function theorem)."""
+    """Reference for one row: bisection on mu.
+
+    A last Newton step makes it differentiable (implicit function theorem).
+    """
     if not isinstance(alpha, Tensor) and alpha == 1:
         return softmax_row(z)
     d, y = alpha - 1, z - z.max().detach()

@@ -1,7 +1,8 @@
-"""Defaults that changed: records state them, and records from before the change keep their meaning.
+"""Options whose defaults changed between versions: saved files must keep their meaning.
 
-`kneemax` without options has its knee at the weight 1/4. In earlier versions it was at 1/n. Therefore everything that
-is kept (saved models, settings of runs, results) states `knee` or `share`. A kept `kneemax` with neither means share=1.
+`kneemax` without options has its knee at the weight 1/4. In earlier versions the knee was at 1/n. Therefore everything
+that is saved (models, settings of runs, results) states `knee` or `share`. A saved `kneemax` with neither comes from an
+earlier version and means share=1.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ from attnorm.normalizers.kneemax import DEFAULT_KNEE
 
 @dataclass(frozen=True)
 class ChangedDefault:
-    stated_by: tuple[str, ...]  # with one of these options a record says itself what it means
+    """A normalizer whose default options changed."""
+
+    stated_by: tuple[str, ...]  # a record with one of these options does not depend on the default
     now: Mapping[str, Any]
     before: Mapping[str, Any]
 
@@ -91,7 +94,7 @@ def _complete_options(name: str | None, options: Mapping[str, Any], defaults: De
 
 
 def _complete_spec(spec: str, between: str, defaults: Defaults) -> str:
-    """What is not a specification stays as it is: who uses it raises the error."""
+    """Add the defaults to a specification. Invalid text is returned unchanged; its user raises the error."""
     name, *parts = spec.split(between)
     changed = CHANGED.get(name.strip())
     if changed is not None:

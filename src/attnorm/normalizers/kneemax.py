@@ -47,24 +47,24 @@ def _rounded_once(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
     largest = p.amax(-1, keepdim=True)
     led = torch.where(largest > knee, largest + knee, 2 * (knee * largest).sqrt())  # phi^-1 of the largest weight
     t = below.add_(led + 4 * torch.finfo(p.dtype).eps)
-    room = None if torch.compiler.is_compiling() else p
-    excess, slope = _excess(t, 2 * knee, room)
-    weights = _huber(t.sub_(newton_step(excess, slope)), 2 * knee, room)
+    buffer = None if torch.compiler.is_compiling() else p
+    excess, slope = _excess(t, 2 * knee, buffer)
+    weights = _huber(t.sub_(newton_step(excess, slope)), 2 * knee, buffer)
     return weights.div_(weights.sum(-1, keepdim=True))
 
 
-def _huber(t: Tensor, bend: Tensor | None, room: Tensor | None) -> Tensor:
+def _huber(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Tensor:
     """p up to the factor 1/(4k), which the sum of the row divides out; bend is 2k."""
     assert bend is not None
-    w = torch.minimum(t.relu_(), bend, out=room)
+    w = torch.minimum(t.relu_(), bend, out=buffer)
     return t.mul_(2).sub_(w).mul_(w)
 
 
-def _excess(t: Tensor, bend: Tensor | None, room: Tensor | None) -> Newton:
+def _excess(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Newton:
     """sum p - 1 = (sum w^2 + 4k sum (t - w)) / (4k) - 1: convex in the threshold, so Newton never passes it."""
     assert bend is not None
     every = t.relu_().sum(-1, keepdim=True)
-    w = torch.minimum(t, bend, out=room)
+    w = torch.minimum(t, bend, out=buffer)
     below = w.sum(-1, keepdim=True)
     squares = w.square_().sum(-1, keepdim=True)
     total = squares.div_(2 * bend).add_(every - below)

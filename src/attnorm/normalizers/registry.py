@@ -1,10 +1,11 @@
-"""Every normalizer by name: a table of lazy targets, plus what others register by decorator or entry point.
+"""The table of all normalizers by name, and `get`, which builds one.
 
-A package adds its own by `@attnorm.register("name")` on a factory (or Map, LogitRule, Selection class), or, to be
-found without an import, through an entry point in the group "attnorm.normalizers".
+BUILT_IN names the factory of every built-in normalizer; its module is imported on first use. Other packages add their
+own with `@attnorm.register("name")` on a factory (or a Map, LogitRule or Selection class), or with an entry point in
+the group "attnorm.normalizers", which needs no import.
 
-Options are validated against the signature of the factory, for all normalizers, built in or registered, so that a value
-of the wrong type is named before any arithmetic. The factory itself validates strings and classes.
+`get` validates options against the signature of the factory, so that an error names a value of the wrong type. The
+factory itself validates strings and classes.
 """
 
 import difflib
@@ -37,7 +38,7 @@ F = TypeVar("F", bound=Factory)
 
 @dataclass(frozen=True)
 class NormalizerEntry:
-    """Where a normalizer is made (module:name, or the factory itself), and the paper it comes from."""
+    """The factory of a normalizer (as module:name, or the function itself), and its paper."""
 
     target: str | Factory
     paper: str = ""
@@ -57,7 +58,7 @@ class NormalizerEntry:
 
     @property
     def address(self) -> str:
-        """Where the factory is defined, module:name."""
+        """The definition of the factory as module:name."""
         if isinstance(self.target, str):
             return self.target
         return f"{getattr(self.target, '__module__', '')}:{getattr(self.target, '__qualname__', self.target)}"
@@ -145,7 +146,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
     ]
 }
 
-# For type checkers, which cannot read the table: names of row normalizers, and of mechanisms, which need q, k, v.
+# For type checkers, which cannot read the table: the names of row normalizers, and of mechanisms.
 RowName = Literal[
     "softmax", "sparsemax", "entmax15", "entmax", "ssmax", "asentmax", "sa_softmax", "adaptive_temperature", "sigmoid",
     "softmax1", "sink", "relu", "softpick", "stick_breaking", "topk", "hard", "log_scaled", "scale_invariant", "kernel",
@@ -160,7 +161,7 @@ _registered: dict[str, NormalizerEntry] = {}
 
 
 def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
-    """Decorator: make a factory - or a Map, LogitRule, Selection or Mechanism class - available as `name`."""
+    """Decorate a factory, or a Map, LogitRule, Selection or Mechanism class, to make it available as `name`."""
     if not isinstance(name, str):  # @register without a name would silently replace its class by a decorator
         raise TypeError(f"register takes the name: write @attnorm.register('my_normalizer'), got {name!r}")
 
@@ -170,7 +171,7 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
         if name in BUILT_IN:
             raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
         entry, known = NormalizerEntry(factory, paper, url), _registered.get(name)
-        if known is not None and known.target is not factory and not _defined_again(known, entry):
+        if known is not None and known.target is not factory and not _is_same_definition(known, entry):
             raise ValueError(f"{name!r} is already registered by {known.target!r}; choose another name")
         _registered[name] = entry
         return factory
@@ -178,13 +179,13 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
     return add
 
 
-def _defined_again(known: NormalizerEntry, entry: NormalizerEntry) -> bool:
-    """Whether it is the same definition, run once more: a cell of a notebook, or a module that is reloaded."""
+def _is_same_definition(known: NormalizerEntry, entry: NormalizerEntry) -> bool:
+    """Whether the same code was run again: a notebook cell, or a reloaded module."""
     return known.address == entry.address and "<lambda>" not in entry.address
 
 
 def entries() -> dict[str, NormalizerEntry]:
-    """All known normalizers: built in, registered, and found through entry points."""
+    """Return all known normalizers: built in, registered, and found through entry points."""
     found = {**BUILT_IN, **_registered}
     for point in _entry_points(tuple(sys.path)):
         if point.name in found and found[point.name].address != point.value:
@@ -196,13 +197,13 @@ def entries() -> dict[str, NormalizerEntry]:
     return found
 
 
-@cache  # a search costs milliseconds, more than a small attention call; it is repeated when the path changes
+@cache  # a search takes milliseconds, longer than a small attention call; repeated if sys.path changes
 def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def available() -> list[str]:
-    """Names of all normalizers, built in and registered."""
+    """Return the names of all normalizers, built in and registered."""
     return list(entries())
 
 
@@ -213,7 +214,7 @@ def get(name: MechanismName, **options: Any) -> Mechanism: ...
 @overload
 def get(name: str, **options: Any) -> Normalizer | Mechanism: ...
 def get(name: str, **options: Any) -> Normalizer | Mechanism:
-    """The normalizer of that name, e.g. get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
+    """Build a normalizer by name: get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
     known = entries()
@@ -223,13 +224,13 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
         raise ValueError(f"unknown normalizer {name!r}; {hint}")
     factory = known[name].factory()
     check_options(name, factory, options)
-    made = as_normalizer(factory(**options), name)
-    refuse_nan(name, options)
-    return made
+    normalizer = as_normalizer(factory(**options), name)
+    reject_nan(name, options)
+    return normalizer
 
 
 def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
-    """A normalizer from what a factory returned: a single part is completed by softmax."""
+    """Return a normalizer from the result of a factory: a single rule or selection is combined with softmax."""
     if isinstance(made, Map):
         made = Normalizer(made)
     elif isinstance(made, LogitRule):
@@ -248,47 +249,51 @@ def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
 
 
 def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
-    """A name becomes its normalizer with default options; an object stays as it is."""
+    """Build the normalizer if it is given by name; return an object unchanged."""
     if not isinstance(normalizer, str):
         return as_normalizer(normalizer)
     if torch.compiler.is_compiling():
-        made: Normalizer | Mechanism = getattr(_of_compiled_code, _make_for_compiled_code(normalizer))
-        return made
+        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(normalizer))
+        return built
     return get(normalizer)
 
 
 def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
-    """As `resolve`, for a call that does not keep it: a built-in normalizer without tensors is made once."""
+    """Resolve a normalizer for a single call. Built-in normalizers without tensors are built once and reused."""
     if not isinstance(normalizer, str) or normalizer not in BUILT_IN or torch.compiler.is_compiling():
         return resolve(normalizer)
-    made = _without_tensors.get(normalizer)
-    if made is None:
-        made = get(normalizer)
-        if not any(True for _ in chain(made.parameters(), made.buffers())):
-            _without_tensors[normalizer] = made
-    return made
+    cached = _stateless_normalizers.get(normalizer)
+    if cached is not None:
+        return cached
+    built = get(normalizer)
+    if not any(True for _ in chain(built.parameters(), built.buffers())):
+        _stateless_normalizers[normalizer] = built
+    return built
 
 
-_without_tensors: dict[str, Normalizer | Mechanism] = {}
+_stateless_normalizers: dict[str, Normalizer | Mechanism] = {}
 
 
-class _Made:
-    """Normalizers as attributes, in hexadecimal: guards of compiled code spell them as identifiers."""
+class _CompiledNormalizers:
+    """Holds the normalizers of compiled code as attributes, which torch.compile can guard by name.
+
+    An attribute name is the specification in hexadecimal: a guard needs a Python identifier.
+    """
 
 
-_of_compiled_code = _Made()
+_compiled_normalizers = _CompiledNormalizers()
 
 
-def _make_for_compiled_code(name: str) -> str:
-    """The attribute that holds the normalizer of that name, which may have options."""
-    attribute = f"made_{name.encode().hex()}"
-    setattr(_of_compiled_code, attribute, get(name))
+def _build_for_compiled_code(name: str) -> str:
+    """Build the normalizer of that name, which may have options; return the attribute that holds it."""
+    attribute = f"normalizer_{name.encode().hex()}"
+    setattr(_compiled_normalizers, attribute, get(name))
     return attribute
 
 
-# What torch.compiler.assume_constant_result does, without loading the compiler: the search for entry points cannot be
-# traced, so it runs while the code around it is traced.
-_make_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The effect of torch.compiler.assume_constant_result, without importing the compiler: the search for entry points
+# cannot be traced, so it runs at trace time.
+_build_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> None:
@@ -301,22 +306,24 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         raise TypeError(f"normalizer {name!r}: {error}; it accepts {accepted}") from None
     for option, value in options.items():
         parameter = signature.parameters.get(option)
-        kinds = [] if parameter is None else _kinds(parameter.annotation)
-        if parameter is None or not all(kind in _WORDS for kind in kinds) or any(_fits(value, k) for k in kinds):
+        types = [] if parameter is None else _accepted_types(parameter.annotation)
+        if parameter is None or not all(kind in _TYPE_WORDS for kind in types):
+            continue
+        if any(_has_type(value, kind) for kind in types):
             continue
         default = "" if parameter.default is parameter.empty else f"; leave it out for {parameter.default!r}"
-        expected = " or ".join(_WORDS[kind] for kind in kinds)
+        expected = " or ".join(_TYPE_WORDS[kind] for kind in types)
         raise TypeError(f"normalizer {name!r}: {option} must be {expected}, got {value!r}{default}")
 
 
-def refuse_nan(name: str, options: Mapping[str, Any]) -> None:
+def reject_nan(name: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for NaN. Call it after the factory, whose own error may name the valid range."""
     for option, value in options.items():
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"normalizer {name!r}: {option} must be a number, got nan")
 
 
-_WORDS: dict[Any, str] = {
+_TYPE_WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
@@ -325,16 +332,16 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """float | None -> [float, NoneType]"""
+def _accepted_types(annotation: Any) -> list[Any]:
+    """Return the types of an annotation, e.g. [float, NoneType] for float | None."""
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+        return [kind for part in get_args(annotation) for kind in _accepted_types(part)]
     if get_origin(annotation) is get_origin(Callable[..., Any]):
         return [Callable]
     return [NoneType if annotation is None else annotation]
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is Callable:

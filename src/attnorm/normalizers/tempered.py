@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnorm.normalizers.composition import behind
+from attnorm.normalizers.composition import add_rule
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
 from attnorm.normalizers.registry import get
@@ -33,4 +33,4 @@ def tempered(
     map: str = "softmax", *, temperature: float = 1.0, learned: bool = False, heads: int | None = None
 ) -> Normalizer:
     """softmax, or another map, of logits divided by a temperature, which may be learned."""
-    return behind(Temperature(temperature, learned=learned, heads=heads), map, name="tempered")
+    return add_rule(Temperature(temperature, learned=learned, heads=heads), map, name="tempered")
