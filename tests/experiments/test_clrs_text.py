@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.experiments.clrs_text import experiment, work
 from attnorm.experiments.clrs_text.experiment import EXCEPTIONS, comparisons_of, findings_of, outcome
+from attnorm.experiments.clrs_text.figure import figures_of
 from attnorm.experiments.clrs_text.plan import ADAPTIVE, FULL, QUICK, SOFTMAX, ClrsItem, change_plan, items
 from attnorm.experiments.clrs_text.results import ClrsResults, compare, interval, results_of
 from attnorm.experiments.clrs_text.work import (
@@ -220,6 +221,28 @@ def test_a_question_counts_once_and_seeds_must_agree() -> None:
     (differ,) = compare(found.variants[1], found.variants[0], names, [16])
     assert differ.p_holm < 0.05
     assert differ.outcome == "no difference"
+
+
+def test_one_seed_is_compared_with_every_seed_of_softmax() -> None:
+    """The second softmax model has as many right answers: what the first lacks may be the luck of its seed."""
+    names = ["x"]
+    one_seed = made_line("entmax15", 0, {OWN: cells(0, 20, names)})
+    for other, expected in ((5, "better"), (20, "no difference")):
+        softmax = [made_line(SOFTMAX, seed, {OWN: cells(0, right, names)}) for seed, right in ((0, 0), (1, other))]
+        found = results_of([*softmax, one_seed])
+        (comparison,) = compare(found.variants[1], found.variants[0], names, [16])
+        assert comparison.p_holm < 0.05
+        assert comparison.outcome == expected
+        assert comparison.difference == pytest.approx((20 - other / 2) / 32)
+
+
+def test_other_normalizers_have_a_figure_of_their_own() -> None:
+    softmax = [made_line(SOFTMAX, 0, {OWN: cells(10, 5)}), made_line(ADAPTIVE, 0, {OWN: cells(10, 5)})]
+    assert list(figures_of(results_of(softmax))) == ["clrs-text", "entropy"]
+    with_others = figures_of(results_of([*softmax, made_line("entmax15", 0, {OWN: cells(10, 5)})]))
+    assert list(with_others) == ["clrs-text", "normalizers", "entropy"]
+    labels = [text.get_text() for text in with_others["normalizers"].legends[0].get_texts()]
+    assert labels == [SOFTMAX, "entmax15"]
 
 
 def test_intervals_are_wilsons_over_all_seeds() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.clrs_text.figure import entropies, panels
+from attnorm.experiments.clrs_text.figure import figures_of
 from attnorm.experiments.clrs_text.plan import ADAPTIVE, FULL, QUICK, SOFTMAX
 from attnorm.experiments.clrs_text.results import (
     RANGES,
@@ -66,11 +66,10 @@ def outcome(lines: Sequence[Line], labels: Sequence[str]) -> Outcome:
     results = results_of(lines, labels)
     found = comparisons_of(results)
     seeds = {one.name: len(one.by_seed) for one in results.variants}
-    about = f"{results.base}, {results.steps:,} steps; 95 % Wilson intervals. attnorm reproduce clrs-text"
     return Outcome(
         summary=summary_of(results, found),
         findings=findings_of(results, found),
-        figures={"clrs-text": panels(results, about), "entropy": entropies(results, about)},
+        figures=figures_of(results),
         tables={
             "accuracy": _accuracy_table(results), "comparisons": _comparison_table(found),
             "entropy": _entropy_table(results),

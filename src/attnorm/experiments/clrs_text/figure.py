@@ -1,4 +1,4 @@
-"""Two figures: a panel per algorithm with right answers against problem size, and the entropy of answer rows."""
+"""Right answers against problem size, a panel per algorithm, and the entropy of answer rows."""
 
 import math
 from typing import Any
@@ -13,23 +13,43 @@ from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PR
 from attnorm.training.clrs.run import OWN, REFITTED
 
 COLUMNS = 6
-# What the paper compares, and the same polynomial at test time only; other normalizers are in the tables.
-LOOKS: dict[tuple[str, str], dict[str, Any]] = {
+Looks = dict[tuple[str, str], dict[str, Any]]
+# What the paper compares, and the same polynomial at test time only.
+ADAPTIVE_LOOKS: Looks = {
     (SOFTMAX, OWN): MEASURED,
     (ADAPTIVE, OWN): CORRECTED,
     (REFITTED, OWN): PRINTED,
     (SOFTMAX, ADAPTIVE): NULL,
 }
-WITH_INTERVALS = ((SOFTMAX, OWN), (ADAPTIVE, OWN))
+OTHER_LOOKS: Looks = {
+    (SOFTMAX, OWN): MEASURED,
+    ("ssmax", OWN): CORRECTED,
+    ("entmax15", OWN): PRINTED,
+    ("asentmax", OWN): NULL,
+}
 
 
-def _drawn(results: ClrsResults) -> list[tuple[ClrsVariant, dict[str, Any]]]:
-    found = ((results.variant(*key), look) for key, look in LOOKS.items())
+def figures_of(results: ClrsResults) -> dict[str, Figure]:
+    """Return the figures by name; other normalizers have one of their own where they were trained."""
+    about = f"{results.base}, {results.steps:,} steps. attnorm reproduce clrs-text"
+    others = any(results.variant(*key) is not None for key in OTHER_LOOKS if key != (SOFTMAX, OWN))
+    groups = {"clrs-text": ADAPTIVE_LOOKS} | ({"normalizers": OTHER_LOOKS} if others else {})
+    return {
+        **{name: _panels(results, _drawn(results, looks), about) for name, looks in groups.items()},
+        "entropy": _entropies(results, [_drawn(results, looks) for looks in groups.values()], about),
+    }
+
+
+Drawn = list[tuple[ClrsVariant, dict[str, Any]]]
+
+
+def _drawn(results: ClrsResults, looks: Looks) -> Drawn:
+    found = ((results.variant(*key), look) for key, look in looks.items())
     return [(variant, look) for variant, look in found if variant is not None]
 
 
-def panels(results: ClrsResults, about: str) -> Figure:
-    """Draw right answers in % against size, a panel per algorithm."""
+def _panels(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
+    """Draw right answers in % against size, a panel per algorithm; the first two variants have intervals."""
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
     rows = math.ceil(count / columns)
@@ -41,25 +61,25 @@ def panels(results: ClrsResults, about: str) -> Figure:
         if index >= count:
             axes.set_visible(False)
             continue
-        _draw_panel(axes, results, results.algorithms[index], sizes)
+        _draw_panel(axes, results, drawn, results.algorithms[index], sizes)
         axes.tick_params(labelbottom=index + columns >= count)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.02, 1.0), ncols=2, fontsize=8)
     figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=0.3 / height)
     figure.supylabel("right answers (%)", fontsize=9, x=0.005)
-    note(figure, about)
+    note(figure, f"95 % Wilson intervals of the first two; {about}")
     figure.subplots_adjust(
         left=0.6 / width, right=1 - 0.15 / width, top=1 - 0.75 / height, bottom=0.65 / height, wspace=0.12, hspace=0.4
     )
     return figure
 
 
-def _draw_panel(axes: Axes, results: ClrsResults, algorithm: str, sizes: list[int]) -> None:
+def _draw_panel(axes: Axes, results: ClrsResults, drawn: Drawn, algorithm: str, sizes: list[int]) -> None:
     _mark_training(axes, results)
-    for variant, look in _drawn(results):
+    for index, (variant, look) in enumerate(drawn):
         found = [interval(variant, algorithm, [size]) for size in sizes]
         axes.plot(sizes, [100 * one[0] for one in found], **{**look, "markersize": 2.5}, label=variant.name)
-        if (variant.label, variant.tested_with) in WITH_INTERVALS:
+        if index < 2:
             low, high = ([100 * one[end] for one in found] for end in (1, 2))
             axes.fill_between(sizes, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_title(algorithm.replace("_", " "), fontsize=7.5, loc="left")
@@ -73,22 +93,28 @@ def _mark_training(axes: Axes, results: ClrsResults) -> None:
         axes.axvspan(size - 0.3, size + 0.3, color=PALE, alpha=0.25, linewidth=0)
 
 
-def entropies(results: ClrsResults, about: str) -> Figure:
+def _entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Figure:
     """Draw the mean entropy of answer rows against size, in nats and as a share of the uniform row's."""
-    figure = Figure(figsize=(8.6, 3.6), facecolor="white")
-    left, right = figure.subplots(1, 2)
-    for axes, name, which, title in (
-        (left, "entropy_nats", "a", "Entropy of answer rows (nats)"),
-        (right, "entropy_ratio", "b", "Entropy / log of the visible keys"),
-    ):
-        _mark_training(axes, results)
-        for variant, look in _drawn(results):
-            means = variant.mean_entropy(name)
-            axes.plot(list(means), list(means.values()), **look, label=variant.name)
+    height = 0.7 + 2.9 * len(groups)  # inches
+    figure = Figure(figsize=(8.6, height), facecolor="white")
+    grid = figure.subplots(len(groups), 2, sharex=True, squeeze=False)
+    columns = (
+        ("entropy_nats", "Entropy of answer rows (nats)"),
+        ("entropy_ratio", "Entropy / log of the visible keys"),
+    )
+    letters = iter("abcd")
+    for row, drawn in zip(grid, groups, strict=True):
+        for axes, (name, title) in zip(row, columns, strict=True):
+            _mark_training(axes, results)
+            for variant, look in drawn:
+                means = variant.mean_entropy(name)
+                axes.plot(list(means), list(means.values()), **look, label=variant.name)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            letter(axes, next(letters), title)
+            tidy(axes)
+        row[0].legend(loc="best", fontsize=7)
+    for axes in grid[-1]:
         axes.set_xlabel("problem size (grey: those of the training)")
-        letter(axes, which, title)
-        tidy(axes)
-    left.legend(loc="best", fontsize=7)
     note(figure, about)
-    figure.subplots_adjust(left=0.07, right=0.98, top=0.9, bottom=0.2, wspace=0.2)
+    figure.subplots_adjust(left=0.07, right=0.98, top=1 - 0.35 / height, bottom=0.7 / height, wspace=0.2, hspace=0.3)
     return figure
