@@ -116,13 +116,14 @@ def test_the_guideline_is_judged_by_runs_that_break_and_by_the_loss(
     assert temperature.largest_gradient(records[0]) == 2.0  # without the warmup
 
 
-def test_the_published_records_are_those_of_the_plan(tmp_path: Path) -> None:
-    published = Path(__file__).parents[2] / "docs" / "results" / "temperature.jsonl.xz"
+@pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12)])
+def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any, count: int) -> None:
+    published = Path(__file__).parents[2] / "docs" / "results" / f"{module.EXPERIMENT.name}.jsonl.xz"
     shutil.copy(published, tmp_path / "records.jsonl.xz")
     texts = (tmp_path / "missing.txt",)  # nothing is left to train, so no text is read
     subject = ExperimentSubject(texts=texts, valid=texts)
-    found = grid.records_of(temperature.FULL, subject, silent, tmp_path / "parts" / "temperature")
-    assert len(found) == len(temperature.FULL.models) * len(temperature.FULL.seeds) == 72
+    found = grid.records_of(module.FULL, subject, silent, tmp_path / "parts" / "x")
+    assert len(found) == len(module.FULL.models) * len(module.FULL.seeds) == count
 
 
 def placed(way: str, map_: str, rise: float, horizon: list[float | None]) -> grid.Record:
@@ -143,7 +144,9 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
     shares = explained(records, ("positions", "map"), lambda r: loss_at(r, 2))
     assert shares == pytest.approx({"positions": 0.25 / 0.26, "map": 0.01 / 0.26, "the rest": 0.0}, abs=1e-9)
     assert finding.verdict == "does not"
-    assert share_beyond_horizon(records[0]) == 0.5  # a head without a horizon is not beyond it
+    assert share_beyond_horizon(records[0]) == 0.5  # a head with an infinite horizon is not beyond it
+    assert math.isnan(share_beyond_horizon(placed("ALiBi", "softmax", 0.0, [None, None]))), "no head has a horizon"
+    assert "4 of 4 models" in finding.why
     assert math.isnan(loss_at(records[0], 4))
 
 

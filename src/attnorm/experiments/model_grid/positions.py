@@ -18,12 +18,12 @@ from attnorm.experiments.model_grid.summary import (
     Number,
     chosen,
     explained,
-    loss,
     loss_at,
     mean,
     over_heads,
     share_beyond_horizon,
     table,
+    values,
 )
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
@@ -85,7 +85,7 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
     """Compare how much of the variance of each effect the positions and the normalizer explain."""
     found = []
     for name, number in numbers.items():
-        # Learned positions end at the training length, so that a rise of the loss leaves them out.
+        # Learned positions end at the training length and have no rise of the loss; some models have no horizon.
         shares = explained(records, ("positions", "map"), number)
         if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
             continue
@@ -95,7 +95,9 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
                 ours=f"of the variance between models: positions {shares['positions']:.0%}, "
                 f"normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}",
                 verdict="not tested" if small else _verdict(shares["map"], shares["positions"]),
-                why="too small to judge" if small else f"{len(records)} models",
+                why="too small to judge"
+                if small
+                else f"{len(values(records, number))} of {len(records)} models have this number",
             )
         )
     return tuple(found)
@@ -108,7 +110,7 @@ def _verdict(map_: float, positions: float) -> Verdict:
 def summary(records: Sequence[Record], times: int) -> str:
     sentences = []
     for way in dict.fromkeys(record["positions"] for record in records):
-        by = {record["map"]: (loss(record), loss_at(record, times)) for record in chosen(records, positions=way)}
+        by = {record["map"]: (loss_at(record, 1), loss_at(record, times)) for record in chosen(records, positions=way)}
         listed = "; ".join(
             f"{name} {short:.3f}" + (f" and {long:.3f}" if math.isfinite(long) else "")
             for name, (short, long) in by.items()
@@ -121,6 +123,8 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     maps = list(dict.fromkeys(record["map"] for record in records))
     drawn = Figure(figsize=(3.4 * len(maps) + 3.4, 3.4))
     panels = drawn.subplots(1, len(maps) + 1, squeeze=False)[0]
+    for axes in panels[1:-1]:
+        axes.sharey(panels[0])
     for axes, which, name in zip(panels, "abcdefgh", maps, strict=False):
         for way, look in STYLES.items():
             here = chosen(records, positions=way, map=name)

@@ -54,12 +54,14 @@ def over_heads(record: Record, column: str) -> float:
 
 
 def share_beyond_horizon(record: Record) -> float:
-    """The share of heads whose longest rows have more keys than their logits can separate."""
-    heads = record.get("heads")
-    if not heads:
-        return math.nan
+    """The share of heads whose longest rows have more keys than their logits can separate.
+
+    NaN where no head has a horizon: weights that can be exactly 0, and logits that fall with the distance, need not
+    disperse at any length.
+    """
+    heads = record.get("heads", {"horizon": [], "n_high": []})
     horizon, n = (np.array(heads[name], dtype=np.float64) for name in ("horizon", "n_high"))
-    return float(np.mean(n > horizon))
+    return float(np.mean(n > horizon)) if np.isfinite(horizon).any() else math.nan
 
 
 def explained(records: Sequence[Record], factors: Sequence[str], number: Number) -> dict[str, float]:
