@@ -1,7 +1,7 @@
 """Files and folders that exist completely or not at all, and text that may be compressed with xz.
 
-Every room writes its results through `atomic_replace`: a reader never sees half a file, and a crash of the machine
-leaves either the old content or the new one.
+Every part of attnorm writes its results through `atomic_replace`: a reader never sees half a file, and a crash of the
+machine leaves either the old content or the new one.
 """
 
 import json

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnorm.metrics.call import AttentionCall
 from attnorm.models import observe
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.observe import TOLERANCE, _compared, check_output
+from attnorm.models.observe import TOLERANCE, _compare_outputs, check_output
 
 B, H, G, Q, K, D, E = 2, 4, 2, 3, 6, 5, 3
 
@@ -70,7 +70,7 @@ def test_the_four_numbers_are_those_of_attention_row_by_row(
     off = 0.25 * torch.eye(H, E, dtype=torch.float64).expand(B, H, E) * torch.tensor([1.0, 0.5])[:, None, None]
     whole = torch.full((B, Q, H, E), 99.0, dtype=torch.float64)  # of other queries: not looked at
     whole[:, -1] = output + off
-    seen, error, found_size, found_largest = _compared(call, whole).tolist()
+    seen, error, found_size, found_largest = _compare_outputs(call, whole).tolist()
     assert (seen, error) == (1.0, pytest.approx(0.25))
     assert found_size == pytest.approx(size)
     assert found_largest == pytest.approx(largest)
@@ -79,9 +79,9 @@ def test_the_four_numbers_are_those_of_attention_row_by_row(
 def test_rows_that_are_not_finite_or_see_nothing_are_not_compared() -> None:
     call = call_of()
     whole = torch.full((B, Q, H, E), math.nan, dtype=torch.float64)
-    assert _compared(call, whole)[:2].tolist() == [0, 0]
+    assert _compare_outputs(call, whole)[:2].tolist() == [0, 0]
     hidden = call_of(mask=torch.zeros(B, 1, Q, K, dtype=torch.bool))
-    assert _compared(hidden, torch.ones(B, Q, H, E, dtype=torch.float64))[:2].tolist() == [0, 0]
+    assert _compare_outputs(hidden, torch.ones(B, Q, H, E, dtype=torch.float64))[:2].tolist() == [0, 0]
     check_output(hidden, torch.ones(B, Q, H, E, dtype=torch.float64), "layer", "eager")
 
 
@@ -100,7 +100,7 @@ def test_the_audit_gives_up_right_above_its_tolerance(dtype: torch.dtype) -> Non
     for share, passes in ((0.999, True), (1.001, False)):
         numbers[1] = share * limit
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(observe, "_compared", lambda call, output: numbers)
+            patched.setattr(observe, "_compare_outputs", lambda call, output: numbers)
             if passes:
                 check_output(call, output[:, None].to(dtype), "layer", "eager")
             else:

@@ -5,7 +5,13 @@ import torch
 import transformers
 from torch import nn
 
-from attnorm.models.dispatch import UnsupportedModel, _asks, attention_sites, check_observable, supported_families
+from attnorm.models.dispatch import (
+    UnsupportedModel,
+    _names_interface,
+    attention_sites,
+    check_observable,
+    supported_families,
+)
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, tiny
 
@@ -76,4 +82,4 @@ def test_a_subclass_that_keeps_its_parents_forward_counts() -> None:
     ],
 )
 def test_code_asks_the_interface_where_it_names_both(source: str, asks: bool) -> None:
-    assert _asks(compile(source, "module.py", "exec")) is asks
+    assert _names_interface(compile(source, "module.py", "exec")) is asks

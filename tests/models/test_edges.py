@@ -27,7 +27,7 @@ from attnorm.models import (
     torch_functions,
 )
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.forward_pass import _Given
+from attnorm.models.forward_pass import _FixedOutput
 from attnorm.models.layer_normalizer import trained_length
 from attnorm.models.layer_recipe import parse_layers
 from attnorm.models.normalizer_files import _file_digest
@@ -92,7 +92,7 @@ def test_a_module_that_ends_without_having_begun_leaves_the_others_running() -> 
 
 def test_what_stands_in_for_a_base_model_has_its_attributes() -> None:
     base = nn.Linear(2, 3)
-    given = _Given(base, "output")
+    given = _FixedOutput(base, "output")
     assert given.weight is base.weight
     assert given("anything") == "output"
 
@@ -170,7 +170,7 @@ def test_a_model_that_is_nowhere_is_named_with_similar_ones(
     similar: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "did_you_mean", lambda _: similar)
-    said = load._reason(OSError("a/name is not a local folder"), "a/name", local_only=False)
+    said = load._explain_error(OSError("a/name is not a local folder"), "a/name", local_only=False)
     assert said.startswith(f"neither a folder here nor a model on the Hugging Face hub; {hint}")
 
 
@@ -300,7 +300,7 @@ def test_what_has_the_shape_of_the_ids_is_cut_with_them() -> None:
         "states": torch.zeros(2, 6, 3),
         "numbers": torch.zeros(2),
     }
-    found = inputs._cut(inputs.Text("t", given), given, 4)
+    found = inputs._cut_inputs(inputs.Text("t", given), given, 4)
     shapes = {name: tuple(value.shape) for name, value in found.items()}
     assert shapes == {
         "input_ids": (2, 4), "attention_mask": (2, 4), "labels": (2, 1), "prefix": (2, 9), "states": (2, 6, 3),
@@ -355,6 +355,6 @@ def test_a_card_links_papers_that_have_an_address(url: str | None, said: str, mo
     known = {} if url is None else {"own": SimpleNamespace(paper="Paper", url=url)}
     monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own"))
     monkeypatch.setattr(saving, "entries", lambda: known)
-    assert saving._described(nn.Identity()) == said
+    assert saving._describe_normalizer(nn.Identity()) == said
     monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own", heads=(1,)))
-    assert saving._described(nn.Identity()) == f"{said} on some of the heads"
+    assert saving._describe_normalizer(nn.Identity()) == f"{said} on some of the heads"

@@ -87,12 +87,12 @@ def test_the_base_model_reads_inputs_that_it_takes_and_the_whole_model_reads_oth
     base = Base()
     model: Any = SimpleNamespace(base_model=base)
     one = torch.ones(1)
-    assert forward_pass._reader(model, {"pixels": one}) is base  # all that it takes, and no more
-    assert forward_pass._reader(model, {}) is base
-    assert forward_pass._reader(model, {"pixels": one, "mask": one}) is model
-    assert forward_pass._reader(model, {"mask": one}) is model
+    assert forward_pass._base_model(model, {"pixels": one}) is base  # all that it takes, and no more
+    assert forward_pass._base_model(model, {}) is base
+    assert forward_pass._base_model(model, {"pixels": one, "mask": one}) is model
+    assert forward_pass._base_model(model, {"mask": one}) is model
 
 
 def test_a_model_with_states_of_another_length_than_its_tokens_has_no_loss() -> None:
     output = SimpleNamespace(last_hidden_state=torch.zeros(1, 7, 4))
-    assert forward_pass._loss(None, torch.zeros(1, 6, dtype=torch.long), None, output) == (None, 0)
+    assert forward_pass._mean_loss(None, torch.zeros(1, 6, dtype=torch.long), None, output) == (None, 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnorm.models.layer_normalizer import ByHead, check_fit, checked_heads, head_count, on_heads, whole_number
+from attnorm.models.layer_normalizer import ByHead, as_integer, check_fit, head_count, restrict_to_heads, validate_heads
 from attnorm.normalizers import Normalizer, get
 from attnorm.normalizers.contract import Map
 
@@ -56,11 +56,11 @@ def test_the_constant_is_the_larger_one_and_unknown_where_one_is() -> None:
 
 def test_all_heads_take_the_normalizer_itself() -> None:
     one = normalizer("sigmoid")
-    assert on_heads(one, None) is one
-    assert isinstance(on_heads(one, (1,)).map, ByHead)  # type: ignore[union-attr]
+    assert restrict_to_heads(one, None) is one
+    assert isinstance(restrict_to_heads(one, (1,)).map, ByHead)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="'gaussian'"):
-        on_heads(get("gaussian"), (1,))
-    assert on_heads(get("gaussian"), None).name == "gaussian"
+        restrict_to_heads(get("gaussian"), (1,))
+    assert restrict_to_heads(get("gaussian"), None).name == "gaussian"
 
 
 @pytest.mark.parametrize("name", ["num_heads", "num_attention_heads", "n_heads", "n_head"])
@@ -81,20 +81,20 @@ def test_the_number_of_heads_is_read_from_the_module_or_its_configuration(name: 
 @pytest.mark.parametrize("heads", [0, 3, [0, 3], (2,), range(4)])
 def test_indices_of_heads(heads: object) -> None:
     expected = (heads,) if isinstance(heads, int) else tuple(heads)  # type: ignore[arg-type]
-    assert checked_heads(heads, Holder(num_heads=4), "layer") == expected
+    assert validate_heads(heads, Holder(num_heads=4), "layer") == expected
 
 
 @pytest.mark.parametrize("heads", [-1, 4, [], [0, 4], True, 1.5, "ab", [None]])
 def test_other_indices_are_refused(heads: object) -> None:
     with pytest.raises(ValueError, match="layer has the heads 0 to 3"):
-        checked_heads(heads, Holder(num_heads=4), "layer")
+        validate_heads(heads, Holder(num_heads=4), "layer")
 
 
 def test_each_head_is_named_once() -> None:
     with pytest.raises(ValueError, match=r"once.*\[1, 1\]"):
-        checked_heads([1, 1], Holder(num_heads=4), "layer")
+        validate_heads([1, 1], Holder(num_heads=4), "layer")
     with pytest.raises(TypeError, match="True"):
-        whole_number(True)
+        as_integer(True)
 
 
 def test_parameters_must_fit_the_heads() -> None:

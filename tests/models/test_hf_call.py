@@ -6,30 +6,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnorm.models.hf_call import MaskReader, Visible, read_call
+from attnorm.models.hf_call import MaskReader, VisibleKeys, read_call
 
 
-def dense(visible: Visible, batch: int, queries: int, keys: int) -> Tensor:
+def dense(visible: VisibleKeys, batch: int, queries: int, keys: int) -> Tensor:
     seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
     seen = seen.tril(keys - queries) if visible.causal else seen
     return seen if visible.mask is None else seen & visible.mask
 
 
-def seen_by(kernel: str, mask: Any, *, causal: bool, queries: int, keys: int, window: int | None = None) -> Visible:
+def seen_by(kernel: str, mask: Any, *, causal: bool, queries: int, keys: int, window: int | None = None) -> VisibleKeys:
     query, key = torch.zeros(1, 1, queries, 4), torch.zeros(1, 1, keys, 4)
     call = read_call(
         kernel, nn.Module(), query, key, key, mask, read_mask=MaskReader(), is_causal=causal, sliding_window=window
     )
-    return Visible(call.causal, call.mask, call.bias)
+    return VisibleKeys(call.causal, call.mask, call.bias)
 
 
-def flash(given: Tensor | None, *, window: int | None, causal: bool = True, queries: int = 6, keys: int = 6) -> Visible:
+def flash(
+    given: Tensor | None, *, window: int | None, causal: bool = True, queries: int = 6, keys: int = 6
+) -> VisibleKeys:
     return seen_by("flash_attention_2", given, causal=causal, queries=queries, keys=keys, window=window)
 
 
 def test_flash_attention_is_causal_without_a_mask() -> None:
-    assert flash(None, window=None) == Visible(causal=True)
-    assert flash(None, window=None, causal=False) == Visible(causal=False)
+    assert flash(None, window=None) == VisibleKeys(causal=True)
+    assert flash(None, window=None, causal=False) == VisibleKeys(causal=False)
 
 
 def test_the_window_of_flash_attention_is_its_own_business() -> None:
@@ -63,7 +65,7 @@ def test_a_block_mask_is_read() -> None:
 
 
 def test_eager_attention_sees_everything_without_a_mask() -> None:
-    assert seen_by("eager", None, causal=True, queries=6, keys=6) == Visible(causal=False)
+    assert seen_by("eager", None, causal=True, queries=6, keys=6) == VisibleKeys(causal=False)
 
 
 def test_a_mask_object_is_read_once_and_another_anew() -> None:
@@ -82,7 +84,7 @@ def test_a_mask_object_is_read_once_and_another_anew() -> None:
 def test_long_masks_are_compared_in_pieces() -> None:
     causal = torch.ones(1, 1, 3000, 3000, dtype=torch.bool).tril()
     options = {"causal": True, "queries": 3000, "keys": 3000}
-    assert MaskReader()("sdpa", causal, **options) == Visible(causal=True)
+    assert MaskReader()("sdpa", causal, **options) == VisibleKeys(causal=True)
     causal[0, 0, 2999, 7] = False  # now the last row says that key 7 is padding, and no other row does
     visible = MaskReader()("sdpa", causal, **options)
     assert not visible.causal

@@ -13,7 +13,7 @@ from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.forward_pass import run
-from attnorm.models.inputs import Text, _completed, _cut, _device_of, prepared, texts_from
+from attnorm.models.inputs import Text, _add_decoder_inputs, _cut_inputs, _input_device, prepared, texts_from
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
@@ -259,7 +259,7 @@ def test_inputs_are_put_where_the_embeddings_are_unless_these_are_offloaded(of_e
             return nn.Embedding(2, 2, device=of_embeddings)
 
     model: Any = Spread()
-    assert _device_of(model) == torch.device(used)
+    assert _input_device(model) == torch.device(used)
 
 
 def test_only_a_decoder_that_takes_ids_gets_them() -> None:
@@ -273,13 +273,13 @@ def test_only_a_decoder_that_takes_ids_gets_them() -> None:
 
     given, models = {"input_ids": ids()}, [Model(), WithDecoder(), WithDecoder()]
     models[2].config = SimpleNamespace(is_encoder_decoder=False)
-    assert [[*_completed(given, model)] for model in models] == [
+    assert [[*_add_decoder_inputs(given, model)] for model in models] == [
         ["input_ids"], ["input_ids", "decoder_input_ids"], ["input_ids"],
     ]  # fmt: skip
 
 
 def test_a_text_is_cut_to_one_token_and_not_to_none() -> None:
     given = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert _cut(Text("a", "words"), given, 1)["input_ids"].tolist() == [[3]]
+    assert _cut_inputs(Text("a", "words"), given, 1)["input_ids"].tolist() == [[3]]
     with pytest.raises(ValueError, match="0"):
-        _cut(Text("a", "words"), given, 0)
+        _cut_inputs(Text("a", "words"), given, 0)

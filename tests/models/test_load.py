@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, _check_weights, _class_of, _reason, load
+from attnorm.models.load import CannotLoad, _check_weights, _explain_error, _model_class, load
 from attnorm.models.saving import _saved_class
 from tests.models.families import ids, tiny, tiny_tokenizer
 
@@ -298,7 +298,7 @@ def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:
     ],
 )
 def test_the_reason_says_what_the_error_is_about(says: str, reason: str) -> None:
-    assert reason in _reason(OSError(says), "a/name", local_only=False)
+    assert reason in _explain_error(OSError(says), "a/name", local_only=False)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def test_the_reason_says_what_the_error_is_about(says: str, reason: str) -> None
     ],
 )
 def test_the_class_that_a_config_names(config: dict[str, object], trusted: bool, expected: str) -> None:
-    assert _class_of(SimpleNamespace(**config), trusted, as_gguf=False).__name__ == expected
+    assert _model_class(SimpleNamespace(**config), trusted, as_gguf=False).__name__ == expected
 
 
 def test_the_class_of_a_file_that_names_none() -> None:
-    assert _class_of(LlamaConfig(), False, as_gguf=True).__name__ == "AutoModelForCausalLM"
-    assert _class_of(LlamaConfig(), False, as_gguf=False).__name__ == "AutoModel"
-    assert _class_of(ViTConfig(), False, as_gguf=True).__name__ == "AutoModel"
+    assert _model_class(LlamaConfig(), False, as_gguf=True).__name__ == "AutoModelForCausalLM"
+    assert _model_class(LlamaConfig(), False, as_gguf=False).__name__ == "AutoModel"
+    assert _model_class(ViTConfig(), False, as_gguf=True).__name__ == "AutoModel"
 
 
 def test_a_saved_model_of_an_unknown_class_is_named(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.models import hf_call
-from attnorm.models.hf_call import MaskReader, Visible, mask_as_given, read_call, read_mask
+from attnorm.models.hf_call import MaskReader, VisibleKeys, mask_as_given, read_call, read_mask
 
 B, H = 2, 2
 
 
-def table(visible: Visible, queries: int, keys: int) -> Tensor:
+def table(visible: VisibleKeys, queries: int, keys: int) -> Tensor:
     """What is visible, (B, H, Q, K)."""
     seen = torch.ones(B, H, queries, keys, dtype=torch.bool)
     if visible.mask is not None:
@@ -57,7 +57,7 @@ def test_masks_of_sdpa_and_eager_hide_what_is_false_or_far_below(
     causal = read_mask("sdpa", masks["causal"], queries, keys)
     assert causal.causal == (queries > 1)
     assert causal.mask is None
-    assert read_mask("sdpa", masks["all"], queries, keys) == Visible(causal=False)
+    assert read_mask("sdpa", masks["all"], queries, keys) == VisibleKeys(causal=False)
     padded = read_mask("sdpa", masks["both"], queries, keys)
     assert padded.mask is not None
     assert padded.mask.shape[-2] == 1  # no array of all pairs
@@ -101,14 +101,14 @@ def test_flash_kernels_add_causality_and_the_window_to_the_padding(
     alone = read_call(
         "flash_attention_2", module, q, k, k, None, read_mask=read_mask, is_causal=causal, sliding_window=window
     )
-    shown = table(Visible(causal=alone.causal, mask=alone.mask), queries, keys)
+    shown = table(VisibleKeys(causal=alone.causal, mask=alone.mask), queries, keys)
     assert torch.equal(shown, pairs(queries, keys, window=window, causal=causal).expand(B, H, queries, keys))
 
 
 @pytest.mark.parametrize("keys", [2, 3, 64])
 def test_one_wrong_pair_in_any_row_makes_a_mask_other_than_causal(keys: int) -> None:
     mask = pairs(keys, keys)[None, None]
-    assert read_mask("sdpa", mask, keys, keys) == Visible(causal=True)
+    assert read_mask("sdpa", mask, keys, keys) == VisibleKeys(causal=True)
     for row in range(keys - 1):
         other = mask.clone()
         other[..., row, keys - 1] = True
@@ -118,7 +118,7 @@ def test_one_wrong_pair_in_any_row_makes_a_mask_other_than_causal(keys: int) -> 
 
 
 def test_keys_that_a_model_chose_are_visible_and_no_others() -> None:
-    chosen = hf_call._chosen_keys(torch.tensor([[[0, 3], [1, 1]], [[2, 4], [4, 0]]]), 5)
+    chosen = hf_call._mask_of_indices(torch.tensor([[[0, 3], [1, 1]], [[2, 4], [4, 0]]]), 5)
     assert chosen.shape == (2, 1, 2, 5)
     assert [row.nonzero().flatten().tolist() for row in chosen.flatten(0, 2)] == [[0, 3], [1], [2, 4], [0, 4]]
 
@@ -127,7 +127,7 @@ def test_a_reader_remembers_a_mask_for_one_use_and_reads_it_again_for_another(mo
     read: list[tuple[int, int]] = []
     plain = hf_call.read_mask
 
-    def watched(kernel: str, given: Tensor, queries: int, keys: int, **options: Any) -> Visible:
+    def watched(kernel: str, given: Tensor, queries: int, keys: int, **options: Any) -> VisibleKeys:
         read.append((queries, keys))
         return plain(kernel, given, queries, keys, **options)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnorm.engines.inputs import Inputs
 from attnorm.models.layer_input import KeyGates, SecondQueries
-from attnorm.models.patched_attention import _one_dtype, _run_mechanism, _weights
+from attnorm.models.patched_attention import _compute_weights, _run_mechanism, _to_common_dtype
 from attnorm.normalizers import get
 
 
@@ -126,7 +126,9 @@ def test_gates_in_a_cache_keep_their_digits(dtype: torch.dtype) -> None:
 
 def test_weights_are_those_of_every_key_without_dropout() -> None:
     q, k = torch.randn(2, 4, 3, 5), torch.randn(2, 2, 3, 5)
-    found = _weights(Inputs(q, k, torch.randn(2, 2, 3, 7), None, causal=False, scale=0.3, dropout=0.9), get("softmax"))
+    found = _compute_weights(
+        Inputs(q, k, torch.randn(2, 2, 3, 7), None, causal=False, scale=0.3, dropout=0.9), get("softmax")
+    )
     expected = (0.3 * q @ k.repeat_interleave(2, 1).mT).softmax(-1)
     torch.testing.assert_close(found, expected)
 
@@ -134,7 +136,7 @@ def test_weights_are_those_of_every_key_without_dropout() -> None:
 def test_all_states_take_the_dtype_of_the_values() -> None:
     """Rotary embeddings leave queries and keys in float32."""
     q, k, v = (torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float16))
-    assert [t.dtype for t in _one_dtype(q, k, v)] == [torch.float16] * 3
-    assert [t.dtype for t in _one_dtype(v, v, q)] == [torch.float32] * 3
+    assert [t.dtype for t in _to_common_dtype(q, k, v)] == [torch.float16] * 3
+    assert [t.dtype for t in _to_common_dtype(v, v, q)] == [torch.float32] * 3
     with torch.autocast("cpu", torch.bfloat16):
-        assert [t.dtype for t in _one_dtype(q, k, v)] == [torch.bfloat16] * 3
+        assert [t.dtype for t in _to_common_dtype(q, k, v)] == [torch.bfloat16] * 3

@@ -114,7 +114,7 @@ HIDDEN[0, 1, 2] = False
 def test_the_compared_numbers_are_those_of_loops(options: dict[str, Any]) -> None:
     call = random_call(**options)
     output = torch.randn(2, call.query_BHQD.shape[2], 4, 2, dtype=torch.float64)
-    found = observe._compared(call, output).tolist()
+    found = observe._compare_outputs(call, output).tolist()
     assert found == pytest.approx(expected_numbers(call, output), rel=1e-9)
 
 
@@ -124,10 +124,10 @@ def test_rows_that_are_not_finite_are_not_compared() -> None:
     output[1, -1] = math.inf
     rest = random_call()
     expected = expected_numbers(replace(rest, **{n: getattr(rest, n)[:1] for n in PARTS}), torch.zeros_like(output[:1]))
-    found = observe._compared(call, output).tolist()
+    found = observe._compare_outputs(call, output).tolist()
     assert found[0] == 1.0
     assert 0 < found[1] <= expected[1]
-    assert observe._compared(call, torch.full_like(output, math.nan)).tolist()[0] == 0.0
+    assert observe._compare_outputs(call, torch.full_like(output, math.nan)).tolist()[0] == 0.0
 
 
 PARTS = ("query_BHQD", "key_BGKD", "value_BGKE")
@@ -165,7 +165,7 @@ def test_half_precision_may_round_the_largest_logit_twice() -> None:
 def test_a_product_by_parts_is_the_product(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: True)
     weights, value = torch.randn(2, 3, 4, keys, dtype=torch.float64), torch.randn(2, 3, keys, 5, dtype=torch.float64)
-    torch.testing.assert_close(observe._mixed(weights, value), weights @ value)
+    torch.testing.assert_close(observe._multiply_in_parts(weights, value), weights @ value)
 
 
 def test_on_a_gpu_the_result_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:

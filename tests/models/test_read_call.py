@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.hf_call import MaskReader, _chosen_keys, _window, mask_as_given, read_call, read_mask
+from attnorm.models.hf_call import MaskReader, _mask_of_indices, _window_mask, mask_as_given, read_call, read_mask
 
 HEADS, WIDTH = 2, 4
 
@@ -87,7 +87,7 @@ def test_options_of_kernels() -> None:
 def test_keys_that_a_model_chose_are_the_visible_ones() -> None:
     indices = torch.tensor([[[0, 2], [1, 1], [2, 0]]] * 2)
     chosen = [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
-    assert _chosen_keys(indices, 3)[0, 0].int().tolist() == chosen
+    assert _mask_of_indices(indices, 3)[0, 0].int().tolist() == chosen
     found = call("eager", indices=indices)
     assert found.mask is not None
     assert found.mask[1, 0].int().tolist() == chosen
@@ -151,7 +151,7 @@ def test_any_other_mask_is_kept_as_it_is() -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_sliding_windows_are_those_of_all_pairs(window: int | None, queries: int, causal: bool) -> None:
-    found = _window(queries, 3, window, causal, torch.device("cpu"))
+    found = _window_mask(queries, 3, window, causal, torch.device("cpu"))
     if not window or window >= 3:
         assert found is None
         return

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.models.hf_call import Visible
+from attnorm.models.hf_call import VisibleKeys
 from attnorm.models.torch_functions import (
     _autocast,
     _both,
@@ -28,7 +28,7 @@ def same(found: Tensor | None, expected: Tensor | None) -> bool:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("first", "second"), list(product([None, SEEN], [None, OTHER])))
 def test_both_masks_hide(first: Tensor | None, second: Tensor | None, causal: bool) -> None:
-    found = _both(Visible(causal=causal, mask=first), Visible(causal=not causal, mask=second))
+    found = _both(VisibleKeys(causal=causal, mask=first), VisibleKeys(causal=not causal, mask=second))
     expected = torch.tensor([[True, False, False], [False, False, True]])[None, None]
     assert same(
         found.mask, expected if first is not None and second is not None else second if first is None else first
@@ -39,7 +39,7 @@ def test_both_masks_hide(first: Tensor | None, second: Tensor | None, causal: bo
 
 @pytest.mark.parametrize(("first", "second"), list(product([None, ADDED], [None, MORE])))
 def test_both_biases_are_added(first: Tensor | None, second: Tensor | None) -> None:
-    found = _both(Visible(causal=False, bias=first), Visible(causal=False, bias=second))
+    found = _both(VisibleKeys(causal=False, bias=first), VisibleKeys(causal=False, bias=second))
     sums = torch.tensor([[[[11.0, 22.0, 33.0]]]])
     assert same(found.bias, sums if first is not None and second is not None else second if first is None else first)
     assert found.mask is None
@@ -53,22 +53,22 @@ def test_a_mask_is_a_decoders_where_no_query_sees_a_later_key(queries: int, keys
         ordered = queries > 1 and not later
         for itself in (True, False):
             expected = "decoder" if ordered else "encoder" if itself else "cross"
-            assert kind_of(Visible(causal=False, mask=mask), queries, keys, itself=itself) == expected
+            assert kind_of(VisibleKeys(causal=False, mask=mask), queries, keys, itself=itself) == expected
             if bits in (0, 1, 5):
-                assert kind_of(Visible(causal=True, mask=mask), queries, keys, itself=itself) == "decoder"
+                assert kind_of(VisibleKeys(causal=True, mask=mask), queries, keys, itself=itself) == "decoder"
 
 
 def test_a_call_without_a_mask_is_a_decoders_if_it_is_causal() -> None:
-    assert kind_of(Visible(causal=True), 3, 3, itself=False) == "decoder"
-    assert kind_of(Visible(causal=False), 3, 3, itself=True) == "encoder"
-    assert kind_of(Visible(causal=False), 3, 3, itself=False) == "cross"
+    assert kind_of(VisibleKeys(causal=True), 3, 3, itself=False) == "decoder"
+    assert kind_of(VisibleKeys(causal=False), 3, 3, itself=True) == "encoder"
+    assert kind_of(VisibleKeys(causal=False), 3, 3, itself=False) == "cross"
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("mask", [None, SEEN, OTHER])
 @pytest.mark.parametrize("bias", [None, ADDED])
 def test_every_query_sees_the_keys_that_torch_appends(causal: bool, mask: Tensor | None, bias: Tensor | None) -> None:
-    given = Visible(causal=causal, mask=mask, bias=bias)
+    given = VisibleKeys(causal=causal, mask=mask, bias=bias)
     assert _with_extra_keys(given, 0, 2, 3) is given
     for extra in (1, 2):
         found = _with_extra_keys(given, extra, 2, 3)

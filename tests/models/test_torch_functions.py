@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attnorm.metrics.reference import dense_weights
 from attnorm.models import torch_functions
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.hf_call import Visible
+from attnorm.models.hf_call import VisibleKeys
 from attnorm.models.torch_functions import (
     _both,
     _four_dimensional,
@@ -32,7 +32,7 @@ ONE, OTHER = torch.tensor([[0.5, -1.0, 2.0]] * 2)[None, None], torch.tensor([1.0
 def test_what_both_masks_allow_with_both_biases(
     masks: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None]
 ) -> None:
-    found = _both(Visible(True, masks[0], biases[0]), Visible(False, masks[1], biases[1]))
+    found = _both(VisibleKeys(True, masks[0], biases[0]), VisibleKeys(False, masks[1], biases[1]))
     assert found.causal
     given = [mask for mask in masks if mask is not None]
     assert (found.mask is None) == (not given)
@@ -49,7 +49,7 @@ def test_what_both_masks_allow_with_both_biases(
 @pytest.mark.parametrize("mask", [None, ROWS, PADDING])
 @pytest.mark.parametrize("extra", [0, 1, 2])
 def test_keys_that_torch_appends_are_seen_by_every_query(causal: bool, mask: Tensor | None, extra: int) -> None:
-    visible = Visible(causal, mask, ONE)
+    visible = VisibleKeys(causal, mask, ONE)
     found = _with_extra_keys(visible, extra, 2, 3)
     if extra == 0:
         assert found is visible
@@ -63,7 +63,7 @@ def test_keys_that_torch_appends_are_seen_by_every_query(causal: bool, mask: Ten
             seen = key >= 3 or (mask is None or bool(mask.expand(2, 1, 2, 3)[item, 0, query, key]))
             seen = seen and (key >= 3 or not causal or key <= query + 1)
             assert bool(found.mask.expand(2, 1, 2, 3 + extra)[item, 0, query, key]) == seen
-    assert _with_extra_keys(Visible(False), extra, 2, 3).bias is None
+    assert _with_extra_keys(VisibleKeys(False), extra, 2, 3).bias is None
 
 
 def test_kinds_of_attention() -> None:
@@ -71,12 +71,12 @@ def test_kinds_of_attention() -> None:
     later = causal.clone()
     later[..., 0, 2] = True
     for itself, other in ((True, "encoder"), (False, "cross")):
-        assert kind_of(Visible(True), 2, 3, itself=itself) == "decoder"
-        assert kind_of(Visible(False, causal), 2, 3, itself=itself) == "decoder"
-        assert kind_of(Visible(False, later), 2, 3, itself=itself) == other
-        assert kind_of(Visible(False, PADDING), 2, 3, itself=itself) == other
-        assert kind_of(Visible(False), 2, 3, itself=itself) == other
-        assert kind_of(Visible(False, PADDING[:, :, :1]), 1, 3, itself=itself) == other  # no later key to be hidden
+        assert kind_of(VisibleKeys(True), 2, 3, itself=itself) == "decoder"
+        assert kind_of(VisibleKeys(False, causal), 2, 3, itself=itself) == "decoder"
+        assert kind_of(VisibleKeys(False, later), 2, 3, itself=itself) == other
+        assert kind_of(VisibleKeys(False, PADDING), 2, 3, itself=itself) == other
+        assert kind_of(VisibleKeys(False), 2, 3, itself=itself) == other
+        assert kind_of(VisibleKeys(False, PADDING[:, :, :1]), 1, 3, itself=itself) == other  # no later key to be hidden
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_masks_and_scores_are_computed_up_to_a_number_of_scores(monkeypatch: pyt
         return torch_functions._masked(block_mask, 4, 5, torch.device("cpu"))
 
     def scored() -> object:
-        return torch_functions._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, Visible(causal=False))
+        return torch_functions._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, VisibleKeys(causal=False))
 
     for call, name in ((masked, "mask_mod"), (scored, "score_mod")):
         monkeypatch.setattr(torch_functions, "LARGEST", 2 * 3 * 4 * 5)
@@ -203,7 +203,7 @@ def test_a_score_mod_hides_what_it_sets_to_minus_infinity_beside_the_mask(
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 3, 4, 8, generator=generator) for _ in range(2))
     mask = None if rows is None else torch.tensor([True, True, False, True]).expand(1, 1, rows, 4)
-    found = torch_functions._scored(q, k, score, 0.5, Visible(causal=causal, mask=mask))
+    found = torch_functions._scored(q, k, score, 0.5, VisibleKeys(causal=causal, mask=mask))
     ordered = torch.ones(4, 4, dtype=torch.bool).tril()
     other = {"nothing": torch.ones(4, 4).bool(), "later keys": ordered, "one key": torch.arange(4) != 1}[hides]
     expected = (ordered if causal else True) & other & (True if mask is None else mask)

@@ -34,7 +34,7 @@ from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.describe import add_weights
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.hf_call import Visible, read_mask
+from attnorm.models.hf_call import VisibleKeys, read_mask
 from attnorm.models.torch_calls import CallSite, CallSites, watch_torch
 from attnorm.models.torch_functions import kind_of
 from attnorm.normalizers.contract import Normalizer
@@ -348,7 +348,7 @@ def _tensor_call(
         q, k, v, mask=None if added is not None else mask, causal=causal, scale=scale, positions=None
     )
     queries, keys = inputs.queries, inputs.keys
-    visible = Visible(causal=False)
+    visible = VisibleKeys(causal=False)
     given = added if added is not None else inputs.mask
     if given is not None:
         given = given.reshape(*([1] * (4 - given.dim())), *given.shape)

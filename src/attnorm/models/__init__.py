@@ -1,1 +1,1 @@
-"""The room that touches Hugging Face models: load them, watch their attention, exchange its normalizer."""
+"""Hugging Face models: load them, observe their attention calls, replace their normalizer, save and restore it."""

@@ -1,10 +1,13 @@
-"""Which modules of a model compute attention through transformers' attention interface, and their layer indices.
+"""Find the modules of a model that compute attention through transformers' attention interface; number their layers.
 
-A class shows it in its own code (`ALL_ATTENTION_FUNCTIONS.get_interface(...)`), so no list of families is kept here.
+The code of such a class contains `ALL_ATTENTION_FUNCTIONS.get_interface(...)`, so we need no list of model families.
 
-The layer index is the model's own `layer_idx` where every module of a stack has a different one (layers without
-attention leave a gap), else the order of calls. A second stack of one kind (a text and an image encoder) continues the
-first one's indices. A looped model, which runs one module several times in a forward pass, gets new indices each time.
+Words of this package: a *site* is an attention module of a model. A *stack* is a sequence of sites whose paths differ
+in a number only. A *kernel* is the attention implementation that transformers runs ("sdpa", "eager", or ours).
+
+The layer index is the model's own `layer_idx` if every module of a stack has a different one (layers without attention
+leave a gap); otherwise it is the order of calls. A second stack of one kind (a text and an image encoder) continues the
+indices of the first. A looped model, which runs one module several times in a forward pass, gets new indices each time.
 """
 
 import inspect
@@ -29,17 +32,17 @@ from attnorm.models.private_names import (
     kernel_name,
 )
 
-# Attributes of a patched attention module: its normalizer, and the config of its model; its own config is a copy that
-# names our kernel.
+# Attributes of a patched attention module: its normalizer, and the config of its model. `module.config` is then a copy
+# that names our kernel (models/patch_state.py).
 NORMALIZER = "attnorm_normalizer"
 MODEL_CONFIG = "attnorm_model_config"
 KERNEL = "attnorm_patched"
-# Shown first in an error, where this version of transformers has them.
+# Model families that an error message names first, if this version of transformers has them.
 FAMILIAR = "llama mistral qwen3 gemma2 gemma3 gpt_oss gpt2 gpt_neox opt phi3 bert modernbert t5 bart whisper vit clip"
 
 
 class UnsupportedModel(ValueError):  # noqa: N818 - says what is wrong; that it is an error, ValueError says
-    """Raised for a model whose attention cannot be watched, or is none that attnorm knows how to measure."""
+    """Raised for a model whose attention calls attnorm cannot observe or cannot measure correctly."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,21 @@ class Site:
     """One attention module of a model."""
 
     path: str
-    stack: str  # its path without numbers: modules that follow each other have the same one
-    layer_index: int | None  # what the model calls it
+    stack: str  # its path with * for numbers, the same for all modules of a stack
+    layer_index: int | None  # the model's own layer_idx, if it can be used
 
 
 def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
-    """Every module that asks the interface for its kernel, in the model's order."""
-    paths = {module: path for path, module in model.named_modules() if _watchable(module)}
+    """Return every module that computes attention through the interface, in the order of the model."""
+    paths = {module: path for path, module in model.named_modules() if _is_observable(module)}
     indices: dict[str, list[Any]] = {}
     for module, path in paths.items():
-        indices.setdefault(_stack(path), []).append(getattr(module, "layer_idx", None))
+        indices.setdefault(_stack_name(path), []).append(getattr(module, "layer_idx", None))
     numbered = {stack for stack, found in indices.items() if None not in found and len({*found}) == len(found)}
     return {
-        module: Site(path, _stack(path), getattr(module, "layer_idx", None) if _stack(path) in numbered else None)
+        module: Site(
+            path, _stack_name(path), getattr(module, "layer_idx", None) if _stack_name(path) in numbered else None
+        )
         for module, path in paths.items()
     }
 
@@ -72,17 +77,17 @@ def check_model(model: object) -> nn.Module:
 
 
 def check_observable(model: object) -> None:
-    """Raises UnsupportedModel, with the families that work, where no attention module can be watched.
+    """Raise UnsupportedModel if no attention module can be observed; the message lists families that work.
 
-    Also where a process sees only a part of the heads or of the keys: its numbers would be those of other heads.
+    Also raises it if a process sees only a part of the heads or of the keys: heads would have wrong indices.
     """
-    if any(map(_watchable, check_model(model).modules())):
+    if any(map(_is_observable, check_model(model).modules())):
         _reject_partial_heads(model)
         return
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
-        f"transformers' attention interface, so attnorm cannot see it. {what_works()}"
+        f"transformers' attention interface, so attnorm cannot see it. {describe_support()}"
     )
 
 
@@ -100,23 +105,23 @@ def _reject_partial_heads(model: Any) -> None:
 
 
 def mask_kernel(module: nn.Module, kernel: str) -> str:
-    """The kernel that the model builds an attention module's masks for; `kernel` is the one that runs there."""
+    """Return the kernel that the model builds an attention module's masks for. `kernel` is the one that it runs."""
     config = getattr(module, MODEL_CONFIG, None)
     return kernel if config is None else kernel_name(config)
 
 
 def is_paused(module: nn.Module) -> bool:
-    """Whether an attention module is patched but uses its model's config, so that it runs as before."""
+    """Whether an attention module is patched, but runs as before because it uses its model's config."""
     config = getattr(module, MODEL_CONFIG, None)
     return config is not None and module.config is config
 
 
 def running_normalizer(module: nn.Module) -> Any:
-    """What takes softmax's place in an attention module as it runs now; None where nothing does."""
+    """Return the normalizer that currently replaces softmax in an attention module; None for softmax."""
     return None if is_paused(module) else getattr(module, NORMALIZER, None)
 
 
-def what_works() -> str:
+def describe_support() -> str:
     families = supported_families()
     familiar = [name for name in FAMILIAR.split() if name in families]
     return (
@@ -127,62 +132,62 @@ def what_works() -> str:
 
 @cache
 def supported_families() -> tuple[str, ...]:
-    """The families of the installed transformers that can be watched, read from its source files."""
+    """Return the model families of the installed transformers that can be observed, from its source files."""
     root = Path(transformers.__file__).parent / "models"
     asks = f"{INTERFACE}.{GET_INTERFACE}("
     found = {path.parent.name for path in root.glob("*/modeling_*.py") if asks in path.read_text(encoding="utf-8")}
     return tuple(sorted(found))
 
 
-def _watchable(module: nn.Module) -> bool:
-    return _dispatches(type(module))  # type: ignore[arg-type] # a class can be hashed
+def _is_observable(module: nn.Module) -> bool:
+    return _class_dispatches(type(module))  # type: ignore[arg-type] # a class can be hashed
 
 
 @cache  # reading the code of every class takes longer than measuring a small model
-def _dispatches(module_class: type[nn.Module]) -> bool:
-    """Whether a method of the class, or of one it inherits from, asks the interface."""
+def _class_dispatches(module_class: type[nn.Module]) -> bool:
+    """Whether a method of the class or of a base class calls the attention interface."""
     members = [member for parent in module_class.__mro__ for member in vars(parent).values()]
-    return any(inspect.isfunction(member) and _asks(inspect.unwrap(member).__code__) for member in members)
+    return any(inspect.isfunction(member) and _names_interface(inspect.unwrap(member).__code__) for member in members)
 
 
-def _asks(code: CodeType) -> bool:
-    return any({INTERFACE, GET_INTERFACE} <= {*part.co_names} for part in _nested(code))
+def _names_interface(code: CodeType) -> bool:
+    return any({INTERFACE, GET_INTERFACE} <= {*part.co_names} for part in _nested_code(code))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _nested_code(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from _nested_code(constant)
 
 
-def _stack(path: str) -> str:
+def _stack_name(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 class LayerNumbers:
-    """Layer indices of attention modules, from the order in which they run."""
+    """Assigns a layer index to every attention call, from the order in which modules run."""
 
     def __init__(self, sites: Mapping[nn.Module, Site]) -> None:
         self._sites = sites
-        self._indices: dict[str, set[int]] = {}  # of each stack, in its own numbers
+        self._indices: dict[str, set[int]] = {}  # stack -> layer indices within it
         for site in sites.values():
             indices = self._indices.setdefault(site.stack, set())
             indices.add(len(indices) if site.layer_index is None else site.layer_index)
-        self._order: Counter[str] = Counter()  # of the calls of a stack in this forward
-        self._times: Counter[nn.Module] = Counter()
+        self._order: Counter[str] = Counter()  # stack -> calls so far in this forward pass
+        self._times: Counter[nn.Module] = Counter()  # module -> calls so far in this forward pass
         self._offsets: dict[tuple[Kind, str], int] = {}
         self._extra: dict[tuple[Kind, str, int], int] = {}
         self._taken: dict[Kind, set[int]] = {}
 
     def restart(self, modules: Iterable[nn.Module]) -> None:
-        """A forward of the model that holds these begins."""
+        """Reset the counts of these modules: a forward pass of the model that contains them starts."""
         for module in modules:
             self._order.pop(self._sites[module].stack, None)
             self._times.pop(module, None)
 
     def enter(self, module: nn.Module) -> int:
-        """Its number within its stack, for the call that begins."""
+        """Return the layer index within its stack, for a call that starts."""
         site = self._sites[module]
         order, times = self._order[site.stack], self._times[module]
         self._order[site.stack] += 1
@@ -192,7 +197,7 @@ class LayerNumbers:
         return site.layer_index + times * (max(self._indices[site.stack]) + 1)
 
     def within_kind(self, module: nn.Module, kind: Kind, own: int) -> int:
-        """The number within its kind, from the one within its stack."""
+        """Return the layer index among all layers of a kind; own: the index within its stack."""
         stack = self._sites[module].stack
         indices, taken = self._indices[stack], self._taken.setdefault(kind, set())
         if (kind, stack) not in self._offsets:

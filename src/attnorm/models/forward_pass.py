@@ -1,7 +1,8 @@
-"""Run a model on prepared inputs, and measure from the same pass how well it predicts the text.
+"""Run a model on prepared inputs, and compute its loss on the text from the same pass.
 
-The measured pass stops before the language-model head. For the loss, the head runs on the hidden states in chunks, by
-the model's own forward with its base model replaced by the states. Scaling and capping of logits are the model's own.
+The measured pass stops before the language-model head. For the loss, the head runs on the hidden states in chunks: we
+call the model's own forward with its base model replaced by a module that returns these states. So the model itself
+scales and caps the logits.
 """
 
 import inspect
@@ -21,23 +22,23 @@ LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
 
 
 def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
-    """One forward pass in evaluation mode, without gradients, cache and language-model head.
+    """Run one forward pass in evaluation mode, without gradients, cache and language-model head.
 
-    The logits of the head (length x vocabulary) take most of the memory of a long pass and are not used.
+    The head is left out because its logits (length x vocabulary) take most of the memory and are not used.
     """
     model = loaded.model
-    target = _reader(model, model_inputs)
+    target = _base_model(model, model_inputs)
     head: Any = model.get_output_embeddings() if target is model else None  # type: ignore[no-untyped-call]
     options = {"use_cache": False} if "use_cache" in inspect.signature(target.forward).parameters else {}
-    with torch.no_grad(), _evaluating(model), _stopping_before(head):
+    with torch.no_grad(), _eval_mode(model), _stopping_before(head):
         try:
             return target(**model_inputs, **options)
         except _HeadReached as reached:
             return reached.hidden_states
 
 
-def _reader(model: PreTrainedModel, model_inputs: Mapping[str, Tensor]) -> nn.Module:
-    """The base model, unless that is an inner part which does not take these inputs (the encoder of DINOv3)."""
+def _base_model(model: PreTrainedModel, model_inputs: Mapping[str, Tensor]) -> nn.Module:
+    """Return the base model, or the whole model if the base model does not take these inputs (DINOv3)."""
     base: nn.Module = model.base_model
     return base if model_inputs.keys() <= inspect.signature(base.forward).parameters.keys() else model
 
@@ -50,7 +51,7 @@ class _HeadReached(Exception):  # noqa: N818 - not an error
 
 @contextmanager
 def _stopping_before(head: nn.Module | None) -> Iterator[None]:
-    """For models that have no base model inside (T5): their forward ends where the head would start."""
+    """Stop the forward pass before the head, by an exception; for models without a base model inside (T5)."""
 
     def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
         raise _HeadReached(args[0])
@@ -64,8 +65,8 @@ def _stopping_before(head: nn.Module | None) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout; modules that were being trained go back to it."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode, and restore training mode afterwards for the modules that had it."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -77,7 +78,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one part: mean next-token loss in nats over `loss_tokens` tokens; None where the model gives none."""
+    """First token of an input, and the mean next-token loss in nats over `loss_tokens` tokens; None if unknown."""
 
     first_token: str | None
     loss: float | None
@@ -88,12 +89,12 @@ class Reading:
 
 
 def reading(loaded: LoadedModel, model_inputs: Mapping[str, Tensor], output: Any) -> Reading:
-    """`output`: what the measured pass returned."""
+    """Return first token and loss of an input. output: what `run` returned for it."""
     ids = model_inputs.get("input_ids")
     hidden = getattr(output, "last_hidden_state", None)
     loss, count = None, 0
     if predicts_next_token(loaded) and ids is not None and ids.dim() == 2 and isinstance(hidden, Tensor):
-        loss, count = _loss(loaded.model, ids, model_inputs.get("attention_mask"), output)
+        loss, count = _mean_loss(loaded.model, ids, model_inputs.get("attention_mask"), output)
     return Reading(_first_token(loaded, ids), loss, count)
 
 
@@ -113,7 +114,7 @@ def _first_token(loaded: LoadedModel, ids: Tensor | None) -> str | None:
 
 
 @torch.no_grad()
-def _loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[float | None, int]:
+def _mean_loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[float | None, int]:
     hidden: Tensor = output.last_hidden_state
     if hidden.shape[:2] != ids.shape:
         return None, 0
@@ -135,17 +136,17 @@ def _loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tuple[fl
 
 @torch.no_grad()
 def head_logits(model: Any, ids: Tensor, hidden: Tensor, output: Any) -> Tensor:
-    """Return the logits of these final hidden states, (B, L, V), by the model's own head, scaled and capped as it does.
+    """Return the logits (B, L, V) that the model's own forward computes from these final hidden states.
 
-    output: class of what the base model returns.
+    output: class of the base model's output.
     """
-    with _base_gives(model, output(last_hidden_state=hidden)):
+    with _base_model_returns(model, output(last_hidden_state=hidden)):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 
 
-class _Given(nn.Module):
-    """Stands in for the base model: returns this output whatever it is given; hooks of the base model do not run."""
+class _FixedOutput(nn.Module):
+    """Replaces the base model and always returns the same output; hooks of the base model do not run."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()
@@ -159,9 +160,9 @@ class _Given(nn.Module):
 
 
 @contextmanager
-def _base_gives(model: Any, output: Any) -> Iterator[None]:
+def _base_model_returns(model: Any, output: Any) -> Iterator[None]:
     prefix, base = model.base_model_prefix, model.base_model
-    setattr(model, prefix, _Given(base, output))
+    setattr(model, prefix, _FixedOutput(base, output))
     try:
         yield
     finally:

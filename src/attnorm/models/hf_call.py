@@ -1,9 +1,9 @@
-"""Read an attention call of transformers: the only place where its arguments and its masks get their meaning.
+"""Read an attention call of transformers: the only file that interprets its arguments and masks.
 
 Transformers calls an attention function as function(module, query, key, value, attention_mask, **options). `read_call`
 turns that into one AttentionCall; `observe` measures it, `patched_attention` computes it.
 
-What a mask means depends on the kernel that the model built it for:
+The meaning of a mask depends on the kernel (attention implementation) that the model built it for:
 
     eager            everything is added to the logits, a boolean mask too (as 0 and 1); None hides nothing
     sdpa             True = visible, numbers are added; None is causal where the module is causal and Q > 1
@@ -22,23 +22,26 @@ from torch import Tensor, nn
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import mask_kernel, running_normalizer
 
-# Added to a logit it leaves a weight of exactly 0, whether written as -1e4, -1e9, finfo.min or -inf.
-HIDING = -1e4
-REMEMBERED = 4  # more than a model has kinds of masks, few enough not to keep those of earlier steps in memory
+# Mask entries at or below this number hide a key; models write -1e4, -1e9, finfo.min or -inf.
+HIDDEN_BELOW = -1e4
+MAX_CACHED_MASKS = 4  # more than a model has kinds of masks, but few, so that masks of earlier steps are freed
 POSITIONAL = ("query", "key", "value", "attention_mask")  # transformers gives these without names
 IGNORED_BY_SDPA = ("softcap", "s_aux")  # some versions of transformers pass them to SDPA, which ignores them
 
 
 @dataclass(frozen=True)
-class Visible:
-    """Keys that `mask` (broadcastable to (B, H, Q, K)) allows and, if causal, that are not after the query."""
+class VisibleKeys:
+    """Which keys a query sees: those that `mask` allows and, if causal, that are not after the query.
+
+    mask: broadcastable to (B, H, Q, K). bias: added to the logits.
+    """
 
     causal: bool
     mask: Tensor | None = None
     bias: Tensor | None = None
 
 
-ReadMask = Callable[..., Visible]
+ReadMask = Callable[..., VisibleKeys]
 
 
 def read_call(
@@ -58,10 +61,11 @@ def read_call(
     sliding_window: int | None = None,
     **options: Any,
 ) -> AttentionCall:
-    """The call of an attention function as AttentionCall, with layer 0.
+    """Return the call of an attention function as AttentionCall, with layer 0.
 
-    kernel: name of the function. read_mask: `mask_as_given` or a `MaskReader`. indices: keys that the model chose for
-    each query. Names of transformers: s_aux holds learned sinks, position_bias is added to the logits.
+    kernel: name of the attention function. read_mask: `mask_as_given` or a `MaskReader`. The other names are those of
+    transformers. indices: keys that the model chose for each query. s_aux: learned sinks. position_bias: added to the
+    logits.
     """
     if kernel == "sdpa":
         options = {name: option for name, option in options.items() if name not in IGNORED_BY_SDPA}
@@ -75,16 +79,16 @@ def read_call(
         query, scaling = query * scaling, 1.0
     keys = key.shape[2]
     if attention_mask is None and not (sliding_window and masks.startswith("flash")):
-        visible = Visible(causal=causal and masks not in ("eager", "flex_attention") and queries > 1)
+        visible = VisibleKeys(causal=causal and masks not in ("eager", "flex_attention") and queries > 1)
     elif attention_mask is None:
-        visible = Visible(causal=causal, mask=_window(queries, keys, sliding_window, causal, query.device))
+        visible = VisibleKeys(causal=causal, mask=_window_mask(queries, keys, sliding_window, causal, query.device))
     else:
         visible = read_mask(masks, attention_mask, queries, keys, causal=causal, window=sliding_window)
     mask, bias = visible.mask, visible.bias
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if indices is not None:
-        chosen = _chosen_keys(indices, keys)
+        chosen = _mask_of_indices(indices, keys)
         mask = chosen if mask is None else mask & chosen
     declared = is_causal is not None or hasattr(module, "is_causal")
     return AttentionCall(
@@ -105,19 +109,19 @@ def read_call(
 
 
 class MaskReader:
-    """Read masks in their simplest form, and remember the last few: transformers gives one mask to many layers."""
+    """Reads masks in their simplest form, with a cache: transformers passes the same mask to many layers."""
 
     def __init__(self) -> None:
-        self._read: dict[tuple[Any, ...], tuple[weakref.ref[Any], Visible]] = {}
+        self._read: dict[tuple[Any, ...], tuple[weakref.ref[Any], VisibleKeys]] = {}
 
     def __call__(
         self, kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
-    ) -> Visible:
+    ) -> VisibleKeys:
         key = (id(given), kernel, causal, queries, keys, window)
         known = self._read.get(key)
         if known is not None and known[0]() is given:
             return known[1]
-        while len(self._read) >= REMEMBERED:
+        while len(self._read) >= MAX_CACHED_MASKS:
             self._read.pop(next(iter(self._read)))
         visible = read_mask(kernel, given, queries, keys, causal=causal, window=window)
         self._read[key] = (weakref.ref(given), visible)
@@ -126,68 +130,72 @@ class MaskReader:
 
 def read_mask(
     kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
-) -> Visible:
-    """What a mask means, without an array of size Q x K where causality and padding say everything."""
+) -> VisibleKeys:
+    """Interpret a mask, and replace an array of size Q x K by causality and padding if these describe it."""
     visible = mask_as_given(kernel, given, queries, keys, causal=causal, window=window)
     if visible.causal or visible.mask is None or (isinstance(given, Tensor) and kernel.startswith("flash")):
         return visible
-    return _simplified(visible.mask, visible.bias)
+    return _simplify(visible.mask, visible.bias)
 
 
 def mask_as_given(
     kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
-) -> Visible:
-    """What a mask means, not simplified; in compiled code without a look at its values.
+) -> VisibleKeys:
+    """Interpret a mask without simplifying it. Compiled code does not read its values.
 
-    kernel: the one that the mask was built for. window: size of the sliding window, which flash kernels apply.
+    kernel: the kernel that the mask was built for. window: size of the sliding window, which flash kernels apply.
     """
     if not isinstance(given, Tensor):
-        return Visible(causal=False, mask=_block_mask(given, queries, keys))
+        return VisibleKeys(causal=False, mask=_read_block_mask(given, queries, keys))
     if kernel.startswith("flash"):
         padding = given[:, None, None, -keys:].bool()
-        within = _window(queries, keys, window, causal, given.device)
-        return Visible(causal=causal, mask=padding if within is None else padding & within)
+        within = _window_mask(queries, keys, window, causal, given.device)
+        return VisibleKeys(causal=causal, mask=padding if within is None else padding & within)
     given = given if given.shape[-1] <= keys else given[..., :keys]
     if given.dtype == torch.bool and kernel != "eager":
-        return Visible(causal=False, mask=given)
+        return VisibleKeys(causal=False, mask=given)
     added = given if given.is_floating_point() else given.float()
-    mask = added > HIDING
+    mask = added > HIDDEN_BELOW
     bias = torch.where(mask, added, 0.0)
-    # Most masks add nothing to what they leave visible, and without a bias the fused engine can run.
+    # Most masks add 0 to visible keys. Without a bias, the fused engine can run.
     if not torch.compiler.is_compiling() and not bool(bias.any()):
-        return Visible(causal=False, mask=mask)
-    return Visible(causal=False, mask=mask, bias=bias)
+        return VisibleKeys(causal=False, mask=mask)
+    return VisibleKeys(causal=False, mask=mask, bias=bias)
 
 
-def _chosen_keys(indices_BQN: Tensor, keys: int) -> Tensor:
-    """The mask (B, 1, Q, K) of the keys that a model chose for each query (DeepSeek 3.2, GLM 5).
+def _mask_of_indices(indices_BQN: Tensor, keys: int) -> Tensor:
+    """Return the mask (B, 1, Q, K) of the keys that a model chose for each query (DeepSeek 3.2, GLM 5).
 
-    Such a model hides the others in the masks of sdpa and eager, and hands any other kernel its choice as `indices`.
+    For sdpa and eager, such a model hides the other keys in the mask. To other kernels it passes its choice as
+    `indices`.
     """
     nothing = torch.zeros(*indices_BQN.shape[:-1], keys, dtype=torch.bool, device=indices_BQN.device)
     return nothing.scatter(-1, indices_BQN.long(), True)[:, None]
 
 
-def _simplified(mask: Tensor, bias: Tensor | None) -> Visible:
-    """The same, without an array of size Q x K where causality and padding say it all."""
+def _simplify(mask: Tensor, bias: Tensor | None) -> VisibleKeys:
+    """Replace a mask of size Q x K by causality and padding, if these describe it completely."""
     if mask.shape[-2] == 1:
-        return Visible(causal=False, mask=None if bool(mask.all()) else mask, bias=bias)
+        return VisibleKeys(causal=False, mask=None if bool(mask.all()) else mask, bias=bias)
     queries, keys = mask.shape[-2:]
     # The last query sees every key that is not padding, so its row is the padding mask if the rest is causality.
     padding = mask[..., -1:, :].clone()
     if torch.equal(mask, padding.expand_as(mask)):
-        return Visible(causal=False, mask=None if bool(padding.all()) else padding, bias=bias)
+        return VisibleKeys(causal=False, mask=None if bool(padding.all()) else padding, bias=bias)
     rows = max(1, 2**22 // keys)
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         own = torch.arange(start, stop, device=mask.device)[:, None] + (keys - queries)
         if not torch.equal(mask[..., start:stop, :], padding & (torch.arange(keys, device=mask.device) <= own)):
-            return Visible(causal=False, mask=mask, bias=bias)
-    return Visible(causal=True, mask=None if bool(padding.all()) else padding, bias=bias)
+            return VisibleKeys(causal=False, mask=mask, bias=bias)
+    return VisibleKeys(causal=True, mask=None if bool(padding.all()) else padding, bias=bias)
 
 
-def _window(queries: int, keys: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
-    """A flash kernel's sliding window, which no mask of transformers holds; None where it reaches every key."""
+def _window_mask(queries: int, keys: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
+    """Return the sliding window of a flash kernel as a mask, since transformers' mask does not contain it.
+
+    None if the window covers every key.
+    """
     if not window or window >= keys:
         return None
     distance = torch.arange(queries, device=device)[:, None] + (keys - queries) - torch.arange(keys, device=device)
@@ -195,7 +203,7 @@ def _window(queries: int, keys: int, window: int | None, causal: bool, device: t
     return (within & (distance >= 0) if causal else within & (distance > -window))[None, None]
 
 
-def _block_mask(given: Any, queries: int, keys: int) -> Tensor:
+def _read_block_mask(given: Any, queries: int, keys: int) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = given.shape[:2]

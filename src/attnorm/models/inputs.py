@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from attnorm.files import read_text, text_name
 from attnorm.models.load import LoadedModel
 
-# A mapping with one of these is a dict of model inputs; any other maps names to texts.
+# A mapping with one of these keys is a dict of model inputs; any other mapping is name -> text.
 MODEL_INPUTS = {
     *("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values"),
     *("pixel_values", "pixel_values_videos", "past_values"),
 }
 FILE_NAME = re.compile(r"\S+\.(txt|md|xz)")
-CHARACTERS_PER_TOKEN = 16  # more than any tokenizer needs on average: so much of a long text is enough
+CHARACTERS_PER_TOKEN = 16  # more than any tokenizer has on average; limits how much of a long text is tokenized
 
 
 @dataclass(frozen=True)
@@ -33,56 +33,60 @@ class Media:
 
 @dataclass(frozen=True)
 class Text:
-    """One thing to run a model on, under the name that results carry."""
+    """One input of a model, and its name in results."""
 
     name: str
     content: str | Tensor | Mapping[str, Tensor] | Media
-    file: bool = False  # of the same name, which holds it
+    file: bool = False  # whether the content comes from a file of this name
 
 
 def texts_from(inputs: Any) -> list[Text]:
-    """A text, a Path of one, token ids (tensor or list), several of these, a dict name -> one, or model inputs."""
+    """Return a list of texts from any supported input.
+
+    inputs: a text, the Path of a text, token ids (tensor or list), a list of these, a dict name -> one of these, or a
+    dict of model inputs.
+    """
     if isinstance(inputs, Mapping):
         return _from_mapping(inputs)
     if isinstance(inputs, Path):
-        return [_text(text_name(inputs), inputs)]
+        return [_make_text(text_name(inputs), inputs)]
     if isinstance(inputs, Media):
         return [Text(text_name(inputs.path), inputs)]
-    if isinstance(inputs, str | Text) or _are_ids(inputs):
-        return [_text("text", inputs)]
+    if isinstance(inputs, str | Text) or _is_token_ids(inputs):
+        return [_make_text("text", inputs)]
     if not isinstance(inputs, Iterable) or isinstance(inputs, bytes):
-        raise _unknown(inputs)
+        raise _unknown_input_error(inputs)
     listed = list(inputs)
     if not listed:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
     return [
-        _text(text_name(one) if isinstance(one, Path) else f"text {number}", one)
+        _make_text(text_name(one) if isinstance(one, Path) else f"text {number}", one)
         for number, one in enumerate(listed, start=1)
     ]
 
 
 def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
-    """The model's inputs for the first `length` tokens, or for all there are; on the model's device."""
+    """Return the model inputs for the first `length` tokens (None: all), on the model's device."""
     if isinstance(text.content, Mapping):
         given = {name: torch.as_tensor(value) for name, value in text.content.items()}
-        chosen = given if length is None else _cut(text, given, length)
+        chosen = given if length is None else _cut_inputs(text, given, length)
     elif isinstance(text.content, Tensor):
         ids = text.content.reshape(1, -1) if text.content.dim() < 2 else text.content
-        chosen = {"input_ids": _long_enough(text, ids, length)}
+        chosen = {"input_ids": _cut_ids(text, ids, length)}
     else:
-        chosen = _tokenized(text, loaded, length)
+        chosen = _tokenize(text, loaded, length)
     return ready(text, chosen, loaded)
 
 
 def ready(text: Text, chosen: dict[str, Tensor], loaded: LoadedModel) -> dict[str, Tensor]:
-    """Model inputs with valid ids, with what a decoder reads, on the model's device."""
+    """Check token ids, add inputs of the decoder if there is one, and move all to the model's device."""
     _check_ids(text, chosen.get("input_ids"), loaded)
-    device = _device_of(loaded.model)
-    return {name: value.to(device) for name, value in _completed(chosen, loaded.model).items()}
+    device = _input_device(loaded.model)
+    return {name: value.to(device) for name, value in _add_decoder_inputs(chosen, loaded.model).items()}
 
 
 def needs_tokenizer(loaded: LoadedModel) -> Any:
-    """The tokenizer, or an error that says how to give one."""
+    """Return the tokenizer; raise ValueError if there is none."""
     if loaded.tokenizer is None:
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
@@ -97,7 +101,7 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
     if any(name in inputs for name in MODEL_INPUTS):
         return [Text("inputs", _model_inputs(inputs, "inputs"))]
-    return [_text(str(name), one) for name, one in inputs.items()]
+    return [_make_text(str(name), one) for name, one in inputs.items()]
 
 
 def _model_inputs(given: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
@@ -109,9 +113,9 @@ def _model_inputs(given: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
     return {str(each): torch.as_tensor(value) for each, value in given.items() if value is not None}
 
 
-def _text(name: str, one: Any) -> Text:
+def _make_text(name: str, one: Any) -> Text:
     if isinstance(one, Text):
-        return replace(_text(one.name, one.content), file=one.file)
+        return replace(_make_text(one.name, one.content), file=one.file)
     if isinstance(one, Media):
         return Text(name, one)
     if isinstance(one, str | Path):
@@ -123,7 +127,7 @@ def _text(name: str, one: Any) -> Text:
         return Text(name, content, file=isinstance(one, Path) and text_name(one) == name)
     if isinstance(one, Mapping):
         return Text(name, _model_inputs(one, name))
-    if _are_ids(one):
+    if _is_token_ids(one):
         ids = torch.as_tensor(one, device="cpu")
         if ids.numel() == 0:
             raise ValueError(f"{name!r} holds no token ids; there is nothing to run the model on")
@@ -134,7 +138,7 @@ def _text(name: str, one: Any) -> Text:
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"token ids are whole numbers; {name!r} has {ids.dtype}")
         return Text(name, ids.long())
-    raise _unknown(one)
+    raise _unknown_input_error(one)
 
 
 def _reject_file_name(text: str) -> None:
@@ -154,20 +158,20 @@ def _reject_file_name(text: str) -> None:
         )
 
 
-def _are_ids(inputs: Any) -> bool:
+def _is_token_ids(inputs: Any) -> bool:
     if isinstance(inputs, Tensor) or type(inputs).__module__ == "numpy":
         return True
     return isinstance(inputs, list | tuple) and bool(inputs) and all(type(one) is int for one in inputs)
 
 
-def _unknown(inputs: Any) -> ValueError:
+def _unknown_input_error(inputs: Any) -> ValueError:
     return ValueError(
         f"cannot run a model on {type(inputs).__name__}; give a text, a Path, several of them, a dict name -> text, "
         "token ids, or a dict of model inputs such as {'input_ids': ...} or {'pixel_values': ...}"
     )
 
 
-def _tokenized(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
+def _tokenize(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
     tokenizer = needs_tokenizer(loaded)
     content = str(text.content)
     if not content.strip():
@@ -176,18 +180,18 @@ def _tokenized(text: Text, loaded: LoadedModel, length: int | None) -> dict[str,
     encoded = _encode(tokenizer, start, length)
     if length is not None and encoded["input_ids"].shape[1] < length and len(start) < len(content):
         encoded = _encode(tokenizer, content, length)
-    _long_enough(text, encoded["input_ids"], length)
+    _cut_ids(text, encoded["input_ids"], length)
     wanted = inspect.signature(loaded.model.forward).parameters
     return {name: value for name, value in encoded.items() if name in wanted}
 
 
 def _encode(tokenizer: Any, content: str, length: int | None) -> dict[str, Tensor]:
-    """Special tokens as the tokenizer itself puts them, and counted."""
+    """Tokenize with the tokenizer's own special tokens, which count towards the length."""
     encoded = tokenizer(content, return_tensors="pt", truncation=length is not None, max_length=length, verbose=False)
     return dict(encoded)
 
 
-def _long_enough(text: Text, ids: Tensor, length: int | None) -> Tensor:
+def _cut_ids(text: Text, ids: Tensor, length: int | None) -> Tensor:
     if length is None:
         return ids
     if length < 1:
@@ -200,11 +204,11 @@ def _long_enough(text: Text, ids: Tensor, length: int | None) -> Tensor:
     return ids[:, :length]
 
 
-def _cut(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+def _cut_inputs(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     ids = given.get("input_ids")
     if ids is None or ids.dim() != 2:
         raise ValueError(f"{text.name!r} has no input_ids to cut to {length} tokens; leave the length out")
-    _long_enough(text, ids, length)
+    _cut_ids(text, ids, length)
     return {
         name: value[:, :length] if value.dim() == 2 and value.shape == ids.shape else value
         for name, value in given.items()
@@ -214,7 +218,7 @@ def _cut(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]
 def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
     if ids is None:
         return
-    known = _embeddings(loaded.model)
+    known = _input_embeddings(loaded.model)
     if isinstance(known, nn.Embedding) and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= known.num_embeddings:
@@ -224,8 +228,8 @@ def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
             )
 
 
-def _completed(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """An encoder-decoder also needs what its decoder reads: the same tokens, one step later."""
+def _add_decoder_inputs(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Add the inputs of the decoder for an encoder-decoder model: the same tokens, shifted by one."""
     wanted = inspect.signature(model.forward).parameters
     if not model.config.is_encoder_decoder or "decoder_input_ids" not in wanted:
         return given
@@ -239,7 +243,7 @@ def _completed(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Te
     later = torch.cat([start, ids[:, :-1]], dim=1)
     if mask is None or mask.shape != ids.shape or "decoder_attention_mask" not in wanted:
         return {**given, "decoder_input_ids": later}
-    # Padding is no token of the decoder either, and behind padding on the left the start is where the tokens start.
+    # The decoder gets the same padding. With padding on the left, its start token comes right after the padding.
     later = later.scatter(1, mask.bool().int().argmax(1, keepdim=True), start)
     return {**given, "decoder_input_ids": later, "decoder_attention_mask": mask}
 
@@ -252,15 +256,15 @@ def _start_token(model: PreTrainedModel) -> int:
     return 0
 
 
-def _device_of(model: PreTrainedModel) -> torch.device:
-    """Where its inputs go: a model may be spread over several devices."""
-    first = _embeddings(model) or model
+def _input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device for inputs; a model may be spread over several devices."""
+    first = _input_embeddings(model) or model
     device: torch.device = next(first.parameters()).device
     return device if device.type != "meta" else model.device
 
 
-def _embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """What the model's inputs meet first; None where it has no one such thing (CLIP reads texts and images)."""
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """Return the input embeddings; None if there is more than one kind (CLIP reads texts and images)."""
     try:
         found: nn.Module | None = model.get_input_embeddings()
     except NotImplementedError:

@@ -1,6 +1,6 @@
-"""The normalizer of one layer of a trained model: as close to softmax as it can start, for all heads or some of them.
+"""Build the normalizer for one layer of a trained model: with a warm start close to softmax, for all or some heads.
 
-How each normalizer starts is declared in its own file (WarmStart); given options override each value.
+The file of each normalizer declares its warm start (WarmStart). Options that the user gives override it.
 """
 
 import operator
@@ -18,16 +18,16 @@ from attnorm.normalizers.declaration import LayerFacts, Options, WarmStart, warm
 from attnorm.normalizers.registry import entries, get
 from attnorm.normalizers.softmax import Softmax
 
-# Where a config does not say for how long a context the model was made: what ssmax itself assumes.
+# Training length for configs that do not state one; also the default of ssmax.
 USUAL_LENGTH = 1024
-# Options that say what the layer is rather than where to start: given without a warm start too.
+# Options that describe the layer; they are set without a warm start too.
 FACTS = ("heads", "train_length")
 # Attributes of attention modules that may hold the number of heads.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[Normalizer | Mechanism, dict[str, Any]]:
-    """A new normalizer for one layer, and all options it was made with."""
+    """Build a normalizer for one layer; return it with all options it was built with."""
     known = entries().get(name)
     entry = WarmStart("unknown") if known is None else warm_start_of(known.factory())
     start = entry.options(layer, given)
@@ -36,14 +36,14 @@ def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[
     options = {**start, **given}
     normalizer = get(name, **options)
     if warm:
-        state = normalizer.state_dict()  # parameters or buffers: whether learned or fixed
+        state = normalizer.state_dict()  # parameters if learned, buffers if fixed
         for key, value in entry.values(layer, given, options).items():
             state[key].copy_(torch.as_tensor(value, dtype=torch.float32).detach().cpu())
     return normalizer, options
 
 
 def trained_length(config: Any) -> int:
-    """For how long a context a model was made, before any extension of its rotary embedding."""
+    """Return the context length a model was trained for, before any extension of its rotary embedding."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, Mapping)]
     candidates = [
@@ -56,7 +56,10 @@ def trained_length(config: Any) -> int:
 
 
 class ByHead(Map):
-    """`chosen` on the given heads, counted along the third dimension from the right; `others` on the rest."""
+    """A map with one normalizer (`chosen`) for the given heads and another one (`others`) for the rest.
+
+    Dimension -3 of the logits holds the heads.
+    """
 
     def __init__(self, chosen: Normalizer, heads: Sequence[int], others: Normalizer | None = None) -> None:
         super().__init__()
@@ -66,11 +69,12 @@ class ByHead(Map):
         self.properties = common_properties(self.chosen.properties, self.others.properties)
 
     def forward(self, block: Block) -> Tensor:
-        every = block.logits.shape[-3]
-        rest = [head for head in range(every) if head not in self.heads]
-        grouped = [*self.heads, *rest]
-        weights = [self.chosen.weights(_of_heads(block, self.heads)), self.others.weights(_of_heads(block, rest))]
-        return torch.cat(weights, dim=-3)[..., [grouped.index(head) for head in range(every)], :, :]
+        count = block.logits.shape[-3]
+        rest = [head for head in range(count) if head not in self.heads]
+        chosen = self.chosen.weights(_select_heads(block, self.heads))
+        others = self.others.weights(_select_heads(block, rest))
+        order = [*self.heads, *rest]  # of the heads in the concatenation
+        return torch.cat([chosen, others], dim=-3)[..., [order.index(head) for head in range(count)], :, :]
 
     def lipschitz(self, n: int) -> float | None:
         bounds = self.chosen.lipschitz(n), self.others.lipschitz(n)
@@ -80,8 +84,8 @@ class ByHead(Map):
         return f"heads={self.heads}"
 
 
-def on_heads(normalizer: Normalizer | Mechanism, heads: tuple[int, ...] | None) -> Normalizer | Mechanism:
-    """The normalizer for these heads and softmax for the others; for all heads if None."""
+def restrict_to_heads(normalizer: Normalizer | Mechanism, heads: tuple[int, ...] | None) -> Normalizer | Mechanism:
+    """Return a normalizer that applies to these heads only, with softmax for the others. None: all heads."""
     if heads is None:
         return normalizer
     if isinstance(normalizer, Mechanism):
@@ -90,7 +94,7 @@ def on_heads(normalizer: Normalizer | Mechanism, heads: tuple[int, ...] | None) 
 
 
 def head_count(module: nn.Module) -> int:
-    """Query heads of an attention module."""
+    """Return the number of query heads of an attention module."""
     for holder in (module, module.config):
         for name in HEADS:
             count = getattr(holder, name, None)
@@ -105,18 +109,18 @@ def head_count(module: nn.Module) -> int:
     )
 
 
-def whole_number(value: Any) -> int:
-    """An int of any kind, also numpy's, but not a bool."""
+def as_integer(value: Any) -> int:
+    """Convert an integer of any type, also NumPy's, to int; raise TypeError for anything else, also for bool."""
     if isinstance(value, bool):
         raise TypeError(f"expected a whole number, got {value!r}")
     return operator.index(value)
 
 
-def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
-    """Validate indices of heads: one, or several different ones."""
+def validate_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
+    """Return head indices as a tuple; raise ValueError unless they are different heads of the module."""
     every = head_count(module)
     try:
-        chosen = tuple(map(whole_number, heads if isinstance(heads, Iterable) else [heads]))
+        chosen = tuple(map(as_integer, heads if isinstance(heads, Iterable) else [heads]))
     except TypeError:
         chosen = ()
     if not chosen or not all(0 <= head < every for head in chosen):
@@ -127,7 +131,7 @@ def checked_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
 
 
 def check_fit(normalizer: Normalizer | Mechanism, module: nn.Module, path: str) -> None:
-    """Try the normalizer on two keys per head: one with parameters for another number of heads raises an error."""
+    """Raise ValueError if the normalizer has parameters for another number of heads: run it on two keys per head."""
     if isinstance(normalizer, Mechanism):
         return
     held = next((value for value in normalizer.state_dict().values()), torch.empty(0))
@@ -141,7 +145,7 @@ def check_fit(normalizer: Normalizer | Mechanism, module: nn.Module, path: str) 
         ) from None
 
 
-def _of_heads(block: Block, heads: Sequence[int]) -> Block:
+def _select_heads(block: Block, heads: Sequence[int]) -> Block:
     mask = block.mask
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         mask = mask[..., list(heads), :, :]

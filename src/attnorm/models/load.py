@@ -1,6 +1,6 @@
-"""Load a model from the Hugging Face hub, a folder, a .gguf file or this package; explain what is wrong where it fails.
+"""Load a model from the Hugging Face hub, a folder, a .gguf file or this package, with clear errors.
 
-Weights are read from safetensors and GGUF only, and code out of a repository is run only where the caller asks for it.
+Weights are read from safetensors and GGUF only. Code of a repository runs only if the caller allows it.
 """
 
 import struct
@@ -42,24 +42,24 @@ from attnorm.models.source import (
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "load"]
 
-CUT_SHORT = (struct.error, IndexError)  # what reading a GGUF file beyond its end raises
+CUT_SHORT = (struct.error, IndexError)  # errors of reading an incomplete GGUF file
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory, its tokenizer, and where both came from."""
+    """A model in memory, its tokenizer, and the source of both."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    name: str  # on the hub, of its folder, or of its class
-    revision: str | None = None  # commit hash where known
-    tokenizer_problem: str = ""  # why there is none
-    tokenizer_given: str | None = None  # where it was read from, if not from beside the model
-    source: str | Path | None = None  # hub name or folder, where it was loaded here
-    trusted: bool = False  # code that comes with it may run
-    asked: str | None = None  # the name that it was loaded by
+    name: str  # hub name, folder name or class name
+    revision: str | None = None  # commit hash, if known
+    tokenizer_problem: str = ""  # why there is no tokenizer
+    tokenizer_given: str | None = None  # source of the tokenizer, if it is not that of the model
+    source: str | Path | None = None  # hub name or folder; None for a model that was passed in memory
+    trusted: bool = False  # whether code of its repository may run
+    asked: str | None = None  # the name by which the caller loaded it
 
 
 def load(
@@ -71,39 +71,42 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A hub name, a folder, a .gguf file, "bundled" for the small model of this package, or a model in memory.
+    """Load a model with its tokenizer.
 
-    dtype None: float32 on a CPU, else the checkpoint's own; "auto": the checkpoint's own. device None: the GPU if there
-    is one; "auto" spreads a model over all of them. A model in memory is taken as it is.
+    model: hub name, folder, .gguf file, "bundled" (the small model of this package), or a model in memory, which does
+    not change. dtype: "auto" for that of the checkpoint (default: float32 on a CPU, else that of the checkpoint).
+    device: "auto" spreads the model over all GPUs (default: the GPU if there is one).
     """
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, nn.Module):
-        return _in_memory(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
+        return _wrap_model(model, tokenizer, {"dtype": dtype, "device": device, "revision": revision})
     if not isinstance(model, str | Path):
         raise ValueError(f"expected a transformers model, a hub name or a folder, got {model!r}")
     _check_device(device)
-    precision = _precision(dtype)
+    precision = _parse_dtype(dtype)
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
-    with _explained(name, source, local_only), _quietly():
-        place, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
+    with _explain_errors(name, source, local_only), _silence_transformers():
+        target_device, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
         options |= as_gguf
-        config = AutoConfig.from_pretrained(place, **options)
+        config = AutoConfig.from_pretrained(target_device, **options)
     if isinstance(source, Path) and not as_gguf:
         _check_weights(source, name)
-    with _explained(name, source, local_only), _quietly():
-        found = _read(place, config, precision, device, options)
+    with _explain_errors(name, source, local_only), _silence_transformers():
+        found = _load_weights(target_device, config, precision, device, options)
         if not as_gguf:
             restore_normalizers(found, source, revision=revision, local_files_only=local_only)
             restore_output(found, source, revision=revision, local_files_only=local_only)
-        read, problem = _tokenizer(tokenizer, place, options)
+        read, problem = _load_tokenizer(tokenizer, target_device, options)
     found.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
-    return LoadedModel(found, read, name, commit, problem, _as_named(tokenizer), place, trust_remote_code, str(model))
+    return LoadedModel(
+        found, read, name, commit, problem, _name_of_tokenizer(tokenizer), target_device, trust_remote_code, str(model)
+    )
 
 
-def _in_memory(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
+def _wrap_model(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
     asked = [name for name, value in options.items() if value is not None]
     if asked:
         raise ValueError(
@@ -115,11 +118,11 @@ def _in_memory(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> Loa
         plain = plain.get_base_model()  # adapters of PEFT sit inside it and stay active
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(f"expected a transformers model, a hub name or a folder, got {type(model).__name__}")
-    read, problem = _tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
+    read, problem = _load_tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
     known_as = loaded_from(plain.config).rstrip("/")
     name = Path(known_as).name if Path(known_as).is_dir() else known_as
     commit = commit_hash(plain.config)
-    return LoadedModel(plain, read, name or type(plain).__name__, commit, problem, _as_named(tokenizer))
+    return LoadedModel(plain, read, name or type(plain).__name__, commit, problem, _name_of_tokenizer(tokenizer))
 
 
 def _check_device(device: str | None) -> None:
@@ -141,7 +144,7 @@ def usable_devices() -> list[str]:
     return ["cpu"] if gpu is None else ["cpu", gpu.type]
 
 
-def _precision(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
+def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
     """The dtype, if a model can run in it."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
     if dtype in (None, "auto") or (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in DTYPES):
@@ -161,19 +164,19 @@ def _check_weights(folder: Path, name: str) -> None:
     )
 
 
-def _read(
+def _load_weights(
     source: str | Path, config: Any, precision: Any, device: str | None, options: dict[str, Any]
 ) -> PreTrainedModel:
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if precision is None:
-        precision = torch.float32 if place == "cpu" else "auto"
-    model, about = _class_of(config, options["trust_remote_code"], "gguf_file" in options).from_pretrained(
+        precision = torch.float32 if target_device == "cpu" else "auto"
+    model, about = _model_class(config, options["trust_remote_code"], "gguf_file" in options).from_pretrained(
         source,
         config=config,
         dtype=precision,
         **({} if "gguf_file" in options else {"use_safetensors": True}),
         output_loading_info=True,
-        device_map="auto" if place == "auto" else None,
+        device_map="auto" if target_device == "auto" else None,
         **options,
     )
     prefix = model.base_model_prefix + "." if model.base_model is not model else ""
@@ -183,12 +186,12 @@ def _read(
             f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first is "
             f"{lost[0]!r}); they would be random. The folder is incomplete, or its config.json belongs to another model"
         )
-    loaded: PreTrainedModel = model if place == "auto" else model.to(place)
+    loaded: PreTrainedModel = model if target_device == "auto" else model.to(target_device)
     return with_known_loss(loaded)
 
 
-def _class_of(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
-    """The class that the checkpoint was saved from, so that every weight finds its place."""
+def _model_class(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
+    """Return the class that the checkpoint was saved from, so that all weights can be loaded."""
     mapped = getattr(config, "auto_map", None) or {}
     if trust_remote_code and any(name in mapped for name in AUTO_CLASSES):
         return getattr(transformers, next(name for name in AUTO_CLASSES if name in mapped))
@@ -196,38 +199,40 @@ def _class_of(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    if as_gguf and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # such a file names no class
+    if as_gguf and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # a .gguf file names no class
         return AutoModelForCausalLM
     return AutoModel
 
 
-def _tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -> tuple[Any, str]:
+def _load_tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -> tuple[Any, str]:
     if given is not None and not isinstance(given, str | Path):
         return given, ""
     if given is not None:
         trusted = options.get("trust_remote_code", False)
         try:
-            place, _, local_only = find(given)
-            place, as_gguf = in_its_folder(Path(place)) if is_gguf(place) else (place, {})
+            target_device, _, local_only = find(given)
+            target_device, as_gguf = (
+                in_its_folder(Path(target_device)) if is_gguf(target_device) else (target_device, {})
+            )
             where = {"trust_remote_code": trusted, "local_files_only": local_only, **as_gguf}
-            return AutoTokenizer.from_pretrained(place, **where), ""
+            return AutoTokenizer.from_pretrained(target_device, **where), ""
         except (OSError, ValueError, ImportError) as error:
             raise CannotLoad(f"cannot read a tokenizer from {str(given)!r}: {_first_line(error)}") from error
     try:
         found = AutoTokenizer.from_pretrained(source, **options)
-        # Where there are no files transformers makes an empty one, to which every word is unknown.
+        # Without tokenizer files, transformers returns an empty tokenizer that knows no word.
         ordinary = found.get_vocab().keys() - {token.content for token in found.added_tokens_decoder.values()}
         return (found, "") if len(ordinary) > 1 else (None, "its files are missing")
-    except Exception as error:  # a model without text needs none, and transformers has many ways to say so
+    except Exception as error:  # a model without text has none; transformers raises various errors for it
         return None, _first_line(error)
 
 
-def _as_named(tokenizer: Any) -> str | None:
+def _name_of_tokenizer(tokenizer: Any) -> str | None:
     return str(tokenizer) if isinstance(tokenizer, str | Path) else None
 
 
 @contextmanager
-def _explained(name: str, source: str | Path, local_only: bool) -> Iterator[None]:
+def _explain_errors(name: str, source: str | Path, local_only: bool) -> Iterator[None]:
     """Raise CannotLoad with an explanation for errors of transformers and the hub."""
     try:
         yield
@@ -237,10 +242,10 @@ def _explained(name: str, source: str | Path, local_only: bool) -> Iterator[None
         raise CannotLoad(f"{name}: the weights are damaged or cut short ({error}); fetch or save them again") from error
     # TypeError, AttributeError: a config.json with a value of the wrong kind.
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, *CUT_SHORT) as error:
-        raise CannotLoad(f"{name}: {_reason(error, source, local_only)}") from error
+        raise CannotLoad(f"{name}: {_explain_error(error, source, local_only)}") from error
 
 
-def _reason(error: Exception, source: str | Path, local_only: bool) -> str:
+def _explain_error(error: Exception, source: str | Path, local_only: bool) -> str:
     text = str(error)
     if "trust_remote_code" in text and "execute" in text:
         return (
@@ -274,7 +279,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Turn off progress bars and warnings of transformers."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""Watch every attention call of a model without changing what it computes.
+"""Observe every attention call of a model without changing what it computes.
 
-Every attention module of transformers asks `AttentionInterface.get_interface(name, eager_function)` for its kernel at
-each call. While a model is observed, it gets the same kernel, wrapped to record its arguments first. The model keeps
-its own kernel name: what depends on that name - the masks (a registered attention function without a mask function of
-its name makes a decoder bidirectional), the eager function of its file, branches inside the model - stays as it was.
+At each call, an attention module of transformers gets its kernel from `AttentionInterface.get_interface(name,
+eager_function)`. While a model is observed, this method returns the same kernel, wrapped so that it records its
+arguments first. The model keeps its kernel name, because masks, the eager function of its file and branches inside the
+model depend on it. (A new kernel name without a mask function of that name would make a decoder bidirectional.)
 
-A model may change its logits in a way that no argument of the call shows. Then every measured number would be wrong, so
-the output of the last query is rebuilt from the recorded call and compared with the kernel's output.
+A model may change its logits in a way that no argument of the call shows. All measured numbers would then be wrong.
+Therefore `check_output` computes the output of the last query from the recorded call and compares it with the kernel's.
 """
 
 import inspect
@@ -29,17 +29,17 @@ from attnorm.models.dispatch import (
     UnsupportedModel,
     attention_sites,
     check_observable,
-    what_works,
+    describe_support,
 )
 from attnorm.models.hf_call import POSITIONAL, MaskReader, read_call
 from attnorm.models.private_names import in_backward_pass, is_compiled, replace_get_interface
 
 MAX_PARTS = 256
-TOLERANCE = 0.02  # of the largest value: rounding stays far below, another formula far above
-# The parameters through which an attention module is given the states of another sequence.
+TOLERANCE = 0.02  # share of the largest value; rounding errors are far below, another formula far above
+# Parameters of an attention module's forward that hold the states of another sequence.
 OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 _lock = threading.RLock()
-_watched: dict[nn.Module, tuple["_Observation", ...]] = {}  # attention module -> who observes it, the first one first
+_observed: dict[nn.Module, tuple["_Observation", ...]] = {}  # attention module -> its observations, the first one first
 _original: list[Any] = []  # AttentionInterface.get_interface, while it is replaced
 
 
@@ -52,35 +52,39 @@ def observe(
     check: bool = True,
     on_output: Callable[[AttentionCall, Tensor], None] | None = None,
 ) -> Iterator[None]:
-    """Inside, each attention call of the model is handed to `on_call`, then run by the model's own kernel.
+    """Within the with statement, pass each attention call of the model to `on_call`, then run the model's own kernel.
 
-    The output is bit for bit the unobserved one, with or without gradients. inputs: also record what the keys were
-    projected from. check: rebuild one row of every module (`check_output`); once per model is enough. on_output:
-    also gets each call with its output (B, Q, H, E).
-    Raises UnsupportedModel where nothing can be seen, rather than showing nothing.
+    The output equals the unobserved one bit for bit, with or without gradients.
+
+    inputs: also record the states that the keys are projected from. check: check one row of every module
+    (`check_output`); once per model is enough. on_output: function that gets each call with its output (B, Q, H, E).
+
+    Raises:
+        UnsupportedModel: No attention call can be observed.
     """
     check_observable(model)
     observation = _Observation(model, on_call, inputs, check, on_output)
     with ExitStack() as restore:
         _register(observation)
-        restore.callback(_forget, observation)
+        restore.callback(_unregister, observation)
         modules = [*model.modules()]
         for handle in observation.hooks(modules):
             restore.callback(handle.remove)
         if any(map(is_compiled, modules)):
-            restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code asks for no kernel
+            restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call get_interface
         yield
     for decide in observation.undecided:
         decide()
     if observation.ran and not observation.calls:
         raise UnsupportedModel(
             f"{type(model).__name__} ran without one call to transformers' attention interface, so nothing could be "
-            f"measured; does its configuration choose a way around it (GPT-2: reorder_and_upcast_attn)? {what_works()}"
+            "measured; does its configuration choose a way around it (GPT-2: reorder_and_upcast_attn)? "
+            f"{describe_support()}"
         )
 
 
 class _Observation:
-    """The state of one observed model while it runs."""
+    """One `observe` block: the state of the observed model while it runs."""
 
     def __init__(
         self,
@@ -95,45 +99,47 @@ class _Observation:
         self.keep_inputs = inputs
         self.sites = attention_sites(model)
         self.read_mask = MaskReader()
-        self._parameters = {found: _parameters(found) for found in {type(module) for module in self.sites}}
+        self._forward_parameters = {
+            found: _forward_parameters(found) for found in {type(module) for module in self.sites}
+        }
         self.ran = False
         self.calls = 0
         self._checked: set[nn.Module] = set() if check else {*self.sites}
-        self.undecided: list[Callable[[], None]] = []  # checks whose numbers are on the way from the GPU
-        self._running: dict[nn.Module, _Running] = {}
+        self.undecided: list[Callable[[], None]] = []  # output checks whose numbers are still copied from the GPU
+        self._running: dict[nn.Module, _RunningModule] = {}
         self._layers = LayerNumbers(self.sites)
 
     def hooks(self, modules: Sequence[nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """modules: all of the model's, itself first."""
+        """Register the hooks of the model and its attention modules. modules: all modules, the model first."""
         for module in modules:
             if module is modules[0]:
-                yield module.register_forward_pre_hook(partial(self._started, [*self.sites]))
+                yield module.register_forward_pre_hook(partial(self._on_forward_start, [*self.sites]))
             elif isinstance(module, PreTrainedModel):
                 inside = [part for part in module.modules() if part in self.sites]
-                yield module.register_forward_pre_hook(partial(self._started, inside))
+                yield module.register_forward_pre_hook(partial(self._on_forward_start, inside))
         for module in self.sites:
-            yield module.register_forward_pre_hook(self._entered, with_kwargs=True)
-            yield module.register_forward_hook(self._left, always_call=True)
+            yield module.register_forward_pre_hook(self._on_module_enter, with_kwargs=True)
+            yield module.register_forward_hook(self._on_module_exit, always_call=True)
 
-    def _started(self, inside: list[nn.Module], *_: Any) -> None:
+    def _on_forward_start(self, inside: list[nn.Module], *_: Any) -> None:
         self.ran = True
         self._layers.restart(inside)
 
-    def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = self._parameters[type(module)]
+    def _on_module_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = self._forward_parameters[type(module)]
         given = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
         other = next((given[name] for name in OTHER_SEQUENCE if given.get(name) is not None), None)
         source = given.get(names[0]) if other is None else other
-        self._running[module] = _Running(
+        self._running[module] = _RunningModule(
             layer=self._layers.enter(module), crosses=other is not None, source=source if self.keep_inputs else None
         )
 
-    def _left(self, module: nn.Module, *_: Any) -> None:
-        self._running.pop(module, None)  # or its input would stay in memory until the model is done
+    def _on_module_exit(self, module: nn.Module, *_: Any) -> None:
+        self._running.pop(module, None)  # frees the module's input
 
     def run(self, kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The kernel's own result; `on_call` has seen the arguments before, and one row is checked after."""
-        # Gradient checkpointing runs a layer again in the backward pass, which is no new call of the model.
+        """Pass the arguments to `on_call`, run the kernel, check its output once, and return it."""
+        # Gradient checkpointing runs a layer again in the backward pass; this is not a new call of the model.
         if in_backward_pass():
             return function(module, *args, **kwargs)
         call = self._call(kernel, module, dict(zip(POSITIONAL, args, strict=False)) | kwargs)
@@ -149,43 +155,43 @@ class _Observation:
         return result
 
     def _call(self, kernel: str, module: nn.Module, arguments: dict[str, Any]) -> AttentionCall:
-        running = self._running.get(module) or _Running(0, False, None)
+        running = self._running.get(module) or _RunningModule(0, False, None)
         call = read_call(kernel, module, **arguments, read_mask=self.read_mask)
         kind: Kind = "cross" if running.crosses else call.kind
         return replace(
             call,
             layer=self._layers.within_kind(module, kind, running.layer),
             kind=kind,
-            inputs_BKC=_behind(call.key_BGKD, running.source),
+            inputs_BKC=_states_of_keys(call.key_BGKD, running.source),
         )
 
 
 @dataclass(frozen=True)
-class _Running:
-    """An attention module's forward call that is under way."""
+class _RunningModule:
+    """An attention module whose forward is running."""
 
-    layer: int  # within its stack
-    crosses: bool  # its keys come from another sequence
-    source: Any  # what they are projected from, if that is wanted
+    layer: int  # index within its stack
+    crosses: bool  # whether its keys come from another sequence
+    source: Any  # states that the keys are projected from, if they are recorded
 
 
 def _register(observation: _Observation) -> None:
     with _lock:
-        if not _watched:
+        if not _observed:
             _original.append(replace_get_interface(_get_interface))
         for module in observation.sites:
-            _watched[module] = (*_watched.get(module, ()), observation)
+            _observed[module] = (*_observed.get(module, ()), observation)
 
 
-def _forget(observation: _Observation) -> None:
+def _unregister(observation: _Observation) -> None:
     with _lock:
         for module in observation.sites:
-            others = tuple(one for one in _watched[module] if one is not observation)
+            others = tuple(one for one in _observed[module] if one is not observation)
             if others:
-                _watched[module] = others
+                _observed[module] = others
             else:
-                del _watched[module]
-        if not _watched:
+                del _observed[module]
+        if not _observed:
             replace_get_interface(_original.pop())
 
 
@@ -195,30 +201,30 @@ def _get_interface(self: AttentionInterface, attn_implementation: str | None, de
 
 
 def _run(kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    for observation in _watched.get(module, ()):  # none: a module of another model
+    for observation in _observed.get(module, ()):  # empty for a module of a model that is not observed
         function = partial(observation.run, kernel, function)
     return function(module, *args, **kwargs)
 
 
-def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """Names that a module's forward has, without self and without what **kwargs swallows."""
+def _forward_parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+    """Return the parameter names of a module's forward, without self and **kwargs."""
     parameters = inspect.signature(module_class.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD)[1:]
 
 
-def _behind(key: Tensor, source: Any) -> Tensor | None:
-    """The states that the keys come from; None where a cache holds keys of earlier calls."""
+def _states_of_keys(key: Tensor, source: Any) -> Tensor | None:
+    """Return the states that the keys are projected from; None if a cache holds keys of earlier calls."""
     if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[:2] != (key.shape[0], key.shape[2]):
         return None
     return source.to(key.device)
 
 
 def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: str) -> Callable[[], None]:
-    """Raise UnsupportedModel where the last query's output is not softmax over the recorded logits times values.
+    """Raise UnsupportedModel if the last query's output is not softmax over the recorded logits times values.
 
-    On a GPU, call the returned function later: it waits for the result and raises.
+    On a GPU the error is raised by the returned function, which waits for the numbers: call it later.
     """
-    numbers = sent_to_cpu(_compared(call, output_BQHE))
+    numbers = sent_to_cpu(_compare_outputs(call, output_BQHE))
     wait = arrival(output_BQHE.device)
     step = _step(call.query_BHQD)
 
@@ -241,8 +247,8 @@ def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: st
     return lambda: None
 
 
-def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
-    """Whether any row can be compared, the largest difference, the largest value and the largest logit."""
+def _compare_outputs(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
+    """Return four numbers: whether any row can be compared, largest difference, largest value, largest logit."""
     logits_BHK, visible_BHK = _last_row(call)
     sink = logits_BHK.new_full((*logits_BHK.shape[:2], 1), -torch.inf)
     if call.sinks_H is not None:
@@ -250,7 +256,7 @@ def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
     weights_BHK = torch.cat([logits_BHK.masked_fill(~visible_BHK, -torch.inf), sink], -1).softmax(-1)[..., :-1]
     groups = call.value_BGKE.shape[1]
     value_BGKE = call.value_BGKE.to(logits_BHK)
-    rebuilt_BHE = _mixed(weights_BHK.unflatten(1, (groups, -1)), value_BGKE).flatten(1, 2)
+    rebuilt_BHE = _multiply_in_parts(weights_BHK.unflatten(1, (groups, -1)), value_BGKE).flatten(1, 2)
     got_BHE = output_BQHE[:, -1].to(rebuilt_BHE)
     seen_BH = visible_BHK.any(-1) & rebuilt_BHE.isfinite().all(-1) & got_BHE.isfinite().all(-1)
     seen_BGK = visible_BHK.unflatten(1, (groups, -1)).any(2)
@@ -260,8 +266,8 @@ def _compared(call: AttentionCall, output_BQHE: Tensor) -> Tensor:
     return torch.stack([seen_BH.any().to(error), error, size, largest])
 
 
-def _mixed(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
-    """weights @ value. On a GPU the few rows of a product over many keys occupy few of its processors: by parts."""
+def _multiply_in_parts(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
+    """Return weights @ value. On a GPU in parts of the keys: a product with few rows would use few processors."""
     parts = math.gcd(weights_BGrK.shape[-1], MAX_PARTS) if runs_asynchronously(value_BGKE) else 1
     weights = weights_BGrK.unflatten(-1, (parts, -1)).movedim(-2, 2)
     mixed: Tensor = (weights @ value_BGKE.unflatten(2, (parts, -1))).sum(2)
@@ -269,7 +275,7 @@ def _mixed(weights_BGrK: Tensor, value_BGKE: Tensor) -> Tensor:
 
 
 def _last_row(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Logits and visibility of the last query, both (B, H, K)."""
+    """Return logits and visible keys of the last query, both (B, H, K)."""
     dtype = torch.float64 if call.query_BHQD.dtype == torch.float64 else torch.float32
     query_BH1D = call.query_BHQD[:, :, -1:].to(dtype)
     key_BGKD = call.key_BGKD.to(dtype)

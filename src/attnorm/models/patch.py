@@ -1,7 +1,8 @@
 """Replace softmax in a model by another normalizer: `patch` until removed, `swap` within a with statement.
 
-Every attention module that asks transformers' attention interface for its kernel gets a normalizer of its own, whose
-parameters are the model's from then on. Layers and heads that are left out keep softmax.
+Steps of `patch`: find the attention modules to change (`_select_modules`), build a normalizer for each of them
+(`_build_normalizer`), and attach it (models/patch_state.py). A normalizer is a submodule of its attention module, so
+its parameters are parameters of the model. Layers and heads that are left out keep softmax.
 """
 
 import copy
@@ -22,13 +23,13 @@ from attnorm.models.dispatch import Site, attention_sites, check_model, check_ob
 from attnorm.models.layer_input import check_readable
 from attnorm.models.layer_normalizer import (
     USUAL_LENGTH,
+    as_integer,
     build,
     check_fit,
-    checked_heads,
     head_count,
-    on_heads,
+    restrict_to_heads,
     trained_length,
-    whole_number,
+    validate_heads,
 )
 from attnorm.models.layer_recipe import SOFTMAX, is_recipe, layer_groups
 from attnorm.models.observe import OTHER_SEQUENCE
@@ -56,7 +57,7 @@ CROSS_ATTENTION = re.compile(r"cross|encdec|encoder_attn", re.IGNORECASE)
 
 
 class Patch:
-    """The normalizers that replace softmax in a model."""
+    """The handle that `patch` returns: the normalizers that replace softmax in a model."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -64,12 +65,12 @@ class Patch:
 
     @property
     def normalizers(self) -> dict[str, Normalizer | Mechanism]:
-        """By the path of their attention module; empty once removed."""
-        in_place = {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
-        return {path: found for path, found in in_place.items() if found is self._given[path]}  # not a later patch's
+        """Path of the attention module -> its normalizer; empty after `remove`."""
+        attached = {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
+        return {path: found for path, found in attached.items() if found is self._given[path]}  # not of a later patch
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the normalizers, for an optimizer group of their own."""
+        """Yield the parameters of the normalizers, for a separate optimizer group."""
         for normalizer in self.normalizers.values():
             yield from normalizer.parameters()
 
@@ -79,7 +80,7 @@ class Patch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the model as before the patch, within a with statement; the normalizers keep what they learned.
+        """Run the model without the patch, within a with statement; the normalizers keep their parameters.
 
         >>> with handle.paused():
         ...     baseline = model(**batch).loss
@@ -106,9 +107,10 @@ T = TypeVar("T")
 
 
 def _with_option_normalizer(function: Callable[P, T]) -> Callable[P, T]:
-    """Let laser and forget have their option `normalizer`, although an argument of the function has that name.
+    """Allow the option `normalizer` of laser and forget, although the function has an argument of the same name.
 
-    Python rejects a call with both. Here ("laser", normalizer="entmax15") becomes ("laser:normalizer=entmax15").
+    Python rejects patch(model, "laser", normalizer="entmax15"). This decorator turns it into
+    patch(model, "laser:normalizer=entmax15").
     """
 
     @wraps(function)
@@ -144,11 +146,11 @@ def patch(
 ) -> Patch:
     """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
-    normalizer: a name with its options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
+    normalizer: a name with options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
         {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
-    layers: one or several, by number, or {layer: heads} where only some heads shall change (None: all of them).
-    warm_start: start where the trained function changes least (attnorm.models.layer_normalizer); given options win.
-    train_length: of the texts that the model was trained on, if not what its config says.
+    layers: index of one or several layers, or {layer: heads} to change some heads only (None: all heads). Default: all.
+    warm_start: choose initial values that change the trained model least; given options override them (default: True).
+    train_length: length in tokens of the texts that the model was trained on (default: from its config).
 
     >>> handle = patch(model, "ssmax")
     >>> patch(model, "entmax", alpha=1.3)  # or "entmax:alpha=1.3"
@@ -156,16 +158,18 @@ def patch(
     >>> patch(model, {"0-3": "softmax", "4-7": "entmax:alpha=1.3"})
     """
     check_observable(model)
-    train_length = _checked_length(train_length)
+    train_length = _validate_train_length(train_length)
     parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
     paths: dict[str, nn.Module] = {}
     skipped = False
-    for replacement, given, chosen in _replacements(model, normalizer, layers, options):
+    for replacement, given, chosen in _expand_replacements(model, normalizer, layers, options):
         _reject_patched(chosen)
         for module, (site, heads) in chosen.items():
-            part, recipe = _made(replacement, given, module, _place(site, module), heads, warm_start, train_length)
+            part, recipe = _build_normalizer(
+                replacement, given, module, _module_name(site, module), heads, warm_start, train_length
+            )
             if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
-                skipped = True  # its keys have no place relative to the queries
+                skipped = True  # keys of another sequence have no position relative to the queries
                 continue
             parts[module], paths[site.path] = (part, recipe), module
     if skipped and not parts:
@@ -177,27 +181,27 @@ def patch(
     return Patch(paths)
 
 
-Chosen = dict[nn.Module, tuple[Site, tuple[int, ...] | None]]
+SelectedModules = dict[nn.Module, tuple[Site, tuple[int, ...] | None]]
 
 
-def _replacements(
+def _expand_replacements(
     model: nn.Module, normalizer: Any, layers: Layers | None, options: dict[str, Any]
-) -> Iterator[tuple[Replacement, dict[str, Any], Chosen]]:
-    """Yield every normalizer with its options and the attention modules that get it."""
+) -> Iterator[tuple[Replacement, dict[str, Any], SelectedModules]]:
+    """Yield each normalizer, its options, and the attention modules that get it; a recipe has several."""
     if not is_recipe(normalizer):
         if isinstance(normalizer, str):
             normalizer, options = with_options(normalizer, options)
-        yield normalizer, options, _chosen(model, layers)
+        yield normalizer, options, _select_modules(model, layers)
         return
     if layers is not None or options:
         extra = "layers" if layers is not None else next(iter(options))
         raise TypeError(f"expected a recipe alone, which names layers and options itself, got {extra}= too. Remove it.")
     groups = layer_groups(normalizer)
-    _chosen(model, [layer for group in groups for layer in group])  # also those that keep softmax must exist
+    _select_modules(model, [layer for group in groups for layer in group])  # layers that keep softmax must exist too
     for group, replacement in groups.items():
         name, given = parse_spec(replacement) if isinstance(replacement, str) else (replacement, {})
         if (name, given) != (SOFTMAX, {}):
-            yield name, given, _chosen(model, group)
+            yield name, given, _select_modules(model, group)
 
 
 def check_replacement(spec: str) -> None:
@@ -235,9 +239,9 @@ def unpatch(model: nn.Module) -> None:
     detach(patched_modules(check_model(model)).values())
 
 
-def _checked_length(train_length: Any) -> int | None:
+def _validate_train_length(train_length: Any) -> int | None:
     try:
-        length = None if train_length is None else whole_number(train_length)
+        length = None if train_length is None else as_integer(train_length)
     except TypeError:
         length = 0
     if length is not None and length < 1:
@@ -245,44 +249,46 @@ def _checked_length(train_length: Any) -> int | None:
     return length
 
 
-def _chosen(model: nn.Module, layers: Layers | None) -> Chosen:
-    """The attention modules to patch, each with the heads to change."""
-    numbered: dict[nn.Module, tuple[Site, int]] = {}
+def _select_modules(model: nn.Module, layers: Layers | None) -> SelectedModules:
+    """Return the attention modules to patch, each with the heads to change (None: all)."""
+    sites: dict[nn.Module, tuple[Site, int]] = {}  # module -> site and layer index
     counts: dict[str, int] = {}
     for module, site in attention_sites(model).items():
         order = counts.setdefault(site.stack, 0)
         counts[site.stack] += 1
-        numbered[module] = (site, order if site.layer_index is None else site.layer_index)
+        sites[module] = (site, order if site.layer_index is None else site.layer_index)
     if layers is None:
-        return {module: (site, None) for module, (site, _) in numbered.items()}
-    wanted = _wanted(layers)
-    known = sorted({number for _, number in numbered.values()})
-    unknown = [layer for layer in wanted if layer not in known]
-    if unknown or not wanted:
+        return {module: (site, None) for module, (site, _) in sites.items()}
+    heads_of = _heads_by_layer(layers)
+    known = sorted({layer for _, layer in sites.values()})
+    unknown = [layer for layer in heads_of if layer not in known]
+    if unknown or not heads_of:
         what = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
         raise ValueError(f"layers= names {what}; {type(model).__name__} has the layers {known[0]} to {known[-1]}")
-    found = {}
-    for module, (site, number) in numbered.items():
-        if number in wanted:
-            heads = wanted[number]
-            found[module] = (site, None if heads is None else checked_heads(heads, module, _place(site, module)))
-    return found
+    selected: SelectedModules = {}
+    for module, (site, layer) in sites.items():
+        if layer in heads_of:
+            heads = heads_of[layer]
+            if heads is not None:
+                heads = validate_heads(heads, module, _module_name(site, module))
+            selected[module] = (site, heads)
+    return selected
 
 
-def _wanted(layers: Any) -> dict[int, Any]:
-    """Heads by layer; None: all of them."""
+def _heads_by_layer(layers: Any) -> dict[int, Any]:
+    """Return layer -> heads for the argument `layers`; None stands for all heads."""
     try:
         if isinstance(layers, Mapping):
-            return {whole_number(layer): heads for layer, heads in layers.items()}
-        return dict.fromkeys(map(whole_number, layers if isinstance(layers, Iterable) else [layers]))
+            return {as_integer(layer): heads for layer, heads in layers.items()}
+        return dict.fromkeys(map(as_integer, layers if isinstance(layers, Iterable) else [layers]))
     except TypeError:
         raise TypeError(
             f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}"
         ) from None
 
 
-def _place(site: Site, module: nn.Module) -> str:
-    """Name of an attention module; a module that was given itself has no path."""
+def _module_name(site: Site, module: nn.Module) -> str:
+    """Return the path of an attention module for messages; its class if the module itself is the model."""
     return site.path or type(module).__name__
 
 
@@ -290,32 +296,32 @@ def _reject_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
     for module, (site, _) in chosen.items():
         if is_patched(module):
             raise ValueError(
-                f"{_place(site, module)} already has {normalizer_of(module).name!r} in the place of softmax; "
+                f"{_module_name(site, module)} already has {normalizer_of(module).name!r} in the place of softmax; "
                 "remove that patch first (handle.remove()), or leave the layer out with layers="
             )
 
 
-@torch.inference_mode(mode=False)  # or what it learns would never get a gradient
-def _made(
+@torch.inference_mode(mode=False)  # parameters created in inference mode would never get a gradient
+def _build_normalizer(
     normalizer: Replacement,
     options: dict[str, Any],
     module: nn.Module,
-    place: str,
+    path: str,
     heads: tuple[int, ...] | None,
     warm_start: bool,
     train_length: int | None,
 ) -> tuple[Normalizer | Mechanism, Recipe]:
-    """A normalizer for one attention module, on its device, and how it was made."""
+    """Return a normalizer for one attention module, on its device, and the recipe that saving needs."""
     if isinstance(normalizer, str):
         _check_head_option(options, head_count(module) if heads is None else len(heads))
-        made, used = build(normalizer, options, _layer(module, heads, train_length), warm=warm_start)
-        recipe = Recipe(normalizer, state_options(normalizer, used), heads)
+        built, all_options = build(normalizer, options, _layer_facts(module, heads, train_length), warm=warm_start)
+        recipe = Recipe(normalizer, state_options(normalizer, all_options), heads)
     else:
         if options:
             raise TypeError(f"options ({', '.join(options)}) go with a name; a normalizer object has its own already")
-        made, recipe = copy.deepcopy(as_normalizer(normalizer)), Recipe(None, heads=heads)
-    part = on_heads(_checked(made, module, place), heads)
-    check_fit(part, module, place)
+        built, recipe = copy.deepcopy(as_normalizer(normalizer)), Recipe(None, heads=heads)
+    part = restrict_to_heads(_check_supported(built, module, path), heads)
+    check_fit(part, module, path)
     return part.to(device_of(module), torch.float32), recipe
 
 
@@ -328,7 +334,7 @@ def _check_head_option(options: Mapping[str, Any], count: int) -> None:
         )
 
 
-def _layer(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> LayerFacts:
+def _layer_facts(module: nn.Module, heads: tuple[int, ...] | None, train_length: int | None) -> LayerFacts:
     sinks = getattr(module, "sinks", None)
     if isinstance(sinks, torch.Tensor) and heads is not None:
         sinks = sinks[list(heads)]
@@ -349,14 +355,15 @@ def _check_architecture(part: Normalizer | Mechanism) -> None:
         )
 
 
-def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Normalizer | Mechanism:
+def _check_supported(part: Normalizer | Mechanism, module: nn.Module, path: str) -> Normalizer | Mechanism:
+    """Return the normalizer; raise ValueError if this attention module cannot have it."""
     _check_architecture(part)
     if isinstance(part, Forget | DifferentialV2) and part.reads_hidden_states:
-        check_readable(module, part, place)
+        check_readable(module, part, path)
     if part.name == "soft" and getattr(module, "is_causal", True):
-        raise ValueError(f"'soft' has no causal form, and {place} is causal; take 'gaussian', or an encoder")
+        raise ValueError(f"'soft' has no causal form, and {path} is causal; take 'gaussian', or an encoder")
     if part.name == "forget" and not getattr(module, "is_causal", True):
-        raise ValueError(f"'forget' has a causal form only, and {place} sees keys ahead of its queries")
+        raise ValueError(f"'forget' has a causal form only, and {path} sees keys ahead of its queries")
     rules = part.modules() if isinstance(part, Normalizer) else ()
     if any(getattr(inner, "from_hidden", None) is not None for inner in rules):
         raise ValueError(
@@ -367,7 +374,7 @@ def _checked(part: Normalizer | Mechanism, module: nn.Module, place: str) -> Nor
 
 
 def _is_cross_attention(site: Site, module: nn.Module) -> bool:
-    """By its name, or because it cannot run without another sequence (T5Gemma 2 attends to both at once)."""
+    """Whether keys come from another sequence: by its name, or because its forward requires that sequence."""
     if getattr(module, "is_cross_attention", False) or CROSS_ATTENTION.search(site.path):
         return True
     parameters = inspect.signature(module.forward).parameters

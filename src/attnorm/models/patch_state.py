@@ -1,16 +1,16 @@
-"""The state of a patched model: what is attached to its attention modules, and how it is saved and removed.
+"""The state of a patched model: the attributes of its attention modules, and how they are attached and removed.
 
     attnorm_normalizer     a submodule: its parameters train, move and are saved with the model
-    attnorm_recipe         a submodule that holds how the normalizer was made, and writes it into every state dict
-    attnorm_model_config   the model's config; the module's own config is meanwhile a copy that names our kernel
-    attnorm_hook           where the normalizer reads the layer's input: what removes its hook
+    attnorm_recipe         a submodule that holds name and options of the normalizer and writes them into state dicts
+    attnorm_model_config   the model's config; `module.config` is replaced by a copy that names our attention function
+    attnorm_hook           the handle of a forward hook, for normalizers that read the layer's input
 
 Values and recipe are part of the state dict, so every ordinary save keeps them: save_pretrained, push_to_hub, Trainer's
 checkpoints, accelerate's save_state, torch.save. The config of the model names the normalizers under `attnorm`.
 Transformers without attnorm reports the entries of the state dict as unexpected weights.
 
-The masks and other layers of the model stay as they were. Everything is found on the modules themselves, so that a copy
-of a patched model is a patched model, and patches of different modules are independent.
+Masks and other layers of the model do not change. There is no state outside the modules, so a copy of a patched model
+is a patched model, and patches of different modules are independent.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def patched_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The patched attention modules by path."""
+    """Return path -> module for the patched attention modules."""
     return {path: module for path, module in model.named_modules() if is_patched(module)}
 
 
@@ -53,31 +53,31 @@ def recipe_of(module: nn.Module) -> Recipe:
 
 
 def attach(model: nn.Module, parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]]) -> None:
-    """Attach normalizers to attention modules of the model; nothing is changed if one of them cannot have it."""
+    """Attach normalizers to attention modules of the model. Checks all of them before it changes the first."""
     for module in parts:
         check_masks(module)
     register()
     models = [(part.config, {*part.modules()}) for part in model.modules() if isinstance(part, PreTrainedModel)]
-    copies: dict[int, Any] = {}  # one for all layers that share a config, so that they are compiled once
+    copies: dict[int, Any] = {}  # one copy for all layers that share a config, so that torch compiles them once
     for module, (normalizer, recipe) in parts.items():
         config: Any = module.config
         if id(config) not in copies:
             copies[id(config)] = copy_with_kernel(config, KERNEL)
-        around = [outer for outer, inside in models if module in inside]
-        configs = tuple({id(each): each for each in (config, *around)}.values())
+        outer_configs = [model_config for model_config, inside in models if module in inside]
+        configs = tuple({id(each): each for each in (config, *outer_configs)}.values())
         setattr(module, NORMALIZER, normalizer.train(module.training))
-        setattr(module, RECIPE, _saved(recipe, configs, normalizer, model))
+        setattr(module, RECIPE, _make_saved_recipe(recipe, configs, normalizer, model))
         setattr(module, MODEL_CONFIG, config)
         module.config = copies[id(config)]
         watch_input(module)
         for each in configs:
-            _record(each, recipe, 1)
+            _count_in_config(each, recipe, 1)
 
 
-def _saved(
+def _make_saved_recipe(
     recipe: Recipe, configs: tuple[Any, ...], normalizer: Normalizer | Mechanism, model: nn.Module
 ) -> SavedRecipe:
-    """One that PEFT saves too where PEFT is installed and fits the other packages."""
+    """Return the submodule that saves the recipe; if PEFT is installed, one that PEFT saves with adapters as well."""
     if importlib.util.find_spec("peft") is not None:
         with suppress(ImportError, RuntimeError, AttributeError):
             from attnorm.models.peft_adapters import AdapterRecipe
@@ -87,20 +87,20 @@ def _saved(
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
-    """Remove normalizers; modules that have none stay as they are."""
+    """Remove normalizers; modules without one do not change."""
     for module in modules:
         if is_patched(module):
             unwatch_input(module)
             module.config = getattr(module, MODEL_CONFIG)
             for config in getattr(module, RECIPE).configs:
-                _record(config, recipe_of(module), -1)
+                _count_in_config(config, recipe_of(module), -1)
             for name in (NORMALIZER, RECIPE, MODEL_CONFIG):
                 delattr(module, name)
 
 
 @contextmanager
 def temporarily_unpatched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While inside, patched modules run as they did before; their normalizers stay attached."""
+    """Within the with statement, patched modules run as before the patch; their normalizers stay attached."""
     ours = {module: (module.config, normalizer_of(module)) for module in modules}
     for module in ours:
         module.config = getattr(module, MODEL_CONFIG)
@@ -112,8 +112,8 @@ def temporarily_unpatched(modules: Iterable[nn.Module]) -> Iterator[None]:
                 module.config = config
 
 
-def _record(config: Any, recipe: Recipe, change: int) -> None:
-    """Count the attention modules with this recipe in the config's list of recipes."""
+def _count_in_config(config: Any, recipe: Recipe, change: int) -> None:
+    """Add `change` to the number of attention modules with this recipe in the config's list of recipes."""
     recipes = [dict(entry) for entry in getattr(config, RECORD, {}).get("recipes", ())]
     entry = next((each for each in recipes if recipe.to_json().items() <= each.items()), None)
     if entry is None:
@@ -127,8 +127,8 @@ def _record(config: Any, recipe: Recipe, change: int) -> None:
         delattr(config, RECORD)
 
 
-def forget_record(model: nn.Module) -> Any:
-    """Remove what was read with a saved config, and return the outermost record."""
+def remove_record(model: nn.Module) -> Any:
+    """Remove the record of normalizers that was loaded with a config; return that of the outermost config."""
     found = getattr(getattr(model, "config", None), RECORD, None)
     for part in model.modules():
         if hasattr(config := getattr(part, "config", None), RECORD):
@@ -137,7 +137,7 @@ def forget_record(model: nn.Module) -> Any:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the module computes: weights that accelerate offloads are elsewhere in between."""
+    """Return the device on which the module computes; accelerate may store its weights on another one."""
     devices = offload_devices(module) or [weight.device for weight in module.parameters()]
     found = next((device for device in devices if device.type != "meta"), None)
     if devices and found is None:

@@ -1,7 +1,7 @@
 """The attention function that transformers calls in a patched attention module.
 
-The model still builds masks for its own kernel, and models.hf_call reads them as that kernel does. Masks of flash and
-flex attention are no tensors over queries and keys; the kernel completes their meaning, so they are rejected.
+The model still builds masks for its own attention implementation, and models/hf_call.py reads them accordingly. Masks
+of flash and flex attention are rejected: they are not tensors over queries and keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,18 @@ READABLE = ("sdpa", "eager")
 
 
 def register() -> None:
-    """Make the function known to transformers; doing so again changes nothing."""
+    """Register the function with transformers; a second call changes nothing."""
     AttentionInterface.register(KERNEL, patched_attention)
-    # For modules that build a mask from their own config: without a function of this name they would see the future.
+    # For modules that build a mask from their own config: without a mask function they would see future keys.
     AttentionMaskInterface.register(KERNEL, sdpa_mask)
 
 
 def check_masks(module: nn.Module) -> str:
-    """The kernel that the model builds this module's masks for; raises ValueError where we cannot read those."""
+    """Return the attention implementation that this module's masks are built for.
+
+    Raises:
+        ValueError: attnorm cannot read masks of this implementation.
+    """
     config: Any = module.config
     masks = mask_kernel(module, kernel_name(config))
     if masks not in READABLE:
@@ -57,23 +61,26 @@ def patched_attention(
     output_attentions: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (B, Q, H, D), and the weights (B, H, Q, K) where output_attentions asks for them."""
+    """Return the output (B, Q, H, D), and the weights (B, H, Q, K) if output_attentions is true.
+
+    The arguments are those that transformers passes to every attention function.
+    """
     check_masks(module)
     _reject_unreadable(module, attention_mask, options)
     call = read_call(KERNEL, module, query, key, value, attention_mask, read_mask=mask_as_given, **options)
-    query, key, value = _one_dtype(call.query_BHQD, call.key_BGKD, call.value_BGKE)
+    query, key, value = _to_common_dtype(call.query_BHQD, call.key_BGKD, call.value_BGKE)
     inputs = validate_inputs(query, key, value, mask=call.mask, causal=call.causal, scale=call.scale, positions=None)
     normalizer: Any = getattr(module, NORMALIZER)
     if isinstance(normalizer, Mechanism):
         output = _run_mechanism(normalizer, inputs, call.softcap, call.bias, options.get(READ))
         return output.transpose(1, 2).contiguous(), None
     bias = None if call.bias is None else call.bias.expand(*call.bias.shape[:2], inputs.queries, inputs.keys)
-    positions = _positions(normalizer, inputs)
+    positions = _positions_from_mask(normalizer, inputs)
     inputs = replace(inputs, softcap=call.softcap, bias=bias, dropout=call.dropout, positions=positions)
     if call.sinks_H is not None:
         normalizer = with_sinks(normalizer, call.sinks_H)
     output = attend(inputs, normalizer).to(query.dtype).transpose(1, 2).contiguous()
-    return output, _weights(inputs, normalizer) if output_attentions else None
+    return output, _compute_weights(inputs, normalizer) if output_attentions else None
 
 
 def _reject_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
@@ -92,7 +99,7 @@ def _reject_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[
 
 
 class ModelSinks(Sink):
-    """The model's own sinks, of all or of some heads: its parameter itself, so that it continues to learn."""
+    """The model's own learned sinks, of all or some heads. Uses the model's parameter itself, which still trains."""
 
     def __init__(self, sinks_H: Tensor, heads: Sequence[int] | None = None) -> None:
         nn.Module.__init__(self)
@@ -105,9 +112,9 @@ class ModelSinks(Sink):
 
 
 def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | None = None) -> Normalizer:
-    """The normalizer with the model's own learned sinks in front of its map.
+    """Return the normalizer with the model's learned sinks.
 
-    A normalizer with a sink of its own replaces the model's; one that depends on the order of keys cannot have a sink.
+    A normalizer with its own sink replaces the model's sinks. One that depends on the order of keys cannot have a sink.
     """
     map_ = normalizer.map
     if isinstance(map_, ByHead):
@@ -125,8 +132,8 @@ def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | N
     )
 
 
-def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Rotary embeddings leave float32 queries beside half precision values: what SDPA does under autocast."""
+def _to_common_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert the tensors to one dtype, as SDPA does under autocast; rotary embeddings may return float32 queries."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -135,12 +142,13 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) for t in tensors)
 
 
-def _positions(normalizer: Normalizer, inputs: Inputs) -> Positions | None:
-    """Where the queries stand among the keys of a cache, for normalizers that depend on order or distance.
+def _positions_from_mask(normalizer: Normalizer, inputs: Inputs) -> Positions | None:
+    """Return the positions of queries and keys in a cache, for normalizers that depend on order or distance.
 
-    A query is the last key that it sees. Counting from the last key would be wrong in a cache of fixed size.
+    The position of a query is that of the last key it sees. Counting from the last key of the cache would be wrong: a
+    cache of fixed size has empty entries at its end.
     """
-    if inputs.mask is None or inputs.queries == inputs.keys or _equivariant(normalizer):
+    if inputs.mask is None or inputs.queries == inputs.keys or _is_permutation_equivariant(normalizer):
         return None
     mask = inputs.mask[:, 0].expand(-1, inputs.queries, -1)
     last = inputs.keys - 1 - mask.flip(-1).byte().argmax(-1)
@@ -148,7 +156,7 @@ def _positions(normalizer: Normalizer, inputs: Inputs) -> Positions | None:
     return Positions(last - first, torch.arange(inputs.keys, device=mask.device) - first)
 
 
-def _equivariant(normalizer: Normalizer) -> bool:
+def _is_permutation_equivariant(normalizer: Normalizer) -> bool:
     rules, selections = normalizer.rules, normalizer.selections
     by_parts = all(r.permutation_equivariant for r in rules) and all(s.permutation_equivariant for s in selections)
     return by_parts and normalizer.map.properties.permutation_equivariant
@@ -173,26 +181,26 @@ def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: 
         )
     mask = inputs.mask
     if mask is not None and torch.equal(mask, mask[:, :, :1].expand_as(mask)):
-        mask = mask[:, :, :1]  # padding alone: `soft` takes no other mask, and `linear` is linear only then
+        mask = mask[:, :, :1]  # padding only: `soft` supports no other mask, and `linear` is linear in n only then
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    how: dict[str, Any] = {"mask": mask, "causal": inputs.causal, "scale": inputs.scale}
+    options_of_call: dict[str, Any] = {"mask": mask, "causal": inputs.causal, "scale": inputs.scale}
     if isinstance(read, SecondQueries):
-        output: Tensor = mechanism(read.paired(q), k, v, hidden_states=read.hidden_states, **how)
+        output: Tensor = mechanism(read.paired(q), k, v, hidden_states=read.hidden_states, **options_of_call)
     elif isinstance(read, KeyGates):
-        # A cache of fixed size has more keys than the first tokens see.
-        output = mechanism.attend(q, k, v, log_gates=read.log_gates[..., : inputs.keys], **how)
+        # A cache of fixed size has more keys than the tokens so far.
+        output = mechanism.attend(q, k, v, log_gates=read.log_gates[..., : inputs.keys], **options_of_call)
     else:
         if mechanism.reads_hidden_states:
             raise ValueError(
                 f"{mechanism.name!r} with width= reads the layer's input, which this attention module does not hand on "
                 "to its attention function. Patch without width=, so that gates are learned per head."
             )
-        output = mechanism(q, k, v, **how)
+        output = mechanism(q, k, v, **options_of_call)
     return output
 
 
-def _weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """All weights at once, of size Q x K, because the caller wants to see them."""
+def _compute_weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Return all weights (B, H, Q, K): the output for values that are the identity matrix."""
     identity = torch.eye(inputs.keys, dtype=inputs.v_BGKE.dtype, device=inputs.v_BGKE.device)
     values = identity.expand(*inputs.v_BGKE.shape[:2], -1, -1)
     return attend(replace(inputs, v_BGKE=values, dropout=0.0), normalizer)

@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers and accelerate that this room relies on, each behind one function.
+"""Every private name of torch, transformers and accelerate that this package relies on, each behind one function.
 
 PRIVATE lists the names with their purpose. tests/models/test_private_names.py checks each one, so that a new version of
 a library that lacks a name fails there, with that name, and not somewhere in a measurement. Large modules are imported

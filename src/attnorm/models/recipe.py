@@ -1,7 +1,7 @@
-"""How a normalizer was made, and how that is written into a state dict and read back.
+"""The recipe of a normalizer (name, options, heads), and how it is written into a state dict and read back.
 
-A state dict may come from anywhere. What is read becomes names of normalizers, sizes of parameters and lists to work
-through: everything is checked for type and size here before any of it is used.
+A state dict may come from an untrusted source. What we read from it becomes names of normalizers, sizes of parameters
+and lists to iterate over. Therefore this file checks type and size of everything before it is used.
 """
 
 import json
@@ -18,7 +18,7 @@ from attnorm.models.patched_attention import register
 from attnorm.normalizers.former_defaults import read_options
 
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
-FORMAT = 2  # of saved recipes; format 1 was the file attnorm.json
+FORMAT = 2  # version of the saved recipes; version 1 was the file attnorm.json
 
 MAX_BYTES = 16 * 2**20  # a thousand layers took half a megabyte in attnorm.json
 MAX_MODULES = 10_000
@@ -32,14 +32,14 @@ MAX_NUMBER = 2**40
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a module's normalizer was made; `name` is None where the user gave an object."""
+    """How to build the normalizer of an attention module; `name` is None if the user passed an object."""
 
     name: str | None
     options: dict[str, Any] = field(default_factory=dict)
-    heads: tuple[int, ...] | None = None  # those that have it; None: all
+    heads: tuple[int, ...] | None = None  # the heads that it applies to; None: all
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the options are None where JSON cannot hold them."""
+        """Return plain values; `options` is None if JSON cannot represent them."""
         try:
             options = json.loads(json.dumps(self.options, allow_nan=False))
         except (TypeError, ValueError):
@@ -48,10 +48,10 @@ class Recipe:
 
 
 class SavedRecipe(nn.Module):
-    """A recipe that writes itself into the state dict of every model that contains it, as bytes of JSON.
+    """A submodule that writes a recipe into the state dict of every model that contains it, as bytes of JSON.
 
     The JSON also holds the path of the attention module within the saved model, because transformers renames weights of
-    some models when it saves them. Loading a state dict leaves the recipe as it is.
+    some models when it saves them. Loading a state dict does not change the recipe.
     """
 
     json: Tensor
@@ -59,13 +59,13 @@ class SavedRecipe(nn.Module):
     def __init__(self, recipe: Recipe, configs: tuple[Any, ...] = ()) -> None:
         nn.Module.__init__(self)
         self.recipe = recipe
-        self.configs = configs  # of the models that name this recipe in their config
+        self.configs = configs  # model configs that list this recipe
         self.register_buffer("json", self._encoded(""))
         self.register_state_dict_pre_hook(_write_path)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_keep_recipe)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also register the kernel: a patched model may be unpickled in a process that patched none."""
+        """Unpickle, and register our attention function: this process may not have patched a model."""
         nn.Module.__setstate__(self, state)
         register()
 
@@ -83,17 +83,17 @@ def _keep_recipe(saved: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -
 
 
 class RecipeError(ValueError):
-    """Raised for what no version of attnorm writes; says what was expected and what was found."""
+    """Raised for content that no version of attnorm writes."""
 
     def __init__(self, where: str, expected: str, found: Any) -> None:
         super().__init__(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
 def read_recipe(content: Tensor) -> tuple[str, Recipe]:
-    """Path and recipe from the bytes that a SavedRecipe wrote.
+    """Return path and recipe from the bytes that a SavedRecipe wrote.
 
     Raises:
-        RecipeError: They are something else, or more than any normalizer needs.
+        RecipeError: The content is invalid, or larger than any normalizer needs.
     """
     if content.dtype != torch.uint8 or content.dim() != 1:
         raise RecipeError("recipe", "bytes of JSON", content.dtype)
@@ -109,7 +109,7 @@ def read_recipe(content: Tensor) -> tuple[str, Recipe]:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """An object of JSON, or RecipeError."""
+    """Parse a JSON object; raise RecipeError for anything else."""
     if len(content) > MAX_BYTES:
         raise RecipeError(where, f"at most {MAX_BYTES:,} bytes", len(content))
     try:
@@ -155,7 +155,7 @@ def _validate_heads(where: str, value: Any) -> tuple[int, ...] | None:
 
 
 def _validate_value(where: str, value: Any, depth: int) -> None:
-    """Numbers, texts and short lists and objects of them."""
+    """Raise RecipeError unless the value is a number, a text, None, or a short list or object of these."""
     checks: dict[type, Callable[[Any], bool]] = {
         type(None): lambda _: True,
         bool: lambda _: True,

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from attnorm.files import atomic_replace
 from attnorm.models.dispatch import NORMALIZER, attention_sites
-from attnorm.models.layer_normalizer import check_fit, checked_heads, on_heads
+from attnorm.models.layer_normalizer import check_fit, restrict_to_heads, validate_heads
 from attnorm.models.normalizer_files import SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.output_head import SAVED as SAVED_OUTPUT
 from attnorm.models.output_head import has_saved_output, restore_output
@@ -28,10 +28,10 @@ from attnorm.models.patch_state import (
     RECORD,
     attach,
     device_of,
-    forget_record,
     normalizer_of,
     patched_modules,
     recipe_of,
+    remove_record,
 )
 from attnorm.models.private_names import expecting_weights, find_file, uncompiled
 from attnorm.models.recipe import FORMAT, RECIPE
@@ -40,8 +40,8 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
 
 CONFIG, ADAPTER_FILE = "config.json", "adapter_config.json"
-# Options of from_pretrained that say where the files are.
-PLACE = ("cache_dir", "revision", "token", "local_files_only")
+# Options of from_pretrained that locate the files.
+LOCATION_OPTIONS = ("cache_dir", "revision", "token", "local_files_only")
 
 FRONT_MATTER = """\
 ---
@@ -51,7 +51,7 @@ tags:
 ---
 
 """
-# Only what is between these lines of a README is ever replaced.
+# attnorm replaces only the text between these lines of a README.
 BEGIN, END = "<!-- attnorm: written by save_pretrained -->", "<!-- /attnorm -->"
 SECTION = """\
 ## Attention
@@ -73,18 +73,18 @@ model = attnorm.from_pretrained("path or repository")
 
 
 class NotSavableError(ValueError):
-    """Raised for a normalizer that no name and options describe."""
+    """Raised for a normalizer that cannot be restored from a name and options."""
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
-    """Save the model with its normalizers; options as for transformers' model.save_pretrained.
+    """Save a patched model with its normalizers to a folder. options: as for transformers' model.save_pretrained.
 
     >>> save_pretrained(model, "my-model")
     """
     _check_directory(directory)
     if not os.fspath(directory).strip():  # Path("") is the current folder
         raise ValueError(f"expected the path of a folder, e.g. 'my-model', got {directory!r}")
-    model, folder = _unwrapped(model), Path(directory)
+    model, folder = _unwrap(model), Path(directory)
     check_savable(model)
     if folder.is_file():
         raise NotADirectoryError(f"expected a folder, got the file {folder}")
@@ -101,23 +101,23 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a patched model from a folder or a hub repository, with its normalizers.
 
-    model_class: what to load it as (default: the class that was saved). options: as for its from_pretrained, but
-    weights are read from safetensors only, unless use_safetensors=False allows pickles.
+    model_class: class to load it as (default: the class that was saved). options: as for its from_pretrained. Weights
+    are read from safetensors only, unless use_safetensors=False allows pickles.
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
     _check_directory(directory)
-    _check_place(directory)
+    _check_location(directory)
     if options.get("output_loading_info"):
         raise ValueError(
             "output_loading_info=True returns more than a model. Use transformers' from_pretrained for it."
         )
     offline = not Path(directory).is_dir() and not hub_answers()
     if offline:
-        options["local_files_only"] = True  # or transformers would try to connect again and again
-    where: dict[str, Any] = {name: options[name] for name in PLACE if name in options}
+        options["local_files_only"] = True  # without it, transformers would retry the connection many times
+    location: dict[str, Any] = {name: options[name] for name in LOCATION_OPTIONS if name in options}
     options = {"use_safetensors": True, **options}
-    files = {**where, "variant": options.get("variant"), "pickles": not options["use_safetensors"]}
+    files = {**location, "variant": options.get("variant"), "pickles": not options["use_safetensors"]}
     if not read_normalizers(directory, **files) and not has_saved_output(directory, **files):
         raise FileNotFoundError(
             f"expected a folder or a model in the Hugging Face cache, got {str(directory)!r}, and the hub cannot be "
@@ -126,17 +126,19 @@ def from_pretrained(
             else f"expected a patched model in {directory}, got one without normalizers. Load it with transformers' "
             "from_pretrained."
         )
-    adapters, config = (find_file(directory, name, **where) for name in (ADAPTER_FILE, CONFIG))
+    adapters, config = (find_file(directory, name, **location) for name in (ADAPTER_FILE, CONFIG))
     if model_class is None and adapters and not config:
         raise ValueError(
             f"expected a model in {directory}, got adapters alone. Name the class of their model, e.g. "
             "model_class=transformers.AutoModelForCausalLM."
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
-    chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **where, **trusted), directory)
+    chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **location, **trusted), directory)
     ours = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
     with expecting_weights(chosen, ours), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*attnorm_replaced_softmax")  # PEFT, about the mark of peft_adapters
+        warnings.filterwarnings(
+            "ignore", "(?s).*attnorm_replaced_softmax"
+        )  # a warning of PEFT about an entry that models/peft_adapters.py writes
         model: PreTrainedModel = chosen.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **files)
     restore_output(model, directory, **files)
@@ -144,11 +146,11 @@ def from_pretrained(
 
 
 def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str], **files: Any) -> None:
-    """Attach the normalizers that were saved with a model; an ordinary model stays as it is.
+    """Attach the normalizers that were saved with a model; a model without any does not change.
 
     files: options of read_normalizers.
     """
-    record = forget_record(model)
+    record = remove_record(model)
     digest = record.get("values") if isinstance(record, Mapping) else None
     saved = read_normalizers(directory, digest=digest, **files)
     if record is not None and not saved:
@@ -171,16 +173,16 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
             raise ValueError(
                 f"{directory}: expected attention modules of {type(model).__name__}, got a normalizer for {path!r}"
             )
-        parts[modules[path]] = (_restored(path, one, modules[path]), one.recipe)
+        parts[modules[path]] = (_restore_normalizer(path, one, modules[path]), one.recipe)
     if parts:
         attach(model, parts)
 
 
 def with_known_loss(model: PreTrainedModel) -> PreTrainedModel:
-    """Name the loss that transformers does not find for GPT-2 by its class name.
+    """Set the loss type that transformers does not find for GPT-2 by its class name.
 
-    Without it transformers takes this loss after a warning, and a Trainer logs a loss that is lower by the share of
-    each text's first token.
+    Without it, transformers warns and uses the same loss, but Trainer logs a wrong number: lower by the share of each
+    text's first token.
     """
     if getattr(model, "loss_type", "known") is None and hasattr(model, "generate"):
         model.loss_type = "ForCausalLM"
@@ -192,8 +194,8 @@ def _check_directory(directory: Any) -> None:
         raise TypeError(f"expected the path of a folder, e.g. 'my-model', got {reprlib.repr(directory)}")
 
 
-def _check_place(directory: str | os.PathLike[str]) -> None:
-    """Reject what is neither a folder nor a possible name on the hub, where transformers speaks of repositories."""
+def _check_location(directory: str | os.PathLike[str]) -> None:
+    """Raise an error for what is neither a folder nor a possible hub name; transformers' own message would mislead."""
     path, wanted = Path(directory), "Give the folder of a saved model."
     if path.is_file():
         raise NotADirectoryError(f"expected a folder, got the file {path}. {wanted}")
@@ -202,8 +204,8 @@ def _check_place(directory: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"there is no folder {name!r}; {did_you_mean(name)}{wanted}")
 
 
-def _unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside torch.compile's or a parallel wrapper."""
+def _unwrap(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside a wrapper of torch.compile or of parallel training."""
     inner = model
     while not isinstance(inner, PreTrainedModel) and isinstance(inner, nn.Module):
         inner = plain if (plain := uncompiled(inner)) is not inner else getattr(inner, "module", None)
@@ -244,7 +246,10 @@ def check_savable(model: nn.Module) -> None:
 
 @contextmanager
 def _digest_in_config(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """While inside, the config holds a digest of the normalizers' values; training would make it wrong."""
+    """Within the with statement, the config holds a digest of the normalizers' values.
+
+    It is removed afterwards, because training would make it wrong.
+    """
     record = getattr(model.config, RECORD, None)
     if not patched_modules(model):
         yield
@@ -259,11 +264,11 @@ def _digest_in_config(model: PreTrainedModel, state: Mapping[str, Tensor]) -> It
             setattr(model.config, RECORD, record)
 
 
-def _restored(path: str, saved: SavedNormalizer, module: nn.Module) -> Normalizer | Mechanism:
+def _restore_normalizer(path: str, saved: SavedNormalizer, module: nn.Module) -> Normalizer | Mechanism:
     recipe = saved.recipe
     assert recipe.name is not None
-    heads = None if recipe.heads is None else checked_heads(recipe.heads, module, path)
-    normalizer = on_heads(get(recipe.name, **recipe.options), heads)
+    heads = None if recipe.heads is None else validate_heads(recipe.heads, module, path)
+    normalizer = restrict_to_heads(get(recipe.name, **recipe.options), heads)
     try:
         normalizer.load_state_dict(dict(saved.values))
     except RuntimeError as error:
@@ -284,48 +289,48 @@ def _saved_class(config: Any, directory: str | os.PathLike[str]) -> type[Any]:
 
 
 def _base_path(model: nn.Module, path: str) -> str:
-    """The path within the base model, so that a language model's normalizers fit the model without its head too."""
+    """Return the path within the base model, so that a model without its head can load the same normalizers."""
     prefix = getattr(model, "base_model_prefix", "")
     return path.removeprefix(f"{prefix}.") if prefix else path
 
 
 def model_card(model: nn.Module) -> str:
-    """Markdown that names the model's normalizers and papers, and how to load it."""
-    return f"{FRONT_MATTER}{_section(model)}\n"
+    """Return a README in Markdown: the model's normalizers, their papers, and how to load the model."""
+    return f"{FRONT_MATTER}{_card_section(model)}\n"
 
 
 def write_card(folder: Path, model: nn.Module) -> None:
-    """Write a README for a patched model where there is none, or correct attnorm's section of an existing one."""
+    """Write a README for a patched model if there is none, or update attnorm's section of an existing one."""
     path = folder / "README.md"
     if not path.exists() and patched_modules(model):
-        _replace(path, model_card(model).encode())
+        _write_atomically(path, model_card(model).encode())
     content = path.read_bytes() if path.is_file() else b""
     before, begin, rest = content.partition(BEGIN.encode())
     _, end, after = rest.partition(END.encode())
     if not begin or not end:
         return
-    section = _section(model).encode() if patched_modules(model) else b""
+    section = _card_section(model).encode() if patched_modules(model) else b""
     if not section and not after.strip() and before == FRONT_MATTER.encode():
         path.unlink()
     elif before + section + after != content:
-        _replace(path, before + section + after)
+        _write_atomically(path, before + section + after)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     with atomic_replace(path) as draft:
         draft.write_bytes(content)
 
 
-def _section(model: nn.Module) -> str:
+def _card_section(model: nn.Module) -> str:
     counts: dict[str, int] = {}
     for module in patched_modules(model).values():
-        described = _described(module)
+        described = _describe_normalizer(module)
         counts[described] = counts.get(described, 0) + 1
     lines = [f"- {text}, in {count} attention module{'' if count == 1 else 's'}" for text, count in counts.items()]
     return f"{BEGIN}\n{SECTION}{END}".format(lines="\n".join(lines))
 
 
-def _described(module: nn.Module) -> str:
+def _describe_normalizer(module: nn.Module) -> str:
     recipe = recipe_of(module)
     name = recipe.name or normalizer_of(module).name
     entry = entries().get(name)

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_mask, noop_mask
 
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.hf_call import Visible, read_mask
+from attnorm.models.hf_call import VisibleKeys, read_mask
 from attnorm.models.private_names import is_identity_score_mod
 
 LARGEST = 2**29  # scores that a score_mod is evaluated for at once: 2 GiB in float32
@@ -48,14 +48,14 @@ def read_scaled_dot_product_attention(
     query, key, value, mask = _four_dimensional(query, key, value, attn_mask)
     queries, keys = query.shape[-2], key.shape[-2]
     mask = None if mask is None else mask.expand(*mask.shape[:-1], keys)
-    visible = Visible(causal=False) if mask is None else read_mask("sdpa", mask, queries=queries, keys=keys)
+    visible = VisibleKeys(causal=False) if mask is None else read_mask("sdpa", mask, queries=queries, keys=keys)
     kind = "decoder" if is_causal else kind_of(visible, queries, keys, itself=queries == keys)
     if is_causal and mask is None:
         if queries <= keys:  # top-left: keys after the last query are hidden from all
-            key, value, visible = key[..., :queries, :], value[..., :queries, :], Visible(causal=True)
+            key, value, visible = key[..., :queries, :], value[..., :queries, :], VisibleKeys(causal=True)
         else:
             ordered = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-            visible = Visible(causal=False, mask=ordered[None, None])
+            visible = VisibleKeys(causal=False, mask=ordered[None, None])
     return _call(kind, query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale), visible)
 
 
@@ -118,7 +118,7 @@ def read_multi_head_attention(
     if is_causal and key_padding_mask is None and not need_weights:
         # Torch drops the mask here and asks scaled_dot_product_attention for a causal one.
         return read_scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, is_causal=True, scale=scale)
-    given = Visible(causal=False)
+    given = VisibleKeys(causal=False)
     if attn_mask is not None:
         mask = attn_mask.unflatten(0, (batch, num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
         given = read_mask("sdpa", _hidden_to_visible(mask), queries=queries, keys=keys)
@@ -161,7 +161,7 @@ def read_native_multi_head_attention(
         states.unflatten(-1, (num_head, -1)).transpose(1, 2)
         for states in F.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
     )
-    given = Visible(causal=False) if visible is None else read_mask("sdpa", visible, queries=length, keys=length)
+    given = VisibleKeys(causal=False) if visible is None else read_mask("sdpa", visible, queries=length, keys=length)
     kind = kind_of(given, length, length, itself=True)
     return _call(kind, query_BHQD, key_BHKD, value_BHKD, query_BHQD.shape[-1] ** -0.5, given)
 
@@ -190,7 +190,7 @@ def read_transformer_encoder_layer(
     )  # fmt: skip
 
 
-def kind_of(visible: Visible, queries: int, keys: int, *, itself: bool) -> Kind:
+def kind_of(visible: VisibleKeys, queries: int, keys: int, *, itself: bool) -> Kind:
     """decoder where no query sees a later key; itself: queries and keys come from one sequence."""
     mask = visible.mask
     if mask is not None and mask.shape[-2] > 1 and not visible.causal:
@@ -200,7 +200,7 @@ def kind_of(visible: Visible, queries: int, keys: int, *, itself: bool) -> Kind:
     return "decoder" if visible.causal else "encoder" if itself else "cross"
 
 
-def _call(kind: Kind, query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visible) -> AttentionCall:
+def _call(kind: Kind, query: Tensor, key: Tensor, value: Tensor, scale: float, visible: VisibleKeys) -> AttentionCall:
     return AttentionCall(
         layer=0,
         kind=kind,
@@ -249,7 +249,7 @@ def _hidden_to_visible(mask: Tensor) -> Tensor:
     return mask.logical_not() if mask.dtype == torch.bool else mask
 
 
-def _both(first: Visible, second: Visible) -> Visible:
+def _both(first: VisibleKeys, second: VisibleKeys) -> VisibleKeys:
     """What both allow, with both biases."""
     if first.mask is None or second.mask is None:
         mask = second.mask if first.mask is None else first.mask
@@ -259,10 +259,10 @@ def _both(first: Visible, second: Visible) -> Visible:
         bias = second.bias if first.bias is None else first.bias
     else:
         bias = first.bias + second.bias
-    return Visible(causal=first.causal, mask=mask, bias=bias)
+    return VisibleKeys(causal=first.causal, mask=mask, bias=bias)
 
 
-def _with_extra_keys(visible: Visible, extra: int, queries: int, keys: int) -> Visible:
+def _with_extra_keys(visible: VisibleKeys, extra: int, queries: int, keys: int) -> VisibleKeys:
     """For keys that nn.MultiheadAttention appends (add_bias_kv, add_zero_attn) and every query sees."""
     if not extra:
         return visible
@@ -271,7 +271,7 @@ def _with_extra_keys(visible: Visible, extra: int, queries: int, keys: int) -> V
         device = None if mask is None else mask.device
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
         mask = ordered[None, None] if mask is None else mask & ordered
-    return Visible(
+    return VisibleKeys(
         causal=False,
         mask=None if mask is None else F.pad(mask, (0, extra), value=True),
         bias=None if bias is None else F.pad(bias, (0, extra)),
@@ -307,17 +307,19 @@ def read_flex_attention(
     )
 
 
-def _masked(block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.device) -> Visible:
+def _masked(block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.device) -> VisibleKeys:
     mask_mod = block_mask[-1]
     if mask_mod is noop_mask:
-        return Visible(causal=False)
+        return VisibleKeys(causal=False)
     blocks = next(part for part in block_mask if isinstance(part, Tensor))  # (B or 1, H or 1, blocks of queries)
     _check_size(blocks.shape[0] * blocks.shape[1] * queries * keys, "mask_mod")
     mask = create_mask(mask_mod, blocks.shape[0], blocks.shape[1], queries, keys, device=str(device))
     return read_mask("sdpa", mask, queries, keys)
 
 
-def _scored(query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], scale: float, visible: Visible) -> Visible:
+def _scored(
+    query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], scale: float, visible: VisibleKeys
+) -> VisibleKeys:
     """What the mask leaves visible, without keys that the score_mod sets to -inf, and what it adds to the others."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[-2]
@@ -339,8 +341,8 @@ def _scored(query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], scale:
         mask = visible.mask if mask is None else mask & visible.mask
     if visible.causal != found.causal and mask is not None and mask.shape[-2] > 1:
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        return Visible(causal=False, mask=mask & ordered, bias=found.bias)
-    return Visible(causal=visible.causal or found.causal, mask=mask, bias=found.bias)
+        return VisibleKeys(causal=False, mask=mask & ordered, bias=found.bias)
+    return VisibleKeys(causal=visible.causal or found.causal, mask=mask, bias=found.bias)
 
 
 def _check_size(scores: int, what: str) -> None:

@@ -38,6 +38,6 @@ class ScoreTable:
 
 
 class Evaluated(Protocol):
-    """What the report needs of an evaluation, whose room lies above."""
+    """What the report needs of an evaluation. The package `evaluation` imports the report, so it cannot be imported."""
 
     def score_table(self) -> ScoreTable: ...
