@@ -17,7 +17,7 @@ from attnorm.analysis.stability import passages, same_numbers, stability
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds, judge
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
-from attnorm.analysis.verdicts.rules import NOTHING, Case, verdict_codes
+from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, verdict_codes
 from attnorm.analysis.verdicts.thresholds import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
@@ -44,11 +44,11 @@ def test_arrays_of_heads_get_the_verdicts_that_the_rules_give_one_by_one(
 ) -> None:
     row = row | {"normalizer": "model", "n_low": min(row["n_low"], row["n_high"])}
     alone = None if math.isnan(over_lengths) else over_lengths
-    case = Case(row=row, thresholds=Thresholds(), runs="softmax", slope_over_lengths=alone, what_if=what_if)
+    case = HeadCase(row=row, thresholds=Thresholds(), runs="softmax", slope_over_lengths=alone, what_if=what_if)
     arrays = {name: np.array([value]) for name, value in row.items() if name != "normalizer"}
     arrays |= {"worst_norm": np.array([0.5]), "near_worst": np.array([False]), "what_if": np.array([what_if])}
     code = int(verdict_codes({**arrays, "slope_over_lengths": np.array([over_lengths])}, Thresholds())[0])
-    assert (None if code == NOTHING else VERDICTS[code]) == judge_head(case).verdict
+    assert (None if code == NOT_JUDGED else VERDICTS[code]) == judge_head(case).verdict
 
 
 def windows_of(tables: dict[str, pa.Table], values: list[float]) -> pa.Table:
@@ -210,8 +210,8 @@ def test_a_what_if_is_judged_by_its_sharpness_and_not_by_the_slope_that_its_fact
         "horizon": 1e6, "jacobian_norm": 0.1, "jacobian_norm_q75": 0.1,
     }  # fmt: skip
     case = {"row": row, "thresholds": Thresholds(), "runs": "ssmax"}
-    assert judge_head(Case(**case)).verdict == "healthy", "a model that runs it keeps up with the length"
-    assert judge_head(Case(**case, what_if=True)).verdict == "dispersed-by-choice"
+    assert judge_head(HeadCase(**case)).verdict == "healthy", "a model that runs it keeps up with the length"
+    assert judge_head(HeadCase(**case, what_if=True)).verdict == "dispersed-by-choice"
 
 
 def test_ssmax_starts_from_the_models_context_length() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative
+from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative_rows
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
-from attnorm.analysis.verdicts.rows import keys
-from attnorm.analysis.verdicts.rules import Case, is_selecting, worst_norm
+from attnorm.analysis.verdicts.rows import format_keys
+from attnorm.analysis.verdicts.rules import HeadCase, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import command
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
@@ -46,7 +46,7 @@ SMEARED = {"entropy_ratio": 0.9, "entropy_nats": 0.9 * math.log(1024), "gap_slop
 
 
 def told(runs: str | None = "softmax", **numbers: Any) -> Judgement:
-    return judge_head(Case(row=head(**numbers), thresholds=Thresholds(), runs=runs))
+    return judge_head(HeadCase(row=head(**numbers), thresholds=Thresholds(), runs=runs))
 
 
 def verdict(runs: str | None = "softmax", **numbers: Any) -> str | None:
@@ -351,7 +351,7 @@ def test_no_first_token_is_to_be_kept_for_heads_that_rest_on_that_of_their_windo
 
 
 def test_what_is_beside_the_first_key_of_a_window_is_named_so() -> None:
-    case = Case(row=head(sink_mass=0.4), thresholds=Thresholds(), runs="softmax")
+    case = HeadCase(row=head(sink_mass=0.4), thresholds=Thresholds(), runs="softmax")
     assert "1,023 keys beside the sink (which holds 40%)" in judge_head(case).evidence
     behind = judge_head(replace(case, windowed=True)).evidence
     assert "1,023 keys beside the first of its window (which holds 40%)" in behind
@@ -581,7 +581,7 @@ def test_with_several_texts_a_verdict_counts_only_where_most_texts_give_it(given
     for row in rows:
         if (row["layer"], row["head"]) == (1, 0):
             row["verdict"] = dict(zip("abc", given, strict=True))[row["text"]]
-    chosen, changing = representative(rows)
+    chosen, changing = representative_rows(rows)
     assert len(chosen) == sum(len(row) for row in CAST)
     assert changing == (len({*given} - {"undecided"}) > 1)
     assert next(row["verdict"] for row in chosen if (row["layer"], row["head"]) == (1, 0)) == expected
@@ -599,7 +599,7 @@ def test_of_texts_that_agree_the_longest_is_told() -> None:
     rows = judged(synthetic_tables(texts=("a", "b"), lengths=(256, 512), normalizers=("model",)))["heads"].to_pylist()
     uneven = [row for row in rows if row["length"] == (256 if row["text"] == "a" else 512)]
     same = [{**row, "verdict": "healthy"} for row in uneven]
-    assert {row["text"] for row in representative(same)[0]} == {"b"}
+    assert {row["text"] for row in representative_rows(same)[0]} == {"b"}
 
 
 def test_top_k_advice_survives_runs_that_share_no_n() -> None:
@@ -633,4 +633,4 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
     ("count", "words"), [(8.37, "8.4"), (2191.6, "2,192"), (27_232_100, "27.2 million"), (2.1e15, "2e+15")]
 )
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:
-    assert keys(count) == words
+    assert format_keys(count) == words

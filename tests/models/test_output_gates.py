@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import attnorm
-from attnorm.analysis.verdicts.rules import Case, sink_dominated
+from attnorm.analysis.verdicts.rules import HeadCase, sink_dominated
 from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
@@ -182,7 +182,7 @@ def test_a_sink_behind_a_closed_gate_is_none() -> None:
     row = {"n_high": 100, "sink_mass_q50": 0.95, "effective_keys_without_sink_q50": 3.0}
 
     def verdicts(**more: float) -> list[str]:
-        case = Case(row={**row, **more}, thresholds=Thresholds(), runs="softmax")
+        case = HeadCase(row={**row, **more}, thresholds=Thresholds(), runs="softmax")
         return [verdict for verdict, _ in sink_dominated(case)]
 
     assert verdicts() == ["sink-dominated"]

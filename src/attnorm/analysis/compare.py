@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts import representative
+from attnorm.analysis.verdicts import representative_rows
 from attnorm.analysis.verdicts.rows import Row, head_rows, number
 from attnorm.analysis.verdicts.thresholds import VERDICTS
 
@@ -74,7 +74,9 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
             f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or measure it "
             "again with --normalizers model,ssmax,entmax15"
         )
-    rows = {label: representative(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()}
+    rows = {
+        label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()
+    }
     sides = [_side(label, *chosen[label], rows[label]) for label in chosen]
     first, *others = (_by_head(rows[label]) for label in chosen)
     labels = list(chosen)[1:]
@@ -93,7 +95,7 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
 def sides_of(analysis: Analysis) -> list[Side]:
     """Summarize an analysis, one side per normalizer."""
     return [
-        _side(name, run, normalizer, representative(head_rows(run.heads), normalizer)[0])
+        _side(name, run, normalizer, representative_rows(head_rows(run.heads), normalizer)[0])
         for name, (run, normalizer) in _chosen({"": analysis}).items()
     ]
 

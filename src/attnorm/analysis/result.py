@@ -26,7 +26,7 @@ from attnorm.analysis.tables import (
     with_new_metrics,
     with_optional,
 )
-from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative
+from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative_rows
 from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.analysis.verdicts.rows import Row, head_rows
 from attnorm.analysis.verdicts.thresholds import thresholds_of
@@ -362,7 +362,7 @@ def _counts(verdict: ModelVerdict) -> str:
 
 def _worst(heads: pa.Table) -> list[Row]:
     """Return heads that are not healthy, of those that the headline counts."""
-    rows, _ = representative(head_rows(heads))
+    rows, _ = representative_rows(head_rows(heads))
     unhealthy = [row for row in rows if row["verdict"] not in ("healthy", None)]
     return sorted(unhealthy, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
 

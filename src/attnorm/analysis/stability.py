@@ -18,7 +18,7 @@ from typing import Any
 
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS
-from attnorm.analysis.verdicts.rows import head_id, head_rows, representative
+from attnorm.analysis.verdicts.rows import head_id, head_rows, representative_rows
 from attnorm.analysis.verdicts.thresholds import UNDECIDED
 
 Head = tuple[str, int, int]
@@ -124,7 +124,7 @@ def _over_pairs(verdicts: list[list[str | None]], runs: int) -> tuple[float, flo
 
 
 def _verdicts(run: Analysis) -> dict[Head, str | None]:
-    heads, _ = representative(head_rows(run.heads))
+    heads, _ = representative_rows(head_rows(run.heads))
     return {head_id(row): row["verdict"] for row in heads}
 
 

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from attnorm.analysis.circuits import SEQUENCES, SHORTEST, circuit_columns, measure_circuits, probe_lengths
 from attnorm.analysis.settings import named_normalizers, started_at_length
 from attnorm.analysis.verdicts.circuits import CIRCUITS, NAMED_FROM, SHARP, circuit_of
-from attnorm.analysis.verdicts.rows import keys
+from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
@@ -168,7 +168,7 @@ def _lost(heads: Sequence[NamedHead]) -> ExperimentFinding:
         ours = (
             f"of {len(at_first)} heads with half of the weight on their key at {n[0]:.0f} keys, {len(lost)} have lost "
             f"it at {n[-1]:,.0f}"
-            + (f" (they are sharp to {keys(float(np.median(reaches)))} keys in the median)" if lost else "")
+            + (f" (they are sharp to {format_keys(float(np.median(reaches)))} keys in the median)" if lost else "")
         )
     return ExperimentFinding(
         claim="Sharp circuits lose their focus as the input grows (Velickovic et al. 2024, introduction)",
@@ -240,7 +240,7 @@ def summary(heads: Sequence[NamedHead], total: int, lengths: Sequence[int]) -> s
             word = f"{words.split(' ', 1)[1]}{'s' * (len(own) != 1)}"
             parts.append(
                 f"{len(own)} {word}, {still} sharp at {best.n[-1]:,.0f} keys (best: {best.name}, sharp to "
-                f"{keys(best.reach)})"
+                f"{format_keys(best.reach)})"
             )
     return f"Of {total} heads: {'; '.join(parts)}."
 

@@ -17,8 +17,8 @@ from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison
 from attnorm.analysis.reads import TopKeys, quoted, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
-from attnorm.analysis.verdicts import representative
-from attnorm.analysis.verdicts.rows import Row, head_rows, keys, number
+from attnorm.analysis.verdicts import representative_rows
+from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
@@ -47,7 +47,7 @@ CHANGES = 10
 
 def analysis_summary(analysis: Analysis) -> RenderableType:
     """Return what `attnorm analyze` prints at the end."""
-    heads, _ = representative(head_rows(analysis.heads))
+    heads, _ = representative_rows(head_rows(analysis.heads))
     verdict = analysis.verdict
     parts: list[RenderableType] = [Text(verdict.headline, style="bold"), Text(_about(analysis), style="dim"), Text()]
     for kind in dict.fromkeys(row["kind"] for row in heads):
@@ -106,7 +106,7 @@ def _cell(row: Row | None) -> Text:
 def _keys_in_use(rows: Sequence[Row]) -> str:
     """Return the median of effective keys over the layer's heads, and n."""
     known = [value for row in rows if (value := number(row, "effective_keys")) is not None]
-    return f"{keys(median(known))} of {max(row['n_high'] for row in rows):,}" if known else "-"
+    return f"{format_keys(median(known))} of {max(row['n_high'] for row in rows):,}" if known else "-"
 
 
 def _legend(heads: Sequence[Row]) -> Table:
@@ -264,7 +264,7 @@ def _quartiles(name: str, side: Side) -> str:
 
 
 def number_words(name: str, value: float) -> str:
-    return keys(value) if BY_NAME[name].unit == "keys" else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+    return format_keys(value) if BY_NAME[name].unit == "keys" else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
 
 
 def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -> RenderableType:

@@ -2,7 +2,7 @@
 
 from attnorm.analysis.verdicts.judge import judge
 from attnorm.analysis.verdicts.model import ModelVerdict, model_verdict
-from attnorm.analysis.verdicts.rows import representative
+from attnorm.analysis.verdicts.rows import representative_rows
 from attnorm.analysis.verdicts.thresholds import MEANING, VERDICTS, Thresholds
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 
@@ -15,5 +15,5 @@ __all__ = [
     "WhatIf",
     "judge",
     "model_verdict",
-    "representative",
+    "representative_rows",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.verdicts.rows import Row, by_view, keys, number
+from attnorm.analysis.verdicts.rows import Row, format_keys, number, split_by_window
 from attnorm.analysis.verdicts.thresholds import DISPERSED
 from attnorm.analysis.verdicts.what_if import (
     Advice,
@@ -175,7 +175,7 @@ def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | No
     for name, rows in others.items():
         what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
     properties = properties_of(runs)
-    on_first, windowed = by_view(parked, heads)
+    on_first, windowed = split_by_window(parked, heads)
     rest = f"{len(parked)} of {len(chosen)} heads rest on the first key"
     if windowed:
         rest += f" ({len(windowed)} of them on that of their window, which moves with the text)"
@@ -216,7 +216,7 @@ def _blurred(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
 
 def _nothing(chosen: Rows) -> Advice:
     horizons = [value for row in chosen if (value := number(row, "horizon")) is not None]
-    room = f" Half of the heads have a horizon of {keys(median(horizons))} keys or more." if horizons else ""
+    room = f" Half of the heads have a horizon of {format_keys(median(horizons))} keys or more." if horizons else ""
     return Advice(
         title="Nothing needs changing", text=f"No head is shown to be dispersed or saturated here.{room}", heads=0
     )

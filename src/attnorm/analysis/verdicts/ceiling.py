@@ -1,13 +1,13 @@
-"""Is the ceiling binding, from which length will it be, and do heads keep up with a growing context?
+"""Is the ceiling of softmax binding, from which length on will it be, and do heads keep up with a growing context?
 
-With spread d softmax can give no key more than half of a row of more than 1 + e^d keys. The spread itself grows with
-the context, as the extremes of more logits: for logits of normal tails like sqrt(log n). Per head a line through the
-spread against sqrt(log n) over the bins of one pass, spread = a + b sqrt(log n), says at which length it is overtaken:
+If the logits of a row have the spread d, softmax can give no key more than half of the weight among more than 1 + e^d
+keys. This number of keys is the horizon. The spread grows with the context, for normal tails like sqrt(log n). We fit
+spread = a + b sqrt(log n) over the bins of one pass. The ceiling binds where log n overtakes the spread:
 
     log n = a + b sqrt(log n)
 
-That is an extrapolation, and is named so wherever it is shown. Logits that are bounded, as those of every finite
-vocabulary are, grow more slowly in the end, so the true length is no larger in the long run.
+This is an extrapolation, and every text that shows it says so. Bounded logits, such as those of a finite vocabulary,
+grow more slowly in the end, so the true length is not larger in the long run.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from attnorm.analysis.verdicts.rows import Row, number
-from attnorm.analysis.verdicts.rules import judged_horizon, judged_keys
+from attnorm.analysis.verdicts.rules import judged_horizon, judged_suffix
 from attnorm.analysis.verdicts.thresholds import Thresholds
 
 FARTHEST = 1e10  # longer lengths are not printed as numbers
@@ -26,11 +26,11 @@ FARTHEST = 1e10  # longer lengths are not printed as numbers
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Over the heads that were measured: how many are beyond their horizon, and where the others will be."""
+    """How many of the measured heads are beyond their horizon, and at which length the others will be."""
 
     heads: int
-    beyond: int  # the longest rows have more keys than their horizon
-    length: int  # of those rows
+    beyond: int  # heads whose longest rows have more keys than their horizon
+    length: int  # keys of the longest rows
     horizons: tuple[float, float, float]  # 10, 50 and 90 % over heads
     binding: tuple[float, float, float]  # 10, 50 and 90 % of the extrapolated lengths
 
@@ -47,30 +47,31 @@ class Rate:
 
 
 def ceiling(heads: Sequence[Row], by_length: Iterable[Row], thresholds: Thresholds) -> Ceiling | None:
-    """None where no head has a horizon. Beside a sink that matters, the spread is that of the other keys.
+    """Compare the longest rows of each head with its horizon; None if no head has a horizon.
 
-    by_length: the curves to extrapolate; none where a factor changes with n, so that the spread alone says nothing.
+    by_length: curves of the spread to extrapolate; empty if the normalizer multiplies logits by a factor of n. If a
+    sink holds much weight, the spread is that of the other keys.
     """
     curves: dict[tuple[Any, ...], list[Row]] = {}
     for row in by_length:
-        curves.setdefault(_head(row), []).append(row)
+        curves.setdefault(_head_key(row), []).append(row)
     horizons, lengths, beyond, longest = [], [], 0, 0
     for row in heads:
         horizon = judged_horizon(row, thresholds)
         if horizon is None:
             continue
         horizons.append(horizon)
-        n, column = row["n_high"], f"logit_spread{judged_keys(row, thresholds)}"
+        n, column = row["n_high"], f"logit_spread{judged_suffix(row, thresholds)}"
         beyond += n > horizon
         longest = max(longest, n)
-        lengths.append(horizon if n > horizon else binding_length(curves.get(_head(row), ()), column, horizon))
+        lengths.append(horizon if n > horizon else binding_length(curves.get(_head_key(row), ()), column, horizon))
     if not horizons:
         return None
-    return Ceiling(len(horizons), beyond, longest, _three(horizons), _three(lengths))
+    return Ceiling(len(horizons), beyond, longest, _quantiles(horizons), _quantiles(lengths))
 
 
 def binding_length(curve: Iterable[Row], column: str, horizon: float) -> float:
-    """The n at which a growing spread is overtaken: at the horizon or later, and there where no line can be drawn."""
+    """Return the n at which log n overtakes the growing spread; at least the horizon, and the horizon without a fit."""
     points = [
         (math.sqrt(math.log(row["n"])), spread)
         for row in curve
@@ -80,7 +81,7 @@ def binding_length(curve: Iterable[Row], column: str, horizon: float) -> float:
         return horizon
     x, y = np.array(points).T
     b, a = np.polyfit(x, y, 1)
-    if b <= 0 or b * b + 4 * a < 0:  # it falls in the sample, or a line below log n at every length: as it is now
+    if b <= 0 or b * b + 4 * a < 0:  # the spread does not grow, or the line is below log n at every length
         return horizon
     root = (b + math.sqrt(b * b + 4 * a)) / 2
     return max(horizon, math.exp(min(root * root, 700.0)))
@@ -102,11 +103,11 @@ def rate(heads: Iterable[Row]) -> Rate | None:
     )
 
 
-def _three(values: Sequence[float]) -> tuple[float, float, float]:
-    """10, 50 and 90 %, each one of the values: an infinite one cannot be averaged."""
+def _quantiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the quantiles 10, 50 and 90 % without interpolation, since values may be infinite."""
     low, middle, high = np.quantile(values, (0.1, 0.5, 0.9), method="inverted_cdf")
     return float(low), float(middle), float(high)
 
 
-def _head(row: Row) -> tuple[Any, ...]:
+def _head_key(row: Row) -> tuple[Any, ...]:
     return row["text"], row["length"], row["kind"], row["layer"], row["head"]

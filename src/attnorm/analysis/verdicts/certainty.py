@@ -1,8 +1,8 @@
-"""How sure a verdict is: windows that agree, and the bootstrap of what the head is judged by.
+"""Confidence of a verdict: how many windows agree, and a bootstrap of the numbers that the head is judged by.
 
-Units are the windows of the text, or blocks of consecutive rows where there are fewer than four windows. Units are
-drawn with replacement; every resample is judged by the same rules as the head itself. The confidence of a verdict is
-the share of resamples that give it, the interval of a number is that of its 2.5 % and 97.5 % quantiles over resamples.
+The bootstrap draws units with replacement: windows of the text, or blocks of consecutive rows if there are fewer than
+four windows. Every resample is judged by the same rules as the head. The confidence of a verdict is the share of
+resamples that have it. The interval of a number is between its 2.5 % and 97.5 % quantiles over resamples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
 from attnorm.analysis.verdicts.rows import Row
-from attnorm.analysis.verdicts.rules import NOTHING, judged_keys, verdict_codes
+from attnorm.analysis.verdicts.rules import NOT_JUDGED, judged_suffix, verdict_codes
 from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
 
 RESAMPLES = 400
@@ -30,12 +30,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Certainty:
-    confidence: float  # NaN where nothing could be resampled
-    agreement: float  # NaN with one window
+    """Confidence of one head's verdict, and the number that decides between it and the nearest other verdict."""
+
+    confidence: float  # NaN if nothing could be resampled
+    agreement: float  # share of windows with the same verdict; NaN with one window
     windows: int
     agreeing: int
-    other: str | None  # the most frequent other verdict of the resamples
-    deciding: str  # column
+    other: str | None  # most frequent other verdict of the resamples
+    deciding: str  # column of the deciding number; value, interval and threshold follow
     value: float
     low: float
     high: float
@@ -43,63 +45,65 @@ class Certainty:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """All heads as arrays: what is judged, and what does not change between windows."""
+class HeadArrays:
+    """The arguments of `verdict_codes` for all heads, (H,) each."""
 
-    numbers: Arrays  # (H,)
-    fixed: (
-        Arrays  # (H,): n_high, n_low, broken_rows, worst_norm, near_worst, what_if, slope_over_lengths, gated_sink_mass
-    )
+    numbers: Arrays  # columns that are resampled
+    fixed: Arrays  # everything else, such as n_high, worst_norm and what_if
 
 
-def certainties(
-    rows: Sequence[Row], judged: Judged, windows: pa.Table, blocks: pa.Table, thresholds: Thresholds
+def assess_certainty(
+    rows: Sequence[Row], judged: HeadArrays, windows: pa.Table, blocks: pa.Table, thresholds: Thresholds
 ) -> tuple[list[Certainty], list[str | None]]:
-    """One for each head, and the verdict of each row of `windows`."""
+    """Return the certainty of each head, and the verdict of each row of `windows`."""
     index_of = {tuple(row[name] for name in _KEY): index for index, row in enumerate(rows)}
     codes = verdict_codes({**judged.numbers, **judged.fixed}, thresholds)
-    by_window = _of_windows(windows, index_of, judged, thresholds)
+    by_window = _judge_windows(windows, index_of, judged, thresholds)
     found: list[Certainty] = []
     for start in range(0, len(rows), HEADS_AT_ONCE):
         here = slice(start, start + HEADS_AT_ONCE)
-        resampled = _resampled(here, judged, by_window, _units(blocks, index_of, here, len(rows)))
+        resampled = _resample(here, judged, by_window, _block_medians(blocks, index_of, here, len(rows)))
         part_codes = verdict_codes({**resampled, **{k: v[here, None] for k, v in judged.fixed.items()}}, thresholds)
         for at, row in enumerate(rows[here]):
             own = {name: value[at] for name, value in resampled.items()}
-            found.append(_certainty(row, start + at, codes, part_codes[at], own, by_window, judged, thresholds))
+            found.append(_certainty_of_head(row, start + at, codes, part_codes[at], own, by_window, judged, thresholds))
     return found, by_window.verdicts
 
 
 @dataclass(frozen=True)
 class _Windows:
-    owner: np.ndarray  # head of each row of the table, -1 for none
-    codes: np.ndarray
-    units: Arrays  # (H, W), NaN where a head has fewer windows
-    count: np.ndarray  # (H,)
+    """The table of windows as arrays, with verdicts."""
+
+    owner: np.ndarray  # index of the head of each row of the table
+    codes: np.ndarray  # verdict of each row
+    units: Arrays  # (H, W) by column; NaN if a head has fewer windows
+    count: np.ndarray  # (H,): windows of each head
     verdicts: list[str | None]
 
 
-def _of_windows(windows: pa.Table, index_of: Mapping[Any, int], judged: Judged, thresholds: Thresholds) -> _Windows:
+def _judge_windows(
+    windows: pa.Table, index_of: Mapping[Any, int], judged: HeadArrays, thresholds: Thresholds
+) -> _Windows:
     heads = len(index_of)
-    owner = _owners(windows, index_of)
+    owner = _head_indices(windows, index_of)
     numbers = {name: _column(windows, name, judged.numbers[name][owner]) for name in judged.numbers}
     fixed = {name: value[owner] for name, value in judged.fixed.items()}
     for name in ("broken_rows", "n_low", "n_high", "worst_norm"):
         fixed[name] = _column(windows, name, fixed[name])
     codes = verdict_codes({**numbers, **fixed}, thresholds) if len(owner) else np.zeros(0, dtype=int)
-    slot = _slots(owner)
+    slot = _indices_within_heads(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {name: np.full((heads, width), np.nan) for name in numbers}
     for name, value in numbers.items():
         units[name][owner, slot] = value
-    verdicts = [None if code == NOTHING else VERDICTS[code] for code in codes.tolist()]
+    verdicts = [None if code == NOT_JUDGED else VERDICTS[code] for code in codes.tolist()]
     return _Windows(owner, codes, units, np.bincount(owner, minlength=heads), verdicts)
 
 
-def _units(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, heads: int) -> Arrays:
-    """Medians of blocks, (heads here, blocks); empty where there are none."""
-    owner = _owners(blocks, index_of)
-    slot = _slots(owner)
+def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, heads: int) -> Arrays:
+    """Return the medians of each head's blocks, (heads, blocks) by column; empty without blocks."""
+    owner = _head_indices(blocks, index_of)
+    slot = _indices_within_heads(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {}
     for name in (*BLOCK_METRICS, BLOCK_NORM):
@@ -109,16 +113,16 @@ def _units(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, heads: in
     return units
 
 
-def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -> Arrays:
-    """Numbers of each head in each resample, (heads here, RESAMPLES): as they are, where they cannot be resampled."""
+def _resample(here: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays) -> Arrays:
+    """Return the numbers of each head in each resample, (heads, RESAMPLES); unchanged if there are no units."""
     generator = np.random.default_rng(0)
     numbers = {name: value[here] for name, value in judged.numbers.items()}
     many = windows.count[here] >= ENOUGH_WINDOWS
     width = next(iter(windows.units.values())).shape[1]
     depth = next(iter(blocks.values())).shape[1]
     times = RESAMPLES if depth or many.any() else 1
-    draws = _counts(generator, width, times)
-    block_draws = _counts(generator, depth, times)
+    draws = _draw_counts(generator, width, times)
+    block_draws = _draw_counts(generator, depth, times)
     noise = generator.standard_normal(times)
     has_blocks = np.isfinite(blocks["entropy_ratio"]).any(1) if depth else np.zeros(len(many), dtype=bool)
     error = np.where(has_blocks, np.nan_to_num(numbers["gap_slope_error"]), 0.0)
@@ -130,29 +134,31 @@ def _resampled(here: slice, judged: Judged, windows: _Windows, blocks: Arrays) -
         elif name in SLOPES:
             within = value[:, None] + error[:, None] * noise
         elif name in blocks:
-            within = _not_negative(_shifted(value, blocks[name], block_draws, logarithmic))
+            within = _clip_at_zero(_shift_by_units(value, blocks[name], block_draws, logarithmic))
         else:
             within = np.repeat(value[:, None], times, axis=1)
         if many.any():
-            over_windows = _shifted(value, windows.units[name][here], draws, logarithmic)
-            over_windows = over_windows if name in SLOPES else _not_negative(over_windows)
+            over_windows = _shift_by_units(value, windows.units[name][here], draws, logarithmic)
+            over_windows = over_windows if name in SLOPES else _clip_at_zero(over_windows)
             within = np.where(many[:, None], over_windows, within)
         found[name] = within
     return found
 
 
-def _shifted(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithmic: bool) -> np.ndarray:
-    """The head's value moved as the mean of its units moves between resamples."""
+def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithmic: bool) -> np.ndarray:
+    """Return the head's value plus the change of its units' mean in each resample."""
     if not units.shape[1]:
         return np.repeat(value[:, None], counts.shape[0], axis=1)
     with np.errstate(all="ignore"):
         if logarithmic:
             value, units = (np.minimum(np.log(np.maximum(one, 1e-300)), LARGEST_LOG) for one in (value, units))
         known = np.isfinite(units)
-        if known.all() and np.isfinite(value).all():  # nearly always: three arrays of all resamples instead of ten
+        if (
+            known.all() and np.isfinite(value).all()
+        ):  # the usual case, with three arrays of all resamples instead of ten
             moved: np.ndarray = units @ counts.T
             moved /= units.shape[1]
-            moved += value[:, None]  # in the order of the general case: other heads must not change a bit
+            moved += value[:, None]  # same order of operations as below, so that results are equal bit for bit
             moved -= (units.sum(1) / units.shape[1])[:, None]
             return np.exp(moved, out=moved) if logarithmic else moved
         filled = np.where(known, units, 0.0)
@@ -163,25 +169,25 @@ def _shifted(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithm
         return np.exp(moved) if logarithmic else moved
 
 
-def _not_negative(values: np.ndarray) -> np.ndarray:
+def _clip_at_zero(values: np.ndarray) -> np.ndarray:
     return np.where(values < 0, 0.0, values)  # shares, entropies, norms and horizons; NaN stays
 
 
-def _counts(generator: np.random.Generator, units: int, times: int) -> np.ndarray:
-    """How often each unit is drawn, (times, units)."""
+def _draw_counts(generator: np.random.Generator, units: int, times: int) -> np.ndarray:
+    """Return how often each unit is drawn in each resample, (times, units)."""
     if not units:
         return np.zeros((times, 0))
     return generator.multinomial(units, [1 / units] * units, size=times).astype(np.float64)
 
 
-def _certainty(
+def _certainty_of_head(
     row: Row,
     index: int,
     codes: np.ndarray,
     resampled: np.ndarray,
     numbers: Arrays,
     windows: _Windows,
-    judged: Judged,
+    judged: HeadArrays,
     thresholds: Thresholds,
 ) -> Certainty:
     code = int(codes[index])
@@ -215,12 +221,12 @@ def deciding_number(
     other: str | None,
     row: Row,
     numbers: Arrays,
-    judged: Judged,
+    judged: HeadArrays,
     index: int,
     thresholds: Thresholds,
 ) -> tuple[str, float]:
-    """The column between a verdict and the nearest other one, and its threshold."""
-    both, suffix = (verdict, other), judged_keys(row, thresholds)
+    """Return the column that decides between a verdict and the nearest other one, and its threshold."""
+    both, suffix = (verdict, other), judged_suffix(row, thresholds)
     if "sink-dominated" in both:
         return "sink_mass", thresholds.sink_dominated
     if "frozen" in both:
@@ -239,7 +245,7 @@ def deciding_number(
 
 
 def _quantile(values: np.ndarray, share: float) -> float:
-    """As numpy.nanquantile, ten times as fast for a few hundred numbers."""
+    """Return the same as numpy.nanquantile, ten times as fast for a few hundred numbers."""
     ordered = np.sort(values[~np.isnan(values)])
     if not len(ordered):
         return float("nan")
@@ -249,15 +255,15 @@ def _quantile(values: np.ndarray, share: float) -> float:
     return low if low == high else low + (at - below) * (high - low)
 
 
-def _owners(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:
+def _head_indices(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:
     if not table.num_rows:
         return np.zeros(0, dtype=np.int64)
     keys = zip(*(table[name].to_pylist() for name in _KEY), strict=True)
-    return np.array([index_of[key] for key in keys], dtype=np.int64)  # every window and block is of a head in `heads`
+    return np.array([index_of[key] for key in keys], dtype=np.int64)  # every window and block belongs to a head
 
 
-def _slots(owner: np.ndarray) -> np.ndarray:
-    """The index of each row among the rows of its head."""
+def _indices_within_heads(owner: np.ndarray) -> np.ndarray:
+    """Return the index of each row among the rows of the same head."""
     order = np.argsort(owner, kind="stable")
     slot = np.zeros(len(owner), dtype=np.int64)
     slot[order] = np.arange(len(owner)) - np.searchsorted(owner[order], owner[order])

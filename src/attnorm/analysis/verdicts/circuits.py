@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rows import Row, format_keys, number
 
 CIRCUITS = {
     "induction": "an induction head",
@@ -49,7 +49,7 @@ def circuit_words(row: Row) -> str:
     if not sharp:
         return f"{CIRCUITS[name]}, never sharp ({number(row, name):.0%} of the weight on its key at most)"
     end = "or more, the longest probe" if _still_sharp(row) else ""
-    return f"{CIRCUITS[name]}, sharp to {keys(sharp)} keys {end}".strip()
+    return f"{CIRCUITS[name]}, sharp to {format_keys(sharp)} keys {end}".strip()
 
 
 def circuit_sentences(heads: Sequence[Row]) -> list[str]:
@@ -68,7 +68,7 @@ def circuit_sentences(heads: Sequence[Row]) -> list[str]:
         still = sum(_still_sharp(row) for row in rows)
         listed = ", ".join(f"L{row['layer']}H{row['head']}" for row in _best(rows, name)[:3])
         parts.append(f"{len(rows)} {word}" + (f" ({listed}; {still} still sharp)" if rows else ""))
-    return [f"Circuits, probed to {keys(probed)} keys: {', '.join(parts)}."]
+    return [f"Circuits, probed to {format_keys(probed)} keys: {', '.join(parts)}."]
 
 
 def _still_sharp(row: Row) -> bool:

@@ -1,4 +1,8 @@
-"""The verdict on each head: by the rules, with its evidence in a sentence and its confidence; and its saturation."""
+"""Judge every head: its verdict by the rules, the evidence as a sentence, its confidence, and its saturation.
+
+`judge_all` is the entry point. `judge_head` applies the rules (rules.py) to one head, `assess_certainty` (certainty.py)
+gives the confidence, `saturation` answers whether a head distinguishes its keys.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +16,10 @@ from scipy.special import ndtr, stdtrit
 
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
-from attnorm.analysis.verdicts.certainty import Certainty, Judged, certainties
+from attnorm.analysis.verdicts.certainty import Certainty, HeadArrays, assess_certainty
 from attnorm.analysis.verdicts.circuits import circuit_words
-from attnorm.analysis.verdicts.rows import Row, behind_windows, head_rows, keys, number
-from attnorm.analysis.verdicts.rules import OPEN, RULES, Case, always_near_worst, judged_keys, selects
+from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number, sees_fewer_keys
+from attnorm.analysis.verdicts.rules import OPEN, RULES, HeadCase, always_near_worst, describe_selection, judged_suffix
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
 
 ONE_SIDED = 0.95  # level of each of the two tests for saturation
@@ -26,8 +30,10 @@ _OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")
 
 @dataclass(frozen=True)
 class Judgement:
-    verdict: str | None  # None: nothing to judge by
-    flags: tuple[str, ...]  # every verdict that holds, in order
+    """The verdict on one head, before its confidence is considered."""
+
+    verdict: str | None  # None: the head has no number to judge by
+    flags: tuple[str, ...]  # every verdict that applies, in the order of VERDICTS
     evidence: str
 
 
@@ -41,7 +47,7 @@ def judge(
     blocks: pa.Table | None = None,
     model_runs: str | None = "softmax",
 ) -> pa.Table:
-    """`heads` with VERDICT_COLUMNS. See judge_all, which judges the windows as well."""
+    """Return `heads` with VERDICT_COLUMNS; see `judge_all`."""
     return judge_all(heads, by_length, top_n, thresholds, windows=windows, blocks=blocks, model_runs=model_runs)[0]
 
 
@@ -55,32 +61,32 @@ def judge_all(
     blocks: pa.Table | None = None,
     model_runs: str | None = "softmax",
 ) -> tuple[pa.Table, pa.Table]:
-    """`heads` with VERDICT_COLUMNS, `windows` with the verdict of each window.
+    """Return `heads` with VERDICT_COLUMNS, and `windows` with the verdict of each window.
 
-    windows, blocks: what confidence is taken from; without them it is NaN and no head is undecided.
-    model_runs: the normalizer behind the rows named "model": a patched model runs another than softmax. None where it
-    is not known. Whether a ceiling bounds a row is decided by the row itself: it has a horizon or has none.
+    windows, blocks: tables from which confidence is computed; without them it is NaN and no head is undecided.
+    model_runs: name of the normalizer that the model runs, which is not softmax in a patched model; None if unknown.
+    A head has a ceiling if its row has a horizon.
     """
     slopes, sets = _slopes_over_lengths(by_length), _rows_by_head(top_n)
     rows = head_rows(heads)
-    models = {_key(row, _OVER_LENGTHS[:1]) for row in rows if row["normalizer"] == "model"}
+    models = {_key_of(row, _OVER_LENGTHS[:1]) for row in rows if row["normalizer"] == "model"}
     cases = [
-        Case(
+        HeadCase(
             row=row,
             thresholds=thresholds,
             runs=model_runs if row["normalizer"] == "model" else row["normalizer"],
-            slope_over_lengths=slopes.get(_key(row, _OVER_LENGTHS)),
-            what_if=row["normalizer"] != "model" and _key(row, _OVER_LENGTHS[:1]) in models,
+            slope_over_lengths=slopes.get(_key_of(row, _OVER_LENGTHS)),
+            what_if=row["normalizer"] != "model" and _key_of(row, _OVER_LENGTHS[:1]) in models,
             windowed=behind,
         )
-        for row, behind in zip(rows, behind_windows(rows, rows), strict=True)
+        for row, behind in zip(rows, sees_fewer_keys(rows, rows), strict=True)
     ]
     windows = WINDOWS.empty_table() if windows is None or not rows else windows
     blocks = BLOCKS.empty_table() if blocks is None else blocks
-    sure, by_window = certainties(rows, _arrays(heads, cases), windows, blocks, thresholds)
+    certainties, by_window = assess_certainty(rows, _as_arrays(heads, cases), windows, blocks, thresholds)
     judged = [
-        _columns(case, one, saturation(case.row, sets.get(_key(case.row, _HEAD), ()), thresholds))
-        for case, one in zip(cases, sure, strict=True)
+        _verdict_columns(case, one, saturation(case.row, sets.get(_key_of(case.row, _HEAD), ()), thresholds))
+        for case, one in zip(cases, certainties, strict=True)
     ]
     known = set(heads.column_names)
     plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in known])
@@ -90,8 +96,8 @@ def judge_all(
     return plain, windows.set_column(index, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
 
 
-def judge_head(case: Case) -> Judgement:
-    """By the numbers as they are, however sure they may be."""
+def judge_head(case: HeadCase) -> Judgement:
+    """Judge one head by its numbers, without regard to their uncertainty."""
     broken = case.row.get("broken_rows") or 0
     if broken:
         rows = f"{broken:,} measured row{'s' * (broken != 1)}"
@@ -103,7 +109,7 @@ def judge_head(case: Case) -> Judgement:
     flags = tuple(name for name in VERDICTS if name in found and name != "healthy")
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
-    evidence = found.get(verdict) or selects(case)
+    evidence = found.get(verdict) or describe_selection(case)
     circuit = circuit_words(case.row)
     sentence = f"{evidence}{'; not judged: ' if unknown else ''}{unknown}."
     return Judgement(verdict, flags, f"{circuit[0].upper()}{circuit[1:]}. {sentence}" if circuit else sentence)
@@ -111,8 +117,10 @@ def judge_head(case: Case) -> Judgement:
 
 @dataclass(frozen=True)
 class Saturation:
-    saturation: str
-    words: str  # why, without a full stop
+    """Whether a head is saturated, and the numbers of the test."""
+
+    saturation: str  # "saturated", "distinguishes" or "not judged"
+    words: str  # the reason, without a full stop
     saturation_top_n: int | None = None
     saturation_excess: float = math.nan
     saturation_low: float = math.nan
@@ -121,7 +129,7 @@ class Saturation:
 
 
 def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Saturation:
-    """Is the head saturated? Answered apart from its verdict, and only with evidence for the answer.
+    """Test whether a head is saturated. The answer is independent of its verdict.
 
     The excess is separability minus its null (the same weights on permuted keys) over the sampled rows of all windows.
     Two one-sided tests of 5 % each give its 90 % interval:
@@ -130,11 +138,11 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
         distinguishes   most keys are distinguishable (separability >= separable), or the whole interval lies above 0
         not judged      anything else: not measured, a single key in use, or too few rows to show either
 
-    The power is the chance that a head without any excess is shown to be saturated, given the error of these rows.
-    row: of the heads table. top_n: the head's rows of the top-N table.
+    The power is the probability that a head without excess is shown to be saturated, given the error of these rows.
+    row: the head's row of the heads table. top_n: the head's rows of the top-N table.
     """
     by_n = {one["top_n"]: one for one in top_n if number(one, "separability") is not None}
-    used = number(row, f"effective_keys{judged_keys(row, thresholds)}")
+    used = number(row, f"effective_keys{judged_suffix(row, thresholds)}")
     if used is None or not by_n:
         return Saturation("not judged", "separability was not measured")
     # A single key is always distinguishable, and keys without weight are not selected.
@@ -167,55 +175,61 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     return Saturation("not judged", f"{interval}; the power of these rows is {power:.0%}", *numbers)
 
 
-def _columns(case: Case, sure: Certainty, blurred: Saturation) -> dict[str, Any]:
-    """What VERDICT_COLUMNS hold for one head."""
-    leaning, thresholds = judge_head(case), case.thresholds
-    settled = leaning.verdict in (None, "broken")
-    unsure = sure.confidence < thresholds.confidence or sure.agreement < thresholds.agreement  # False for NaN
-    verdict = UNDECIDED if unsure and not settled else leaning.verdict
-    words = "" if settled else _certainty_words(leaning.verdict, sure, undecided=verdict == UNDECIDED)
-    first = f"Undecided, leaning to {leaning.verdict}: " if verdict == UNDECIDED else ""
-    evidence = f"{first}{leaning.evidence[:1].lower() if first else leaning.evidence[:1]}{leaning.evidence[1:]}{words}"
+def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation) -> dict[str, Any]:
+    """Return the values of VERDICT_COLUMNS for one head."""
+    judgement, thresholds = judge_head(case), case.thresholds
+    settled = judgement.verdict in (None, "broken")
+    unsure = certainty.confidence < thresholds.confidence or certainty.agreement < thresholds.agreement  # False for NaN
+    verdict = UNDECIDED if unsure and not settled else judgement.verdict
+    words = "" if settled else _describe_certainty(judgement.verdict, certainty, undecided=verdict == UNDECIDED)
+    first = f"Undecided, leaning to {judgement.verdict}: " if verdict == UNDECIDED else ""
+    evidence = (
+        f"{first}{judgement.evidence[:1].lower() if first else judgement.evidence[:1]}{judgement.evidence[1:]}{words}"
+    )
     return {
         "verdict": verdict,
-        "flags": list(leaning.flags),
+        "flags": list(judgement.flags),
         "evidence": evidence,
-        "leaning": leaning.verdict,
-        "confidence": 1.0 if leaning.verdict == "broken" else sure.confidence,
-        "agreement": sure.agreement,
-        "deciding": None if settled else sure.deciding,
-        "deciding_value": sure.value,
-        "deciding_low": sure.low,
-        "deciding_high": sure.high,
-        "deciding_threshold": sure.threshold,
-        **{name: value for name, value in vars(blurred).items() if name != "words"},
+        "leaning": judgement.verdict,
+        "confidence": 1.0 if judgement.verdict == "broken" else certainty.confidence,
+        "agreement": certainty.agreement,
+        "deciding": None if settled else certainty.deciding,
+        "deciding_value": certainty.value,
+        "deciding_low": certainty.low,
+        "deciding_high": certainty.high,
+        "deciding_threshold": certainty.threshold,
+        **{name: value for name, value in vars(saturated).items() if name != "words"},
     }
 
 
-def _certainty_words(verdict: str | None, sure: Certainty, *, undecided: bool) -> str:
-    if math.isnan(sure.confidence):
+def _describe_certainty(verdict: str | None, certainty: Certainty, *, undecided: bool) -> str:
+    if math.isnan(certainty.confidence):
         return ""
-    windows = f"{sure.agreeing} of {sure.windows} windows agree" if sure.windows > 1 else ""
+    windows = f"{certainty.agreeing} of {certainty.windows} windows agree" if certainty.windows > 1 else ""
     interval = ""
-    if math.isfinite(sure.low):
-        shown = keys if sure.deciding.startswith("horizon") else _short
-        bounds = f"{shown(sure.low)} to {shown(sure.high)}"
-        limit = f", threshold {shown(sure.threshold)}" if math.isfinite(sure.threshold) else ""
-        interval = f"95% interval of {sure.deciding} {bounds}{limit}"
-    other = f"{sure.confidence:.0%} of resamples say {verdict}, others {sure.other}" if undecided and sure.other else ""
+    if math.isfinite(certainty.low):
+        shown = format_keys if certainty.deciding.startswith("horizon") else _format_number
+        bounds = f"{shown(certainty.low)} to {shown(certainty.high)}"
+        limit = f", threshold {shown(certainty.threshold)}" if math.isfinite(certainty.threshold) else ""
+        interval = f"95% interval of {certainty.deciding} {bounds}{limit}"
+    other = (
+        f"{certainty.confidence:.0%} of resamples say {verdict}, others {certainty.other}"
+        if undecided and certainty.other
+        else ""
+    )
     parts = [part for part in (windows, other, interval) if part]
     return f" {parts[0][0].upper()}{parts[0][1:]}{''.join(f'; {part}' for part in parts[1:])}." if parts else ""
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}"
 
 
-def _arrays(heads: pa.Table, cases: Sequence[Case]) -> Judged:
+def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:
     known = set(heads.column_names)
 
     def column(name: str) -> np.ndarray:
-        """The median row's value where it is finite, of a horizon also where it is infinite."""
+        """Return the values of the median row; not finite ones become NaN, except infinite horizons."""
         found = np.full(len(cases), np.nan)
         for candidate in (name, f"{name}_q50"):
             if candidate in known:
@@ -230,20 +244,20 @@ def _arrays(heads: pa.Table, cases: Sequence[Case]) -> Judged:
         "n_high": [case.row["n_high"] or 0 for case in cases],
         "n_low": [case.row.get("n_low") or 0 for case in cases],
         "broken_rows": [case.row.get("broken_rows") or 0 for case in cases],
-        "worst_norm": [_or_nan(case.worst_norm) for case in cases],
-        "gated_sink_mass": [_or_nan(case.number("gated_sink_mass")) for case in cases],
+        "worst_norm": [_none_to_nan(case.worst_norm) for case in cases],
+        "gated_sink_mass": [_none_to_nan(case.number("gated_sink_mass")) for case in cases],
         "near_worst": [always_near_worst(case.runs, case.thresholds.sensitive_norm) for case in cases],
         "what_if": [case.what_if for case in cases],
-        "slope_over_lengths": [_or_nan(case.slope_over_lengths) for case in cases],
+        "slope_over_lengths": [_none_to_nan(case.slope_over_lengths) for case in cases],
     }
-    return Judged(numbers, {name: np.array(values) for name, values in fixed.items()})
+    return HeadArrays(numbers, {name: np.array(values) for name, values in fixed.items()})
 
 
-def _or_nan(value: float | None) -> float:
+def _none_to_nan(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+def _key_of(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(row[name] for name in names)
 
 
@@ -252,12 +266,15 @@ def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
     rows: dict[tuple[Any, ...], list[Row]] = {}
     known = set(top_n.column_names)
     for row in top_n.select([name for name in wanted if name in known]).to_pylist():
-        rows.setdefault(_key(row, _HEAD), []).append(row)
+        rows.setdefault(_key_of(row, _HEAD), []).append(row)
     return rows
 
 
 def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
-    """The slope of the gap over the longest rows of several runs: the only one that a bidirectional model has."""
+    """Return each head's slope of the gap over the longest rows of several lengths.
+
+    A bidirectional model has no other slope, because all its rows see equally many keys.
+    """
     if len(pc.unique(by_length["length"])) < 2:
         return {}
     longest: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
@@ -265,11 +282,11 @@ def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
         n, gap = number(row, "n"), number(row, "effective_gap")
         if n is None or gap is None or n < SHORTEST_IN_SLOPE:
             continue
-        points = longest.setdefault(_key(row, _OVER_LENGTHS), {})
+        points = longest.setdefault(_key_of(row, _OVER_LENGTHS), {})
         points[row["length"]] = max(points.get(row["length"], (0.0, 0.0)), (math.log(n), gap))
     slopes = {}
     for key, points in longest.items():
         x, y = np.array(list(points.values())).T
-        if np.ptp(x) > math.log(1.4):  # less than half an octave says nothing about growth
+        if np.ptp(x) > math.log(1.4):  # a range below half an octave shows no growth
             slopes[key] = float(np.polyfit(x, y, 1)[0])
     return slopes

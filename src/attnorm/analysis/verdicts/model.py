@@ -1,7 +1,7 @@
-"""The verdict on a model, in words: which heads select, is the ceiling binding, what to try.
+"""The verdict on a model in sentences: which heads select, is the ceiling binding, what to try.
 
-Heads are judged in judge.py by the numbers in thresholds.py; here their verdicts are counted and put into words. The
-headline and the counts rest on what is always measured; saturation is a sentence of its own.
+judge.py judges heads; this file counts their verdicts and describes them. The headline and the counts use only what is
+always measured. Saturation, which needs a metric group of its own, has a separate sentence.
 """
 
 import math
@@ -18,7 +18,15 @@ from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate, ceiling, rate
 from attnorm.analysis.verdicts.circuits import circuit_sentences
-from attnorm.analysis.verdicts.rows import Row, by_view, head_id, head_rows, keys, number, representative
+from attnorm.analysis.verdicts.rows import (
+    Row,
+    format_keys,
+    head_id,
+    head_rows,
+    number,
+    representative_rows,
+    split_by_window,
+)
 from attnorm.analysis.verdicts.rules import is_selecting
 from attnorm.analysis.verdicts.thresholds import (
     DIFFERS,
@@ -47,7 +55,10 @@ def headline(
     *,
     texts: int = 0,
 ) -> str:
-    """About the heads that see every key; a broken one of any kind comes first. texts: how many, where several."""
+    """Return the headline about the heads that see every key; broken heads come first.
+
+    texts: number of texts if there are several, else 0.
+    """
     if not seeing_all:
         return "No head was measured."
     counts = Counter(row["verdict"] for row in seeing_all)
@@ -66,7 +77,7 @@ def headline(
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
     others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", UNDECIDED, DIFFERS, None)
     rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
-    rest += [_counted(counts, name) for name in others if counts[name]]
+    rest += [_count_words(counts, name) for name in others if counts[name]]
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
@@ -80,18 +91,18 @@ def headline(
 
 
 def window_sentences(windowed: Sequence[Row]) -> list[str]:
-    """What the heads do of which the headline does not speak."""
+    """Describe the heads with a sliding window, which the headline leaves out."""
     parts = []
     for n, rows in groupby(sorted(windowed, key=_keys_seen), key=_keys_seen):
         counts = Counter(row["verdict"] for row in rows)
         total = counts.total()
-        listed = ", ".join(_counted(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
+        listed = ", ".join(_count_words(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
         parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({listed})")
     return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
 
 
 def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
-    """How the counted heads fare at each length, where a text was measured at several."""
+    """Describe the verdicts at each length, if a text was measured at several lengths."""
     normalizers = {row["normalizer"] for row in counted}
     wanted = {head_id(row) for row in counted}
     measured = [row for row in heads if row["normalizer"] in normalizers and head_id(row) in wanted]
@@ -100,7 +111,7 @@ def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: T
         return []
     parts: list[str] = []
     for length in lengths:
-        rows, _ = representative([row for row in measured if row["length"] == length])
+        rows, _ = representative_rows([row for row in measured if row["length"] == length])
         select = sum(is_selecting(row, thresholds) for row in rows)
         dispersed = sum(row["verdict"] in DISPERSED for row in rows)
         units = (" tokens", " heads") if not parts else ("", "")
@@ -117,7 +128,7 @@ def _keys_seen(row: Row) -> int:
     return seen
 
 
-def _counted(counts: Mapping[str | None, int], name: str | None) -> str:
+def _count_words(counts: Mapping[str | None, int], name: str | None) -> str:
     words = {None: "not judged", DIFFERS: "with verdicts that differ between texts"}
     return f"{counts[name]} {words.get(name, name)}"
 
@@ -133,8 +144,8 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     )
     if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
         return [sentence]
-    when = f"With the spread of the logits as it is now the ceiling binds {_for_heads(limit.horizons)}"
-    if later := _for_heads(limit.binding, limit.horizons):
+    when = f"With the spread of the logits as it is now the ceiling binds {_describe_lengths(limit.horizons)}"
+    if later := _describe_lengths(limit.binding, limit.horizons):
         when += f"; if it keeps growing with n as it does inside the text, {later}"
     when += "."
     trained = manifest.get("model", {}).get("max_positions")
@@ -142,16 +153,19 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     return [sentence, when + made_for]
 
 
-def _for_heads(lengths: Sequence[float], known: Sequence[float] = ()) -> str:
-    """From which length on for 10, 50 and 90 % of the heads, without the clauses that `known` gives as well."""
-    clauses, before = _clauses(lengths), _clauses(known)
+def _describe_lengths(lengths: Sequence[float], known: Sequence[float] = ()) -> str:
+    """Describe from which length on the ceiling binds for 10, 50 and 90 % of the heads.
+
+    known: lengths that the text before has described; equal clauses are left out.
+    """
+    clauses, before = _length_clauses(lengths), _length_clauses(known)
     return ", ".join(clause for clause in clauses if clause not in before)
 
 
-def _clauses(lengths: Sequence[float]) -> list[str]:
-    """Those that no length in use reaches together."""
+def _length_clauses(lengths: Sequence[float]) -> list[str]:
+    """Return one clause per length below FARTHEST, and one for all that are beyond it."""
     reached = [
-        f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {keys(length)} keys"
+        f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {format_keys(length)} keys"
         for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=bool(lengths))
         if length < FARTHEST
     ]
@@ -176,13 +190,13 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
 
 
 def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
-    """Loss per token and first token of each text."""
+    """Describe loss per token and first token of each text."""
     sentences = []
     several = len(manifest.get("reading") or {}) > 1
     for text, one in (manifest.get("reading") or {}).items():
         parts = []
         if one.get("loss") is not None:
-            parts.append(f"{one['loss']:.2f} nats per token (perplexity {keys(one['perplexity'])})")
+            parts.append(f"{one['loss']:.2f} nats per token (perplexity {format_keys(one['perplexity'])})")
         if one.get("first_token") is not None:
             parts.append(f"the first token is {one['first_token']!r}")
         if parts:
@@ -191,7 +205,7 @@ def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
-    """Each text's own headline; the headline above counts what holds over them."""
+    """Return the headline of each text; the main headline is about what most texts agree on."""
     shown = [
         f"On {text!r}: {words[0].lower() if words[0].isupper() else words[0]}{words[1:]}"
         for text, words in texts.items()
@@ -201,7 +215,7 @@ def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
 
 
 def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
-    """What the verdicts rest on: windows, and how many heads are too close to a threshold."""
+    """Describe how many windows were judged, and how many heads are undecided."""
     known = [row for row in heads if number(row, "confidence") is not None and row["verdict"] not in ("broken", None)]
     if not known:
         return []
@@ -239,7 +253,7 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
 
 
 def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> list[str]:
-    """Where verdicts rest on other thresholds than the default ones, or on other ones than when it was measured."""
+    """Describe thresholds that differ from the defaults, or from those at the time of the measurement."""
     sentences = []
     if changed := thresholds.differences(Thresholds()):
         changes = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
@@ -284,7 +298,7 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVerdict:
-    """What a person should know first."""
+    """The verdict on a model: headline, counts, sentences and advice."""
 
     headline: str
     counts: dict[str, int]  # heads per verdict, all verdicts named; one head counts once, whatever the number of texts
@@ -310,10 +324,10 @@ def model_verdict(
     manifest: Mapping[str, Any],
     thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
 ) -> ModelVerdict:
-    """`tables` as in analysis/tables.py, the heads judged. About the model as it runs, at the longest length."""
+    """Describe the model as it runs, at the longest length. tables: as in analysis/tables.py, with judged heads."""
     all_heads = head_rows(tables["heads"])
-    heads, changing = representative(all_heads)
-    seeing_all, windowed = by_view(heads, all_heads)
+    heads, changing = representative_rows(all_heads)
+    seeing_all, windowed = split_by_window(heads, all_heads)
     counts = Counter(row["verdict"] for row in heads)
     chosen = {tuple(row[name] for name, _ in HEAD_KEY) for row in seeing_all}
     curves = [
@@ -321,10 +335,10 @@ def model_verdict(
         for row in tables["by_length"].select(_CURVE).to_pylist()
         if tuple(row[name] for name, _ in HEAD_KEY) in chosen
     ]
-    runs, slopes = _runs(heads, manifest), rate(heads)
+    runs, slopes = _running_normalizer(heads, manifest), rate(heads)
     limit = ceiling(seeing_all, curves if runs == "softmax" else (), thresholds)
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
-    texts = _by_text(all_heads, runs, thresholds)
+    texts = _headline_by_text(all_heads, runs, thresholds)
     blurred = Counter(row.get("saturation") or "not judged" for row in heads)
     return ModelVerdict(
         headline=headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts)),
@@ -352,22 +366,22 @@ def model_verdict(
     )
 
 
-def _by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds) -> dict[str, str]:
-    """The headline of each text, where there are several."""
+def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds) -> dict[str, str]:
+    """Return the headline of each text; empty for a single text."""
     texts = list(dict.fromkeys(row["text"] for row in heads))
     if len(texts) < 2:
         return {}
     found = {}
     for text in texts:
         own = [row for row in heads if row["text"] == text]
-        chosen, _ = representative(own)
-        seeing_all, windowed = by_view(chosen, own)
+        chosen, _ = representative_rows(own)
+        seeing_all, windowed = split_by_window(chosen, own)
         found[text] = headline(seeing_all, windowed, None, runs, thresholds)
     return found
 
 
-def _runs(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
-    """The normalizer that the verdict is about; None where layers differ."""
+def _running_normalizer(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
+    """Return the normalizer that the verdict is about; None if layers differ."""
     name: str | None = next((row["normalizer"] for row in heads), "model")
     runs: str | None = manifest.get("model", {}).get("runs", "softmax")
     return runs if name == "model" else name

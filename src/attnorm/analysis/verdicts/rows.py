@@ -1,4 +1,4 @@
-"""The heads table as plain rows: how a number is read and printed, and which rows stand for a model."""
+"""The heads table as Python dicts: read and format numbers, and choose one row per head for the model's verdict."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ NUMBERS = (
 
 
 def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
-    """Without the columns that no verdict reads, which are most of them: a large model has many thousand heads."""
+    """Return the table as dicts, with only the columns that verdicts read: a large model has many thousand heads."""
     names = (
         [name for name, _ in HEAD_KEY]
         + ["rows", "broken_rows", "n_low", "n_high"]
@@ -30,13 +30,13 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
     )
     names += ["worst_norm"]
     names += [column for number in NUMBERS for column in with_quantiles(number)]
-    known = set(heads.column_names)  # a new list at every look
+    known = set(heads.column_names)  # pyarrow builds a new list at every access
     rows: list[dict[str, Any]] = heads.select([name for name in names if name in known]).to_pylist()
     return rows
 
 
 def number(row: Row, name: str) -> float | None:
-    """The median row's value, the column itself where no median is kept; None where it is missing or not finite."""
+    """Return a number of the median row, or of the column itself if it has no median; None if it is not finite."""
     for column in (f"{name}_q50", name):
         value = row.get(column)
         if value is not None and math.isfinite(value):
@@ -44,20 +44,20 @@ def number(row: Row, name: str) -> float | None:
     return None
 
 
-def keys(count: float) -> str:
-    """A number of keys as a person says it: 8.4, 2,190, 27.2 million, 2e+15."""
+def format_keys(count: float) -> str:
+    """Format a number of keys: 8.4, 2,190, 27.2 million, 2e+15."""
     for size, word in ((1e12, ""), (1e9, " billion"), (1e6, " million")):
         if count >= size:
             return f"{count / size:,.3g}{word}" if word else f"{count:.0e}"
     return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
 
 
-def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:
-    """One row per head, each text at its longest length, and how many heads get different verdicts from the texts.
+def representative_rows(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:
+    """Return one row per head, at the longest length of each text; and how many heads have different verdicts.
 
-    With several texts a head has a verdict only if more than half of them give it that one, else it is "differs"; or
-    "undecided" where no two texts contradict each other. Its numbers are those of the longest text that stands for it.
-    normalizer None: the model as it runs, or the first measured where it was not.
+    With several texts, the verdict of a head is that of more than half of them. Otherwise it is "differs", or
+    "undecided" if no two texts contradict each other. Its numbers are those of the longest text with that verdict.
+    normalizer: name in the table (default: "model", or the first one if the model's own was not measured).
     """
     if not heads:
         return [], 0
@@ -72,50 +72,53 @@ def representative(heads: Sequence[Row], normalizer: str | None = None) -> tuple
             by_head.setdefault(head_id(row), []).append(row)
     chosen, changing = [], 0
     for rows in by_head.values():
-        verdict = over_texts([row["verdict"] for row in rows])
+        verdict = verdict_over_texts([row["verdict"] for row in rows])
         given = {row["verdict"] for row in rows} - {UNDECIDED}
         changing += len(given) > 1
         agreeing = [row for row in rows if row["verdict"] == verdict] or rows
         row = max(agreeing, key=lambda one: one["n_high"] or 0)
-        chosen.append(row if row["verdict"] == verdict else {**row, "verdict": verdict, "evidence": _between(rows)})
+        chosen.append(
+            row if row["verdict"] == verdict else {**row, "verdict": verdict, "evidence": _list_verdicts(rows)}
+        )
     return chosen, changing
 
 
-def over_texts(verdicts: Sequence[str | None]) -> str | None:
-    """What holds over texts: the verdict of more than half of them, else "undecided" or "differs"."""
+def verdict_over_texts(verdicts: Sequence[str | None]) -> str | None:
+    """Return the verdict of more than half of the texts, else "undecided" or "differs"."""
     most, count = Counter(verdicts).most_common(1)[0]
     if 2 * count > len(verdicts):
         return most
     return DIFFERS if len(set(verdicts) - {UNDECIDED}) > 1 else UNDECIDED
 
 
-def _between(rows: Sequence[Row]) -> str:
+def _list_verdicts(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row['verdict'] or 'not judged'} on {row['text']!r}" for row in rows) + "."
 
 
-def by_view(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """The chosen heads that see as many keys as any of their kind on the same text, and those behind a window.
+def split_by_window(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Split heads into those that see all keys, and those with a sliding window (see `sees_fewer_keys`).
 
-    What a head does among 512 keys says nothing about 8,192, and no longer text takes it beyond its horizon.
+    They are judged separately: what a head does among 512 keys says nothing about 8,192 keys, and a longer text does
+    not take a head with a window beyond its horizon.
     """
     seeing_all: list[Row] = []
     windowed: list[Row] = []
-    for row, behind in zip(chosen, behind_windows(chosen, heads), strict=True):
+    for row, behind in zip(chosen, sees_fewer_keys(chosen, heads), strict=True):
         (windowed if behind else seeing_all).append(row)
     return seeing_all, windowed
 
 
-def behind_windows(chosen: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
-    """For each chosen head whether it sees fewer keys than another of its kind on the same text."""
+def sees_fewer_keys(chosen: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
+    """Return for each chosen head whether it sees fewer keys than another head of its kind on the same text."""
     longest: dict[tuple[Any, ...], int] = {}
     for row in heads:
-        longest[_pass(row)] = max(longest.get(_pass(row), 0), row["n_high"] or 0)
-    return [row["n_high"] is not None and row["n_high"] < longest[_pass(row)] for row in chosen]
+        longest[_pass_key(row)] = max(longest.get(_pass_key(row), 0), row["n_high"] or 0)
+    return [row["n_high"] is not None and row["n_high"] < longest[_pass_key(row)] for row in chosen]
 
 
 def head_id(row: Row) -> tuple[str, int, int]:
     return row["kind"], row["layer"], row["head"]
 
 
-def _pass(row: Row) -> tuple[Any, ...]:
+def _pass_key(row: Row) -> tuple[Any, ...]:
     return row["text"], row["length"], row["kind"]

@@ -1,9 +1,8 @@
-"""When a verdict holds: rule by rule for one head, with the numbers that say so, and for arrays of heads at once.
+"""The rules behind the verdicts, in two forms: for one head with words, and for arrays of heads as codes.
 
-A rule that lacks a number yields OPEN and what it could not decide: nothing is guessed from what was not measured.
-
-The rules for one head, with words, are the reference. The form for arrays gives the same verdicts as codes, for windows
-and bootstrap resamples; tests compare the two on random heads.
+The rules for one head (RULES) are the reference. Each yields a verdict and the words for it if it applies, or OPEN and
+what it could not decide if a number is missing. `verdict_codes` gives the same verdicts for arrays, as windows and
+bootstrap resamples need them; tests compare both forms on random heads.
 """
 
 import math
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.autograd.functional import jacobian
 
-from attnorm.analysis.verdicts.rows import Row, keys, number
+from attnorm.analysis.verdicts.rows import Row, format_keys, number
 from attnorm.analysis.verdicts.thresholds import SELECTING, VERDICTS, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
@@ -23,26 +22,26 @@ from attnorm.normalizers.registry import get
 from attnorm.theory.dispersion import entropy_floor
 
 OPEN = "open"
-BEYOND_NUMBERS = 1e300  # keys
-NOISE = 64  # keys of a row in which nothing stands out
-GATE_OPEN = 0.5  # share of the output that must pass for a sink to count
+BEYOND_NUMBERS = 1e300  # number of keys that replaces an infinite horizon
+NOISE_KEYS = 64  # keys of a random row
+GATE_OPEN = 0.5  # share of the output that must pass the output gate for a sink to count
 
 Findings = Iterator[tuple[str, str]]  # a verdict or OPEN, and the words for it
 Arrays = Mapping[str, np.ndarray]  # arrays that broadcast against each other
-NOTHING = -1  # the code of a head that has nothing to be judged by
+NOT_JUDGED = -1  # code of a head without a number to judge by
 CODE = {name: code for code, name in enumerate(VERDICTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class HeadCase:
     """One head, and what is needed to judge it."""
 
-    row: Row  # of the heads table
+    row: Row  # row of the heads table
     thresholds: Thresholds
-    runs: str | None  # the normalizer's name; None: not known
-    slope_over_lengths: float | None = None  # of the gap, over runs of several lengths
-    what_if: bool = False  # another normalizer on the model's logits: judged by its sharpness alone
-    windowed: bool = False  # behind a sliding window, whose first key is then what the sink columns are about
+    runs: str | None  # name of the normalizer that runs; None: unknown
+    slope_over_lengths: float | None = None  # slope of the gap over runs of several lengths
+    what_if: bool = False  # whether another normalizer was applied to the model's logits: only its entropy is judged
+    windowed: bool = False  # whether the head has a sliding window; then the sink is the first key of the window
 
     @property
     def n(self) -> int:
@@ -51,7 +50,10 @@ class Case:
 
     @property
     def worst_norm(self) -> float | None:
-        """By its name alone a normalizer has the parameters that it starts with, not those that it learned."""
+        """Largest Jacobian norm that the normalizer can have.
+
+        The measured row knows its learned parameters. Without it, the name gives the initial parameters only.
+        """
         measured = self.row.get("worst_norm")
         known = measured is not None and math.isfinite(measured)
         return float(measured) if known else worst_norm(self.runs, self.n)  # type: ignore[arg-type]
@@ -60,23 +62,23 @@ class Case:
         return number(self.row, name)
 
 
-def sink_dominated(case: Case) -> Findings:
+def sink_dominated(case: HeadCase) -> Findings:
     mass = case.number("sink_mass")
     if mass is None:
         yield OPEN, "sink-dominated (no sink mass)"
     elif mass >= case.thresholds.sink_dominated and not _behind_closed_gate(case):
         rest = case.number("effective_keys_without_sink")
-        shared = "" if rest is None else f"; the rest is shared by {keys(rest)} others"
-        yield "sink-dominated", f"{mass:.0%} of the weight lies on {_sink(case)}{shared}"
+        shared = "" if rest is None else f"; the rest is shared by {format_keys(rest)} others"
+        yield "sink-dominated", f"{mass:.0%} of the weight lies on {_describe_sink(case)}{shared}"
 
 
-def _behind_closed_gate(case: Case) -> bool:
-    """Whether the model's output gate keeps most of the sink's share out: then it is none."""
+def _behind_closed_gate(case: HeadCase) -> bool:
+    """Whether the model's output gate removes most of what the sink adds; then it does not count as a sink."""
     passed = case.number("gated_sink_mass")
     return passed is not None and passed < case.thresholds.sink_dominated * GATE_OPEN
 
 
-def frozen(case: Case) -> Findings:
+def frozen(case: HeadCase) -> Findings:
     largest, norm = case.number("max_weight"), case.number("jacobian_norm")
     if largest is None or largest < case.thresholds.frozen_weight:
         return
@@ -87,7 +89,7 @@ def frozen(case: Case) -> Findings:
         yield "frozen", f"{words}: no gradient reaches the logits"
 
 
-def sensitive(case: Case) -> Findings:
+def sensitive(case: HeadCase) -> Findings:
     thresholds, worst = case.thresholds, case.worst_norm
     norm = case.row.get(f"jacobian_norm_q{thresholds.sensitive_quantile:02d}")
     if norm is None or not math.isfinite(norm):
@@ -103,17 +105,20 @@ def sensitive(case: Case) -> Findings:
         yield "sensitive", f"The Jacobian norm is {norm:.3g} or more, of at most {worst:.3g}, on {share}% of the rows"
 
 
-def dispersed(case: Case) -> Findings:
-    """A what-if is judged by its entropy alone: ssmax adds to the slope of the gap whatever the logits are."""
-    thresholds, suffix = case.thresholds, judged_keys(case.row, case.thresholds)
-    ratio, slope = case.number(f"entropy_ratio{suffix}"), None if case.what_if else _slope(case, suffix)
+def dispersed(case: HeadCase) -> Findings:
+    """Judge entropy, slope of the gap and horizon.
+
+    For a what-if only the entropy counts: ssmax, for example, increases the slope for any logits.
+    """
+    thresholds, suffix = case.thresholds, judged_suffix(case.row, case.thresholds)
+    ratio, slope = case.number(f"entropy_ratio{suffix}"), None if case.what_if else _gap_slope(case, suffix)
     error = None if suffix else case.number("gap_slope_error")
     if ratio is None or ratio < thresholds.dispersed_entropy:
         return
     if slope is not None and (slope > thresholds.dispersed_slope or slope + 2 * (error or 0.0) >= 1):
         return
-    words = _selectivity(case)
-    above_floor = _above_floor(case, suffix, ratio)
+    words = _describe_entropy(case)
+    above_floor = _relative_entropy(case, suffix, ratio)
     if above_floor is not None and above_floor <= thresholds.near_floor:
         share = f"{max(above_floor, 0):.0%}"
         yield "healthy", f"{words}, but only {share} of the way from its floor to log n: as sharp as its logits allow"
@@ -129,42 +134,45 @@ def dispersed(case: Case) -> Findings:
     elif case.n > horizon:
         yield (
             "dispersed-forced",
-            f"{words}; beyond its horizon of {keys(horizon)} keys its logits let none have half of the weight",
+            f"{words}; beyond its horizon of {format_keys(horizon)} keys its logits let none have half of the weight",
         )
     else:
-        yield "dispersed-by-choice", f"{words}, although its horizon is {keys(horizon)} keys"
+        yield "dispersed-by-choice", f"{words}, although its horizon is {format_keys(horizon)} keys"
 
 
 RULES = (sink_dominated, frozen, sensitive, dispersed)
 
 
-def selects(case: Case) -> str:
-    """The words for a head to which no rule applies."""
-    largest = case.number(f"max_weight{judged_keys(case.row, case.thresholds)}")
-    words = _selectivity(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
-    return f"{words}: broad, but it keeps up with the length" if broad(case.row, case.thresholds) else words
+def describe_selection(case: HeadCase) -> str:
+    """Return the evidence for a head to which no rule applies."""
+    largest = case.number(f"max_weight{judged_suffix(case.row, case.thresholds)}")
+    words = _describe_entropy(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
+    return f"{words}: broad, but it keeps up with the length" if is_broad(case.row, case.thresholds) else words
 
 
-def broad(row: Row, thresholds: Thresholds) -> bool:
-    """Smeared by its entropy and not sharp by its floor: if it is not dispersed, then only because it keeps up."""
-    case = Case(row=row, thresholds=thresholds, runs=None)
-    suffix = judged_keys(row, thresholds)
+def is_broad(row: Row, thresholds: Thresholds) -> bool:
+    """Whether a head has a high entropy, also relative to its floor.
+
+    If it is not dispersed, its gap keeps up with n.
+    """
+    case = HeadCase(row=row, thresholds=thresholds, runs=None)
+    suffix = judged_suffix(row, thresholds)
     ratio = case.number(f"entropy_ratio{suffix}")
     if ratio is None or ratio < thresholds.dispersed_entropy:
         return False
-    above_floor = _above_floor(case, suffix, ratio)
+    above_floor = _relative_entropy(case, suffix, ratio)
     return above_floor is None or above_floor > thresholds.near_floor
 
 
 def is_selecting(row: Row, thresholds: Thresholds) -> bool:
-    return row["verdict"] in SELECTING and not broad(row, thresholds)
+    return row["verdict"] in SELECTING and not is_broad(row, thresholds)
 
 
-def judged_keys(row: Row, thresholds: Thresholds) -> str:
-    """The suffix of the columns about the keys that count: all, or those beside a sink that holds a part that matters.
+def judged_suffix(row: Row, thresholds: Thresholds) -> str:
+    """Return the suffix of the columns to judge by: "" for all keys, "_without_sink" if a sink holds much weight.
 
-    Entropy, slope and horizon are taken from the same keys, so that a sink can neither make a smear look sharp nor
-    lend its extreme logit to the spread that content has to work with.
+    Entropy, slope and horizon use the same keys. Otherwise a sink could make a dispersed head look sharp, or its
+    extreme logit could enlarge the spread of the other keys.
     """
     mass = number(row, "sink_mass")
     hides = mass is not None and mass >= thresholds.sink_matters
@@ -172,11 +180,11 @@ def judged_keys(row: Row, thresholds: Thresholds) -> str:
 
 
 def judged_horizon(row: Row, thresholds: Thresholds) -> float | None:
-    """That of the median row among the keys that count, finite also where it is beyond all numbers.
+    """Return the horizon of the median row, at most BEYOND_NUMBERS, among the keys that `judged_suffix` selects.
 
-    None where the normalizer has none: it is that of softmax and of softmax with rescaled logits, and bounds no other.
+    None if the normalizer has no horizon: only softmax, also with rescaled logits, has one.
     """
-    name = f"horizon{judged_keys(row, thresholds)}"
+    name = f"horizon{judged_suffix(row, thresholds)}"
     for column in (f"{name}_q50", name):
         value = row.get(column)
         if value is not None and not math.isnan(value):
@@ -186,36 +194,36 @@ def judged_horizon(row: Row, thresholds: Thresholds) -> float | None:
 
 @lru_cache(maxsize=4096)
 def worst_norm(runs: str | None, n: int) -> float | None:
-    """The largest Jacobian norm that this normalizer can have among n keys; None where it is not known."""
+    """Return the largest Jacobian norm of this normalizer among n keys; None if unknown."""
     if runs is None or n < 2:
         return None
     try:
         normalizer = get(runs)
-    except (ValueError, TypeError):  # one of the user's own, or one that its name alone does not make
+    except (ValueError, TypeError):  # not registered here, or its name needs options
         return None
     return normalizer.lipschitz(n) if isinstance(normalizer, Normalizer) else None
 
 
 @lru_cache(maxsize=4096)
 def always_near_worst(runs: str | None, share: float) -> bool:
-    """Whether a row of noise is as near to the worst case of the Jacobian norm as a sensitive head must be.
+    """Whether even a random row is as close to the largest Jacobian norm as a sensitive head must be.
 
-    Maps with straight pieces (sparsemax, kneemax, relu) reach theirs with any two keys in use: the norm there belongs
-    to the map and says nothing about a head.
+    Piecewise linear maps (sparsemax, kneemax, relu) reach their largest norm with any two keys in use. There the norm
+    is a property of the map, not of the head.
     """
-    worst = worst_norm(runs, NOISE)
+    worst = worst_norm(runs, NOISE_KEYS)
     if runs is None or not worst:
         return False
-    row = torch.randn(NOISE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    row = torch.randn(NOISE_KEYS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
         moves = jacobian(lambda logits: normalize(logits, runs), row[None])
     except RuntimeError:  # a map without a gradient
         return False
-    return float(torch.linalg.matrix_norm(moves.reshape(NOISE, NOISE), 2)) >= share * worst
+    return float(torch.linalg.matrix_norm(moves.reshape(NOISE_KEYS, NOISE_KEYS), 2)) >= share * worst
 
 
-def _sink(case: Case) -> str:
-    """What the mass lies on: with softmax a row sums to less than 1 only beside a learned sink of the model."""
+def _describe_sink(case: HeadCase) -> str:
+    """Describe the sink: the first key, and the model's learned sink if a softmax row sums to less than 1."""
     row_sum = case.number("row_sum")
     first = f"the first of the {case.n:,} keys in its window" if case.windowed else f"the first of {case.n:,} keys"
     if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
@@ -223,10 +231,10 @@ def _sink(case: Case) -> str:
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
 
 
-def _selectivity(case: Case) -> str:
-    suffix = judged_keys(case.row, case.thresholds)
+def _describe_entropy(case: HeadCase) -> str:
+    suffix = judged_suffix(case.row, case.thresholds)
     ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
-    slope = None if case.what_if else _slope(case, suffix)
+    slope = None if case.what_if else _gap_slope(case, suffix)
     sink = "the first of its window" if case.windowed else "the sink"
     among = f"the {case.n - 1:,} keys beside {sink} (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
@@ -234,14 +242,14 @@ def _selectivity(case: Case) -> str:
     return f"Entropy is {ratio:.2f} of log n among {among}{rate}"
 
 
-def _slope(case: Case, suffix: str) -> float | None:
+def _gap_slope(case: HeadCase, suffix: str) -> float | None:
     slope = case.number(f"gap_slope{suffix}")
     return case.slope_over_lengths if slope is None and not suffix else slope
 
 
-def _above_floor(case: Case, suffix: str, ratio: float) -> float | None:
-    """Where the entropy lies between its floor, 0, and log n, 1: all three of the median row."""
-    n = _median_n(case) - (1 if suffix else 0)
+def _relative_entropy(case: HeadCase, suffix: str, ratio: float) -> float | None:
+    """Return the entropy of the median row on a scale from its floor (0) to log n (1); None if it has no floor."""
+    n = _keys_of_median_row(case) - (1 if suffix else 0)
     entropy = None if suffix else case.number("entropy_nats")
     floor = None if suffix else case.number("entropy_floor")
     horizon = judged_horizon(case.row, case.thresholds)
@@ -253,8 +261,8 @@ def _above_floor(case: Case, suffix: str, ratio: float) -> float | None:
     return (entropy - floor) / max(math.log(n) - floor, 1e-12)
 
 
-def _median_n(case: Case) -> int:
-    """Keys of the median row, by its entropy and its share of log n: fewer than those of the longest row."""
+def _keys_of_median_row(case: HeadCase) -> int:
+    """Return the keys of the median row, which has fewer than the longest: from its entropy and entropy / log n."""
     entropy, ratio = case.number("entropy_nats"), case.number("entropy_ratio")
     if entropy is None or not ratio:
         return case.n
@@ -263,18 +271,18 @@ def _median_n(case: Case) -> int:
 
 
 def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
-    """Codes of VERDICTS, never "undecided".
+    """Return codes of VERDICTS, or NOT_JUDGED; never "undecided".
 
-    heads: the numbers of the median row by their column names, n_high, n_low, broken_rows, worst_norm (NaN: unknown),
-    near_worst and what_if (boolean), slope_over_lengths and gated_sink_mass (NaN or left out: none).
+    heads: the numbers of the median row by column name; n_high, n_low, broken_rows, worst_norm (NaN: unknown);
+    near_worst and what_if (boolean); slope_over_lengths and gated_sink_mass (NaN or missing: none).
     """
     if not np.size(heads["n_high"]):
         return np.zeros(np.shape(heads["entropy_ratio"]), dtype=np.int64)
     with np.errstate(all="ignore"):
-        return _codes({name: np.asarray(value) for name, value in heads.items()}, thresholds)
+        return _compute_codes({name: np.asarray(value) for name, value in heads.items()}, thresholds)
 
 
-def _codes(heads: Arrays, t: Thresholds) -> np.ndarray:
+def _compute_codes(heads: Arrays, t: Thresholds) -> np.ndarray:
     ratio_all, sink = _finite(heads["entropy_ratio"]), _finite(heads["sink_mass"])
     beside = _finite(heads["entropy_ratio_without_sink"])
     hidden = (sink >= t.sink_matters) & ~np.isnan(beside)
@@ -287,7 +295,7 @@ def _codes(heads: Arrays, t: Thresholds) -> np.ndarray:
     gated = _finite(heads.get("gated_sink_mass", np.array(np.nan)))
 
     smeared = (ratio >= t.dispersed_entropy) & ~_keeps_up(heads, hidden, t)
-    smeared &= ~(_above_floors(heads, hidden, ratio, horizon, n) <= t.near_floor)
+    smeared &= ~(_relative_entropies(heads, hidden, ratio, horizon, n) <= t.near_floor)
     half_if_unknown = np.where(np.isnan(worst) | (worst == 0), 0.5, worst)
     holds = {
         "broken": heads["broken_rows"] > 0,
@@ -300,9 +308,9 @@ def _codes(heads: Arrays, t: Thresholds) -> np.ndarray:
     }
     shape = np.broadcast_shapes(*(value.shape for value in holds.values()))
     codes = np.full(shape, CODE["healthy"])
-    for name in reversed(list(holds)):  # the first that holds is set last
+    for name in reversed(list(holds)):  # the first verdict that applies is written last
         codes = np.where(holds[name], CODE[name], codes)
-    return np.where(np.isnan(ratio_all) & ~(heads["broken_rows"] > 0), NOTHING, codes)
+    return np.where(np.isnan(ratio_all) & ~(heads["broken_rows"] > 0), NOT_JUDGED, codes)
 
 
 def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds) -> np.ndarray:
@@ -314,10 +322,10 @@ def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds) -> np.ndarray:
     return np.asarray((slope > t.dispersed_slope) | (slope + 2 * error >= 1))
 
 
-def _above_floors(
+def _relative_entropies(
     heads: Arrays, hidden: np.ndarray, ratio: np.ndarray, horizon: np.ndarray, n: np.ndarray
 ) -> np.ndarray:
-    """Where the entropy lies between its floor, 0, and log n, 1; NaN where no floor is known."""
+    """Return `_relative_entropy` for arrays; NaN if there is no floor."""
     nats, whole = _finite(heads["entropy_nats"]), _finite(heads["entropy_ratio"])
     low = np.maximum(np.asarray(heads["n_low"], dtype=np.float64), 0)
     low = np.where(np.isnan(low) | (low == 0), 2, low)

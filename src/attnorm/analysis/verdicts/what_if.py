@@ -11,7 +11,7 @@ from typing import Any
 from attnorm.analysis.default_text import NAMES as DEFAULT_TEXTS
 from attnorm.analysis.settings import BUDGET, USUAL_GROUPS, groups
 from attnorm.analysis.verdicts.rows import Row, number
-from attnorm.analysis.verdicts.rules import judged_keys
+from attnorm.analysis.verdicts.rules import judged_suffix
 from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
 from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import available, get
@@ -235,8 +235,8 @@ def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) 
         (math.log(a - 1), math.log(b - 1), before["n_high"])
         for before, after in both
         if before["verdict"] == "dispersed-forced"
-        and (a := number(before, f"horizon{judged_keys(before, thresholds)}")) is not None
-        and (b := number(after, f"horizon{judged_keys(before, thresholds)}")) is not None
+        and (a := number(before, f"horizon{judged_suffix(before, thresholds)}")) is not None
+        and (b := number(after, f"horizon{judged_suffix(before, thresholds)}")) is not None
         and a > 2
     ]
     if not known:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from attnorm.analysis.verdicts.rows import keys
+from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.spread.measure import (
@@ -156,7 +156,7 @@ def _growth(one: Spreads) -> float:
 
 
 def _horizons(one: Spreads) -> str:
-    mean, middle = (keys(float(horizon(float(value)))) for value in (one.last.mean(), np.median(one.last)))
+    mean, middle = (format_keys(float(horizon(float(value)))) for value in (one.last.mean(), np.median(one.last)))
     return f"the mean spread has its horizon at {mean} keys; half of the heads have theirs below {middle}"
 
 
