@@ -177,15 +177,16 @@ def _attend_with_statistics(
 ) -> "tuple[Tensor, AttentionStatistics]":
     """Return the output and the statistics of its rows.
 
-    Both come from the same weights if attention runs in blocks, without gradients and dropout. Otherwise the rows are
-    computed twice.
+    Both come from the same weights if attention runs in blocks, without gradients, dropout and torch.compile. Otherwise
+    the rows are computed twice.
     """
     from attnorm.metrics.attention_statistics import output_and_statistics, statistics_of  # takes time to import
     from attnorm.metrics.normalized import MeasuredNormalizer
 
     in_blocks = engine == "blocked" or (engine == "auto" and choose_engine(inputs, normalizer) == "blocked")
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
-    if in_blocks and not softmax and not inputs.dropout and not needs_gradient(inputs, normalizer):
+    plain_call = not torch.compiler.is_compiling() and not needs_gradient(inputs, normalizer)
+    if in_blocks and not softmax and not inputs.dropout and plain_call:
         return output_and_statistics(inputs, normalizer)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 

@@ -1,11 +1,13 @@
 """attnorm.attention_statistics against the whole matrix in float64."""
 
+import copy
 import math
 
 import pytest
 import torch
 
 import attnorm
+from attnorm.metrics import attention_statistics as metrics_of_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights
 
@@ -182,11 +184,70 @@ def test_a_compiled_function_keeps_one_graph() -> None:
     torch.testing.assert_close(doubled, 2 * expected.entropy)
 
 
-@pytest.mark.parametrize("name", ["entmax15", "softpick"])
-def test_compiled_code_measures_other_maps_outside_the_graph(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sparsemax",
+        "entmax15",
+        "kneemax",
+        "sigmoid",
+        "relu",
+        "softpick",
+        "topk:k=4",
+        "alibi",
+        "stick_breaking",
+        "kernel",
+    ],
+)
+def test_a_compiled_function_keeps_one_graph_with_every_map(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_of_rows, "runs_kernels", lambda q: False)
+    torch.compiler.reset()
     q, k = draw()
-    found = torch.compile(lambda q, k: attnorm.attention_statistics(2 * q, k, name, causal=True), backend="eager")(q, k)
-    torch.testing.assert_close(found, attnorm.attention_statistics(2 * q, k, name, causal=True), equal_nan=True)
+    normalizer = attnorm.get(name)
+
+    def measure(q: torch.Tensor, k: torch.Tensor) -> attnorm.AttentionStatistics:
+        return attnorm.attention_statistics(2 * q, k, normalizer, causal=True, top_n=(1, 5))
+
+    expected = measure(q, k)
+    assert expected.jacobian_norm.isfinite().any(), "some need a gradient of the map, which operators do not have"
+    found = torch.compile(measure, fullgraph=True, backend="aot_eager")(q, k)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_compiled_statistics_follow_the_normalizer_and_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator finds its normalizer by id: another one, a copy and a changed parameter must be noticed."""
+    monkeypatch.setattr(metrics_of_rows, "runs_kernels", lambda q: False)
+    q, k = draw()
+    states = torch.randn(B, Q, 6, generator=torch.Generator().manual_seed(1))
+    learned = attnorm.get("asentmax", heads=H, width=6)
+
+    def measure(normalizer: attnorm.Normalizer) -> torch.Tensor:
+        found = attnorm.attention_statistics(q, k, normalizer, causal=True, hidden_states=states)
+        return found.entropy
+
+    compiled = torch.compile(measure, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(learned), measure(learned))
+    copied = copy.deepcopy(learned)
+    for parameter in copied.parameters():
+        torch.nn.init.normal_(parameter, std=2.0, generator=torch.Generator().manual_seed(2))
+    assert not torch.allclose(measure(copied), measure(learned))
+    torch.testing.assert_close(compiled(copied), measure(copied))
+    torch.testing.assert_close(compiled(learned), measure(learned))
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.add_(1.0)
+    torch.testing.assert_close(compiled(learned), measure(learned))
+
+
+def test_output_and_statistics_are_one_graph() -> None:
+    q, k = draw()
+
+    def measure(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, attnorm.AttentionStatistics]:
+        return attnorm.attention(q, k, k, "entmax15", causal=True, return_statistics=True)
+
+    torch.testing.assert_close(
+        torch.compile(measure, fullgraph=True, backend="aot_eager")(q, k), measure(q, k), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("queries", [K, 5])

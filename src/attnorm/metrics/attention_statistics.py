@@ -1,12 +1,15 @@
 """attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix.
 
-Softmax and its rescalings are one operator of torch.library, so that torch.compile keeps its graph; the maps that have
-Triton kernels are another, on devices that run these. A compiled function calls them with tensors alone: what the rules
-multiply the logits by, the sink's logit, and the other numbers of each row are computed before.
+Under torch.compile they are one of three operators of torch.library, so that the graph stays whole. Softmax with its
+rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors alone: what the rules
+multiply the logits by, the sink's logit, and the other numbers of each row are computed before. All other normalizers
+are called by their id.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,8 +22,9 @@ from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.rows import OnWeights, measure_map_by_kernel, measure_rows
+from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions
+from attnorm.normalizers.by_id import normalizer_by_id
 from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
@@ -87,8 +91,7 @@ def attention_statistics(
     N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
     a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in front of
     them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in blocks of
-    logits. Under torch.compile what runs on kernels is one operator, and so is softmax on a CPU; the rest is measured
-    outside the graph.
+    logits. Under torch.compile the statistics are one operator of the graph.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
@@ -117,9 +120,8 @@ def statistics_of(
         form = fused_maps.kernel_form(normalizer)
         if form is not None and inputs.bias is None and runs_kernels(inputs.q_BHQD):
             return AttentionStatistics._make(compiled_map_statistics(inputs, normalizer, form, wanted, top_n))
-    # Blocks of rows in NumPy, which no graph can hold. Not disabled on import: that loads the compiler.
-    measure = torch.compiler.disable(measure_rows) if torch.compiler.is_compiling() else measure_rows
-    (found,) = measure(
+        return AttentionStatistics._make(compiled_row_statistics(inputs, normalizer, wanted, top_n))
+    (found,) = measure_rows(
         _call(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None,
         on_weights=on_weights,
     ).values()  # fmt: skip
@@ -222,6 +224,10 @@ def softmax_statistics_operator(
     (found,) = measure_rows(
         call, [chosen], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
     ).values()
+    return _as_tensors(found, names)
+
+
+def _as_tensors(found: RowStatistics, names: str) -> list[Tensor]:
     # An operator must not return two views of one tensor.
     return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
 
@@ -289,8 +295,7 @@ def map_statistics_operator(
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
     chosen = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
     rows = torch.arange(q.shape[-2])
-    found = measure_map_by_kernel(call, chosen, rows, tuple(top_n), names.split(), mass_rows=None)
-    return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
+    return _as_tensors(measure_map_by_kernel(call, chosen, rows, tuple(top_n), names.split(), mass_rows=None), names)
 
 
 @map_statistics_operator.register_fake
@@ -326,5 +331,78 @@ def compiled_map_statistics(
     n, numbers, masses = torch.ops.attnorm.map_statistics(
         inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), _mask(inputs), one.factor, one.shift, one.parameter,
         inputs.scale, inputs.causal, inputs.softcap, one.map, one.power, one.floor, " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+@torch.library.custom_op("attnorm::row_statistics", mutates_args=())
+def row_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    hidden_states: Tensor | None,
+    learned: Sequence[Tensor],
+    normalizer: int,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same for any normalizer, given by its id.
+
+    learned: its parameters, so that whatever changes them in the same graph comes before.
+    """
+    positions = None
+    if query_positions is not None and key_positions is not None:
+        positions = Positions(query_positions, key_positions)
+    call = AttentionCall(
+        0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap, positions=positions,
+        inputs_BKC=hidden_states,
+    )  # fmt: skip
+    chosen = normalizer_by_id(normalizer)
+    assert isinstance(chosen, Normalizer)
+    measure = partial(
+        measure_rows, call, [chosen], torch.arange(q.shape[-2]), tuple(top_n),
+        names=names.split(), mass_rows=None,
+    )  # fmt: skip
+    # An operator runs below autograd, which the Jacobian norm of some maps needs. In another thread autograd is active.
+    with ThreadPoolExecutor(1) as thread:
+        (found,) = thread.submit(measure).result().values()
+    return _as_tensors(found, names)
+
+
+@row_statistics_operator.register_fake
+def _row_shapes(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    hidden_states: Tensor | None,
+    learned: Sequence[Tensor],
+    normalizer: int,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    return _empty(q, names, top_n)
+
+
+def compiled_row_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for any normalizer."""
+    positions = _positions(inputs)
+    states = _states(inputs)
+    n, numbers, masses = torch.ops.attnorm.row_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), _mask(inputs),
+        None if positions is None else positions.query, None if positions is None else positions.key,
+        None if states is None else states.detach(), [one.detach() for one in normalizer.parameters()],
+        id(normalizer), inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
     )  # fmt: skip
     return [n, *numbers.unbind(), masses]

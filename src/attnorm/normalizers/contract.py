@@ -12,12 +12,13 @@ called with q, k, v instead.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.by_id import remember
 
 RowSum = Literal["one", "at most one", "free"]
 
@@ -203,6 +204,11 @@ class Normalizer(nn.Module):
         self.select = nn.ModuleList(select)
         self.map = map
         self.sink = sink
+        remember(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is another object
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        remember(self)
 
     def forward(
         self,
