@@ -27,7 +27,7 @@ def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> li
     return [svg, png]
 
 
-def spread(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:
+def place_labels(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:
     """Return centres for labels of these heights, from the top down, closest (least squares) to the wanted centres.
 
     Add to every wanted centre the room that the labels above it take: labels do not overlap if these sums never rise.

@@ -17,7 +17,7 @@ from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
-from attnorm.metrics.call import AttentionCall, size
+from attnorm.metrics.call import AttentionCall, call_bytes
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
@@ -111,7 +111,7 @@ def test_one_more_layer_of_the_same_shape_takes_few_operators(monkeypatch: pytes
 def test_fewer_layers_wait_for_each_other_if_there_are_more_normalizers(monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_gpu(monkeypatch)
     call = make_call(20, batch=1)
-    monkeypatch.setattr(collect, "STACKED_BYTES", 4 * size(call))
+    monkeypatch.setattr(collect, "STACKED_BYTES", 4 * call_bytes(call))
 
     def most_waiting(**normalizers: Any) -> int:
         settings = settings_of(

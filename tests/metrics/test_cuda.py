@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from attnorm.metrics.call import AttentionCall, stacked
+from attnorm.metrics.call import AttentionCall, stack_calls
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.coverage import coverage_sums, measure_coverage
 from attnorm.metrics.rows import measure_rows
@@ -66,7 +66,7 @@ def generators() -> list[torch.Generator]:
 
 def test_sampled_rows_of_several_layers_have_the_numbers_of_each_alone() -> None:
     calls, rows = [in_float64(make_call(150, seed=seed)) for seed in range(3)], torch.arange(120, 150)
-    together = on_cuda(stacked(calls))
+    together = on_cuda(stack_calls(calls))
     found = measure_vectors(together, [None], rows, (1, 5, 100), generator=generators())["model"]
     moves = measure_sensitivity(together, [None], rows, (0.5, 1.0), (0.1,), generators())["model"]
     for layer, (call, one, other) in enumerate(zip(calls, generators(), generators(), strict=True)):
@@ -79,7 +79,7 @@ def test_sampled_rows_of_several_layers_have_the_numbers_of_each_alone() -> None
 
 
 def test_sampled_rows_do_not_wait_for_the_gpu() -> None:
-    call, rows = on_cuda(stacked([make_call(150, seed=seed) for seed in range(3)])), torch.arange(120, 150)
+    call, rows = on_cuda(stack_calls([make_call(150, seed=seed) for seed in range(3)])), torch.arange(120, 150)
 
     def measure() -> None:
         measure_vectors(call, [None], rows, (1, 5, 100), generator=generators())

@@ -17,7 +17,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
@@ -110,7 +110,7 @@ def test_masses_are_those_of_the_later_rows_unless_each_has_a_mask_of_its_own(ki
     rows = torch.arange(7)
     (found,) = measure_by_kernel(call, chosen, rows, TOP_N, mass_rows=2).values()
     known = found.top_mass[0, 0, :, 0].isfinite().cpu().nonzero().flatten()
-    assert torch.equal(known, spread(rows if kind == "a row per query" else rows[3:], 2))
+    assert torch.equal(known, evenly_spaced(rows if kind == "a row per query" else rows[3:], 2))
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 1), (torch.float32, 2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.rows import _heaviest_masses
+from attnorm.metrics.rows import _top_masses
 
 
 @pytest.mark.parametrize("top_n", [(1, 3), (2,), (40, 1)])
@@ -23,7 +23,7 @@ def test_masses_are_sums_of_the_largest_weights_and_other_rows_are_nan(top_n: tu
         tops.append((by, z.logsumexp(-1)))
         weights = z.softmax(-1).sort(-1, descending=True).values
         expected.append(torch.stack([weights[..., :N].sum(-1) for N in top_n], -1))
-    found = _heaviest_masses(call, rows, some, tops, top_n)
+    found = _top_masses(call, rows, some, tops, top_n)
     for one, exact in zip(found, expected, strict=True):
         assert one.shape == (2, 4, 5, len(top_n))
         assert one[:, :, [0, 2]].isnan().all()

@@ -253,7 +253,7 @@ def test_of_how_many_rows_the_heaviest_keys_are_summed(
         seen.append(some)
         return [torch.zeros(2, 6, 20, 1)]
 
-    monkeypatch.setattr(rows_module, "_heaviest_masses", masses)
+    monkeypatch.setattr(rows_module, "_top_masses", masses)
     call = call_of(20, 23)
     rows_module.measure_by_kernel(call, resolve_normalizers(call, [None]), torch.arange(20), (1,), (), mass_rows)
     (some,) = seen

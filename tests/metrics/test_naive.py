@@ -14,7 +14,7 @@ from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.reads import measure_reads
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import AUTO_ROWS, length_bins, rows_to_measure, spread
+from attnorm.metrics.sampling import AUTO_ROWS, evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.summary import bin_ids, binned
 from attnorm.metrics.vectors import NULLS, NUMBERS, _null, isotropy, measure_vectors
@@ -239,8 +239,8 @@ def test_a_quarter_of_sampled_rows_lies_in_the_longest_bin_and_the_rest_is_share
     assert rows_to_measure(4, 32, causal=False).tolist() == [7, 15, 23, 31]
     assert len(rows_to_measure("auto", AUTO_ROWS + 1, causal=True)) == AUTO_ROWS == 512
     assert torch.equal(rows_to_measure(32, 32, causal=True), torch.arange(32))
-    assert spread(torch.arange(5), 5).tolist() == [0, 1, 2, 3, 4]
-    assert spread(torch.arange(5), 1).tolist() == [4]
+    assert evenly_spaced(torch.arange(5), 5).tolist() == [0, 1, 2, 3, 4]
+    assert evenly_spaced(torch.arange(5), 1).tolist() == [4]
 
 
 def test_bins_hold_their_ends_in_any_order() -> None:

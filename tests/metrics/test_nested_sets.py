@@ -107,7 +107,7 @@ def test_ranks_sizes_and_rows_taken() -> None:
     assert given.rank[0, 0].tolist() == [
         min(given.weights[0, 0].argsort(descending=True).tolist().index(i), 7) for i in range(12)
     ]
-    few = given.taking(torch.tensor([3, 1]))
+    few = given.select_rows(torch.tensor([3, 1]))
     assert torch.equal(few.order, given.order[:, [3, 1]])
     torch.testing.assert_close(distances(few)["d_tilde"], distances(given)["d_tilde"][:, [3, 1]], equal_nan=True)
     assert select(given.weights[0], given.vectors[0], 2).indices.tolist() == given.order[0, :, :2].tolist()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnorm.metrics.sampling import AUTO_ROWS, length_bins, rows_to_measure, spread
+from attnorm.metrics.sampling import AUTO_ROWS, evenly_spaced, length_bins, rows_to_measure
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,6 @@ def test_auto_is_512_rows_and_one_query_is_enough() -> None:
 
 
 def test_rows_are_spread_evenly_with_the_last_among_them() -> None:
-    assert spread(torch.arange(5, 12), 3).tolist() == [6, 9, 11]
-    assert spread(torch.arange(4), 4).tolist() == spread(torch.arange(4), 9).tolist() == [0, 1, 2, 3]
-    assert spread(torch.arange(7), 1).tolist() == [6]
+    assert evenly_spaced(torch.arange(5, 12), 3).tolist() == [6, 9, 11]
+    assert evenly_spaced(torch.arange(4), 4).tolist() == evenly_spaced(torch.arange(4), 9).tolist() == [0, 1, 2, 3]
+    assert evenly_spaced(torch.arange(7), 1).tolist() == [6]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnorm.metrics.sampling import length_bins, rows_to_measure, spread
+from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
 
 
 @given(st.integers(1, 200_000))
@@ -47,7 +47,7 @@ def test_all_and_last() -> None:
     assert torch.equal(rows_to_measure("all", 5, causal=True), torch.arange(5))
     assert rows_to_measure("last", 5, causal=True).tolist() == [4]
     assert rows_to_measure(3, 9, causal=False).tolist() == [2, 5, 8]
-    assert spread(torch.arange(10), 2).tolist() == [4, 9]
+    assert evenly_spaced(torch.arange(10), 2).tolist() == [4, 9]
 
 
 @pytest.mark.parametrize("rows", [0, -1, "some", True, 1.5])

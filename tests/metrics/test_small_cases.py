@@ -16,7 +16,7 @@ from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.fused_rows import _tile
 from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
 from attnorm.metrics.normalized import RowsBlock
-from attnorm.metrics.rows import _few_rows, measure_rows
+from attnorm.metrics.rows import _power_rows, measure_rows
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.summary import summarise
 from attnorm.metrics.vectors import isotropy
@@ -188,7 +188,7 @@ def test_blocks_share_out_the_rows_whose_norm_takes_power_iteration(size: int) -
     found = []
     for start in range(0, 40, size):
         block = SimpleNamespace(rows=slice(start, min(start + size, 40)), queries=torch.arange(size))
-        found += [start + row for row in _few_rows(block, 40).tolist()]  # type: ignore[arg-type]
+        found += [start + row for row in _power_rows(block, 40).tolist()]  # type: ignore[arg-type]
     assert found == list(range(4, 40, 5))
 
 

@@ -16,7 +16,7 @@ from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.reference import dense_logits, dense_visible
 from attnorm.metrics.row_statistics import RowSums
-from attnorm.metrics.rows import _finished, measure_by_kernel
+from attnorm.metrics.rows import _finish_statistics, measure_by_kernel
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
@@ -96,7 +96,7 @@ def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Call
         root = torch.where(improved.isfinite(), improved, root)
     found = {"sums": torch.stack(sums._replace(root=root), -1), "gain": gain.abs()[:, None]}
     limits = {"n": n.long()[:, None], "logits": torch.stack([first, largest, smallest], -1)}
-    return _finished(limits, found, (), ALL).values
+    return _finish_statistics(limits, found, (), ALL).values
 
 
 @pytest.mark.parametrize("improve", [False, True])

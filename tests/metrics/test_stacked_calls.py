@@ -56,27 +56,27 @@ def test_calls_are_alike_if_all_but_the_numbers_agree() -> None:
 
 def test_heads_follow_each_other_call_by_call() -> None:
     calls = [call(seed, sinks_H=torch.arange(4.0) + 10 * seed) for seed in range(3)]
-    whole = call_module.stacked(calls)
+    whole = call_module.stack_calls(calls)
     for i, one in enumerate(calls):
         assert torch.equal(whole.query_BHQD[:, 4 * i : 4 * i + 4], one.query_BHQD)
         assert torch.equal(whole.key_BGKD[:, 2 * i : 2 * i + 2], one.key_BGKD)
         assert torch.equal(whole.value_BGKE[:, 2 * i : 2 * i + 2], one.value_BGKE)
     assert whole.sinks_H is not None
     assert whole.sinks_H.tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
-    assert call_module.stacked([call(), call(1)]).sinks_H is None
-    assert call_module.stacked(calls[1:2]) is calls[1]
+    assert call_module.stack_calls([call(), call(1)]).sinks_H is None
+    assert call_module.stack_calls(calls[1:2]) is calls[1]
 
 
 def test_the_size_is_that_of_queries_keys_and_values_and_the_outline_has_none() -> None:
-    assert call_module.size(call()) == 4 * 3 * 2 * (4 * 5 + 2 * 7 + 2 * 7)
-    outline = call_module.outline(call(mask=MASK, sinks_H=torch.zeros(4), bias=torch.zeros(1, 1, 5, 7)))
+    assert call_module.call_bytes(call()) == 4 * 3 * 2 * (4 * 5 + 2 * 7 + 2 * 7)
+    outline = call_module.without_data(call(mask=MASK, sinks_H=torch.zeros(4), bias=torch.zeros(1, 1, 5, 7)))
     assert outline.query_BHQD.shape == (2, 4, 5, 3)
     assert all(part.is_meta for part in (outline.query_BHQD, outline.key_BGKD, outline.value_BGKE))
     assert (outline.mask, outline.sinks_H, outline.bias, outline.scale) == (None, None, None, 0.5)
 
 
 def test_a_normalizer_with_numbers_for_each_head_fits_one_layer_alone() -> None:
-    assert not call_module.reads_heads(get("softmax"))
-    assert not call_module.reads_heads(nn.PReLU())  # one number
-    assert call_module.reads_heads(get("ssmax", heads=2))
-    assert call_module.reads_heads(nn.BatchNorm1d(2, affine=False))  # buffers count
+    assert not call_module.has_parameters_per_head(get("softmax"))
+    assert not call_module.has_parameters_per_head(nn.PReLU())  # one number
+    assert call_module.has_parameters_per_head(get("ssmax", heads=2))
+    assert call_module.has_parameters_per_head(nn.BatchNorm1d(2, affine=False))  # buffers count

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.metrics.call import AttentionCall, stacked
+from attnorm.metrics.call import AttentionCall, stack_calls
 from attnorm.metrics.coverage import coverage_sums, measure_coverage
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors, permutations_ahead
@@ -82,7 +82,7 @@ def test_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for call, generator in zip(calls, generators(), strict=True)
     ]
     as_on_gpu(monkeypatch)
-    found = measure_vectors(stacked(calls), [None, "ssmax"], ROWS, TOP_N, generator=generators(), permutations=3)
+    found = measure_vectors(stack_calls(calls), [None, "ssmax"], ROWS, TOP_N, generator=generators(), permutations=3)
     for name in ("model", "ssmax"):
         same(found[name], [one[name] for one in expected], (*NUMBERS, *NULLS))
 
@@ -97,7 +97,7 @@ def test_sensitivity(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for call, generator in zip(calls, generators(), strict=True)
     ]
     as_on_gpu(monkeypatch)
-    found = measure_sensitivity(stacked(calls), choices, ROWS, TEMPERATURES, EPSILONS, generators())
+    found = measure_sensitivity(stack_calls(calls), choices, ROWS, TEMPERATURES, EPSILONS, generators())
     for name, numbers in found.items():
         same(numbers, [one[name] for one in expected], numbers)
 
@@ -109,11 +109,11 @@ def test_coverage_and_isotropy(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     alone = [measure_coverage(call, [None], ROWS, TOP_N)["model"] for call in calls]
     distances = [isotropy(call.value_BGKE).smallest_distance for call in calls]
     as_on_gpu(monkeypatch)
-    sums, counts = coverage_sums(stacked(calls), [None], ROWS, TOP_N, LAYERS)["model"]
+    sums, counts = coverage_sums(stack_calls(calls), [None], ROWS, TOP_N, LAYERS)["model"]
     assert counts.tolist() == [one.rows for one in alone]
     expected = torch.stack([torch.stack([one.per_head, one.union, one.independent]) * one.rows for one in alone], 1)
     torch.testing.assert_close(sums, expected)
-    torch.testing.assert_close(isotropy(stacked(calls).value_BGKE).smallest_distance, torch.cat(distances, 1))
+    torch.testing.assert_close(isotropy(stack_calls(calls).value_BGKE).smallest_distance, torch.cat(distances, 1))
 
 
 @pytest.mark.parametrize("choice", [None, "sigmoid", "stick_breaking"])
@@ -148,7 +148,7 @@ def test_random_numbers_drawn_ahead_are_those_of_the_generator(
     as_on_gpu(monkeypatch)
     permuted = [permutations_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
     moved = [directions_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
-    whole = stacked(calls)
+    whole = stack_calls(calls)
     ahead, drawn = (measure_vectors(whole, [None], ROWS, TOP_N, generator=one) for one in (permuted, generators()))
     for name in NULLS:
         assert torch.equal(ahead["model"][name].nan_to_num(-1), drawn["model"][name].nan_to_num(-1))

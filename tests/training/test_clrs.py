@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.observe import observe
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.checkpoints import StopRequest
@@ -352,7 +352,7 @@ def test_the_entropy_is_that_of_the_metrics(data: ClrsData, normalizer: str) -> 
 
 
 def measured_alone(model: Any, one: EncodedExample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    rows = spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), 8)
+    rows = evenly_spaced(torch.arange(one.answer_from - 1, len(one.tokens) - 1), 8)
     found: list[dict[str, torch.Tensor]] = []
     with observe(model, lambda call: found.append(measure_rows(call, [None], rows, ())["model"].values)):
         model.base_model(input_ids=torch.from_numpy(one.tokens.astype(np.int64))[None, :-1])

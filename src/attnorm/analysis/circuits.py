@@ -26,7 +26,7 @@ from attnorm.analysis.default_text import default_text
 from attnorm.analysis.verdicts.circuits import circuit_of, reach
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import measure_targets
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.describe import longest_context
 from attnorm.models.forward_pass import run
 from attnorm.models.load import BUNDLED, LoadedModel
@@ -72,7 +72,7 @@ def repeated_tokens(
     ids = torch.cat([start, block, block], dim=1)
     last = ids.shape[1]
     # The token after the last one of the first copy is in the second copy: that row has another right key.
-    rows = spread(torch.arange(max(last - last // 4, last - period), last), ROWS)
+    rows = evenly_spaced(torch.arange(max(last - last // 4, last - period), last), ROWS)
     targets = {"induction": rows - period + 1, "previous_token": rows - 1}
     return CircuitProbe(ids, rows, {name: one.expand(sequences, -1) for name, one in targets.items()})
 

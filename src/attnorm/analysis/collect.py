@@ -1,6 +1,6 @@
-"""Measure every attention call of a forward pass and turn it into rows of the tables, one layer at a time.
+"""`Collector`: measure every attention call of a forward pass and convert it to rows of the tables, layer by layer.
 
-Numbers are summarised per head at once, so that the numbers per row of a few layers only are in memory.
+Statistics of rows are summarised per head immediately, so that only those of a few layers are in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,24 +19,32 @@ from attnorm.analysis.store import FinishedLayers, MeasuredLayer
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
 from attnorm.engines.device_sync import arrival
 from attnorm.engines.threads import MAX_THREADS
-from attnorm.metrics.call import AttentionCall, can_be_stacked, outline, reads_heads, same_shape, size, stacked
+from attnorm.metrics.call import (
+    AttentionCall,
+    call_bytes,
+    can_be_stacked,
+    has_parameters_per_head,
+    same_shape,
+    stack_calls,
+    without_data,
+)
 from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import Sequences, length_bins, sequences
 from attnorm.normalizers.contract import Normalizer
 
-SAMPLED = {"vectors", "sensitivity", "coverage"}  # groups of metrics on sampled rows
-STACKED_BYTES = 2**28  # queries, keys and values, times normalizers, that wait on a GPU to be measured together
-SAMPLED_WEIGHTS = 2**21  # of sampled rows of layers that are measured together
-Before = tuple[int, int]  # heads and key/value heads of a layer's earlier calls
+SAMPLED = {"vectors", "sensitivity", "coverage"}  # metric groups that are measured on sampled rows
+STACKED_BYTES = 2**28  # limit for q, k, v of waiting calls, times the number of normalizers
+SAMPLED_WEIGHTS = 2**21  # limit for the weights of sampled rows that are measured together
+Before = tuple[int, int]  # numbers of heads and key/value heads in earlier calls of the same layer
 
 
 class Collector:
-    """Pass it to `models.observe` as the function that gets every call; `tables` returns what was measured.
+    """The `on_call` function of `models.observe`. After the forward pass, `tables` returns what was measured.
 
-    On a GPU, where a short layer takes less time than the program needs to ask for it, calls of the same shape wait and
-    are measured as one call that has the heads of all of them.
+    On a GPU a short layer is faster than its kernel launches. Therefore calls of the same shape wait there and are then
+    measured as one call with the heads of all of them (`metrics.call.stack_calls`).
     """
 
     def __init__(
@@ -50,10 +58,12 @@ class Collector:
         *,
         together: bool = True,
     ) -> None:
-        """tokens: queries that are not padding, by kind of attention (sequences.query_masks). texts: their text.
+        """Create a collector for one forward pass.
 
-        finished: layers on the disk, which are not measured again; new layers are added to it. together: whether calls
-        on a GPU may wait for others; then their tensors must not change until `finish`.
+        tokens: queries that are not padding, by kind of attention (sampling.query_masks). texts: text of the tokens.
+        finished: layers on disk, which are not measured again; new layers are added. after_layer: called with the
+        number of finished layers. together: whether calls on a GPU may wait for others; their tensors must not change
+        until `finish`.
         """
         self.settings = settings
         self.normalizers = normalizers
@@ -61,17 +71,19 @@ class Collector:
         self.after_layer = after_layer
         self.texts: Tokens = texts or {}
         self.found = 0  # layers read from the disk
-        self.repeats = False  # a layer attended more than once (differential attention)
-        self._heads: dict[tuple[str, int], Before] = {}  # heads and key/value heads of each layer so far
+        self.repeats = False  # whether a layer made more than one attention call (differential attention)
+        self._heads: dict[tuple[str, int], Before] = {}  # (kind, layer) -> heads and key/value heads so far
         self._finished = finished
         self._layers: list[MeasuredLayer] = []
-        self._waiting: list[AttentionCall] = []  # to be measured together, with these tokens
+        self._waiting: list[AttentionCall] = []  # calls that will be measured together
         self._waiting_tokens: Tensor | None = None
-        self._ahead: list[DrawnAhead] = []  # random numbers of the calls that wait
+        self._ahead: list[DrawnAhead] = []  # random numbers of the waiting calls
         self._pool: ThreadPoolExecutor | None = None
-        self._unfinished: list[Callable[[], None]] = []  # their numbers are on the way from the GPU
+        self._unfinished: list[Callable[[], None]] = []  # functions that make tables once numbers are on the CPU
         self._calls = 0
-        self._together = together and not any(one is not None and reads_heads(one) for one in normalizers.values())
+        self._together = together and not any(
+            one is not None and has_parameters_per_head(one) for one in normalizers.values()
+        )
 
     def __call__(self, call: AttentionCall) -> None:
         before = self._heads.get((call.kind, call.layer), (0, 0))
@@ -86,8 +98,8 @@ class Collector:
             self._waiting.append(call)
             self._waiting_tokens = self.tokens.get(call.kind)
             self._draw_ahead(call)
-            # The numbers of all normalizers are in memory together.
-            if len(self.normalizers) * sum(map(size, self._waiting)) >= STACKED_BYTES:
+            # The numbers of all normalizers are in memory at the same time.
+            if len(self.normalizers) * sum(map(call_bytes, self._waiting)) >= STACKED_BYTES:
                 self._measure_waiting()
             return
         self._make_tables()
@@ -98,7 +110,7 @@ class Collector:
             self._add(found)
 
     def finish(self) -> None:
-        """Measure what waits, and wait for the GPU."""
+        """Measure the waiting calls, and wait for the GPU."""
         self._measure_waiting()
         self._make_tables()
         if self._pool is not None:
@@ -107,11 +119,11 @@ class Collector:
 
     @property
     def longest(self) -> int:
-        """Visible keys of any row of the finished layers."""
+        """Largest number of visible keys of a row."""
         return max((layer.longest for layer in self._layers), default=0)
 
     def tables(self, text: str, length: int, window: int = 0) -> dict[str, pa.Table]:
-        """The tables of the finished layers."""
+        """Return the tables of the finished layers."""
         fixed = {"text": text, "length": length, "window": window}
         tokens = token_columns(self.texts) if self.settings.read_keys else []
         layers = [*(layer.tables for layer in self._layers), {"tokens": layer_table(SCHEMAS["tokens"], tokens)}]
@@ -121,7 +133,7 @@ class Collector:
         }
 
     def _measure_waiting(self) -> None:
-        """The GPU measures these calls while the numbers of those before them become tables."""
+        """Start to measure the waiting calls on the GPU, then make the tables of the calls before them."""
         calls, self._waiting = self._waiting, []
         ahead, self._ahead = self._ahead, []
         if not calls:
@@ -151,17 +163,17 @@ class Collector:
         tokens: Tensor | None,
         ahead: Sequence[DrawnAhead] = (),
     ) -> Callable[[], None]:
-        """Measure calls of the same shape, all at once. The result makes the tables when the numbers have arrived."""
-        call = stacked(calls)
+        """Measure calls of the same shape at once. The returned function waits for the numbers and makes the tables."""
+        call = stack_calls(calls)
         items = list(sequences(call, tokens, self.settings.rows))
         choices = list(self.normalizers.values())
         statistics = [measure_rows(item.call, choices, item.rows, self.settings.top_n) for item in items]
-        longest = max((_longest(item, found) for item, found in zip(items, statistics, strict=True)), default=0)
-        outlines = [outline(one) for one in calls]
+        longest = max((_longest_row(item, found) for item, found in zip(items, statistics, strict=True)), default=0)
+        calls_without_data = [without_data(one) for one in calls]
         if not longest:
-            return lambda: self._keep(outlines, [MeasuredLayer(0, {}) for _ in outlines])
+            return lambda: self._store_layers(calls_without_data, [MeasuredLayer(0, {}) for _ in calls_without_data])
         bins = length_bins(longest)
-        sampled = self._sampled(calls, tokens, statistics, bins[0], ahead)
+        sampled = self._measure_sampled(calls, tokens, statistics, bins[0], ahead)
         reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
         summaries = {
             name: summarise_rows(
@@ -176,27 +188,27 @@ class Collector:
         def make_tables() -> None:
             wait()
             read, from_sampled = reads(), sampled()
-            layers: list[dict[str, list[pa.Table]]] = [{} for _ in outlines]
+            layers: list[dict[str, list[pa.Table]]] = [{} for _ in calls_without_data]
             for name, summary in summaries.items():
                 columns = row_columns(summary, self.settings.top_n, kv_heads)
                 columns["heads"]["worst_norm"] = worst[name]
                 columns |= {"reads": read[name]} if name in read else {}
-                for table, of_layers in _numbered(outlines, name, columns, from_sampled[name], before):
+                for table, of_layers in _split_by_layer(calls_without_data, name, columns, from_sampled[name], before):
                     for tables, of_layer in zip(layers, of_layers, strict=True):
                         tables.setdefault(table, []).append(of_layer)
             found = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
-            self._keep(outlines, [MeasuredLayer(longest, tables) for tables in found])
+            self._store_layers(calls_without_data, [MeasuredLayer(longest, tables) for tables in found])
 
         return make_tables
 
-    def _keep(self, calls: Sequence[AttentionCall], layers: Sequence[MeasuredLayer]) -> None:
+    def _store_layers(self, calls: Sequence[AttentionCall], layers: Sequence[MeasuredLayer]) -> None:
         if self._finished is not None:
             for number, (call, layer) in enumerate(zip(calls, layers, strict=True), start=len(self._layers)):
                 self._finished.keep(number, call, layer)
         for layer in layers:
             self._add(layer)
 
-    def _sampled(
+    def _measure_sampled(
         self,
         calls: Sequence[AttentionCall],
         tokens: Tensor | None,
@@ -204,7 +216,7 @@ class Collector:
         longest_bin: tuple[int, int],
         ahead: Sequence[DrawnAhead],
     ) -> Callable[[], ByNormalizer]:
-        """Measure sampled rows. The result returns by normalizer what they add to the tables, for all layers."""
+        """Measure sampled rows. The returned function gives their table columns by normalizer, for all layers."""
         found: ByNormalizer = {name: {} for name in self.normalizers}
         if not SAMPLED & {*self.settings.metrics}:
             return lambda: found
@@ -213,28 +225,28 @@ class Collector:
         parts = []
         for start in range(0, len(calls), at_once):
             some = calls[start : start + at_once]
-            items = list(sequences(stacked(some), tokens, self.settings.rows))
-            inside = inside or self._inside(items, statistics, longest_bin)
+            items = list(sequences(stack_calls(some), tokens, self.settings.rows))
+            inside = inside or self._rows_in_longest_bin(items, statistics, longest_bin)
             long = [Sequences(item.call, item.rows[which]) for item, which in zip(items, inside, strict=True)]
             drawn = ahead[start : start + at_once]
             parts.append(sampled_columns(long, some, self.normalizers, self.settings, drawn))
 
         def columns() -> ByNormalizer:
-            arrived = [part() for part in parts]
+            collected = [part() for part in parts]
             return {
-                name: {table: _joined([part[name][table] for part in arrived]) for table in arrived[0][name]}
+                name: {table: _concatenate([part[name][table] for part in collected]) for table in collected[0][name]}
                 for name in self.normalizers
             }
 
         return columns
 
-    def _inside(
+    def _rows_in_longest_bin(
         self,
         items: Sequence[Sequences],
         statistics: Sequence[Mapping[str, RowStatistics]],
         longest_bin: tuple[int, int],
     ) -> list[Tensor]:
-        """Which rows of each item have the most visible keys; without a mask the GPU need not be asked."""
+        """Return which rows of each item are in the longest bin. Synchronizes only if there is a mask."""
         first = next(iter(self.normalizers))
         found = []
         for item, of_rows in zip(items, statistics, strict=True):
@@ -244,24 +256,24 @@ class Collector:
         return found
 
 
-def _longest(item: Sequences, found: Mapping[str, RowStatistics]) -> int:
-    """Visible keys of any row; without a mask the GPU need not be asked."""
+def _longest_row(item: Sequences, found: Mapping[str, RowStatistics]) -> int:
+    """Return the largest number of visible keys of a row. Synchronizes only if there is a mask."""
     n = known_n(item.call, item.rows)
     if n is not None and len(n):
         return int(n.max())
     return max((int(one.n.max()) for one in found.values() if one.n.numel()), default=0)
 
 
-def _numbered(
+def _split_by_layer(
     calls: Sequence[AttentionCall],
     normalizer: str,
     rows: Mapping[str, Columns],
     sampled: Mapping[str, Columns],
     before: Before,
 ) -> Iterator[tuple[str, list[pa.Table]]]:
-    """Yield each table with its rows for every call. Columns have the heads of all calls.
+    """Yield each table, divided into one table per call. The columns have the heads of all calls.
 
-    Heads of a layer's second call continue the numbers; it has no coverage of its own.
+    If a layer makes a second call, its heads are numbered after those of the first, and it has no coverage.
     """
     heads, kv_heads = calls[0].query_BHQD.shape[1], calls[0].key_BGKD.shape[1]
     layers = np.array([call.layer for call in calls])
@@ -283,8 +295,8 @@ def _numbered(
         yield table, [whole.slice(start, stop - start) for start, stop in pairwise(edges.tolist())]
 
 
-def _joined(columns: Sequence[Columns]) -> Columns:
-    """Columns of some layers, then those of others."""
+def _concatenate(columns: Sequence[Columns]) -> Columns:
+    """Concatenate the columns of several layers."""
     return {name: np.concatenate([one[name] for one in columns]) for name in columns[0]} if columns else {}
 
 

@@ -1,7 +1,7 @@
-"""What the measured rows of a layer add to the tables `heads`, `by_length`, `top_n` and `blocks`.
+"""Summarise the measured rows of a layer for the tables `heads`, `by_length`, `top_n` and `blocks`.
 
-Neighbouring rows see nearly the same keys, so resampling single rows would overstate the confidence of a verdict. The
-longest rows are therefore cut into blocks of consecutive rows, and `blocks` keeps the medians of each block.
+Neighbouring rows see nearly the same keys, so resampling single rows would overstate the confidence of a verdict.
+Therefore the longest rows are divided into blocks of consecutive rows, and `blocks` has the medians of each block.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def pool_rows(parts: Sequence[RowStatistics]) -> RowStatistics:
 
 @dataclass(frozen=True)
 class RowSummaries:
-    """Summaries of the measured rows of one normalizer. From a GPU they come later: see device_sync.arrival."""
+    """Summaries of the measured rows of one normalizer. Wait for a GPU before reading them: device_sync.arrival."""
 
     bins: list[tuple[int, int]]  # (n_low, n_high), the longest rows first
     metrics: dict[str, Summary]
@@ -56,7 +56,7 @@ class RowSummaries:
 def summarise_rows(
     rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...], layers: int
 ) -> RowSummaries:
-    """layers: how many layers the heads belong to, with equally many each."""
+    """Summarise rows per head and bin. layers: number of layers that the heads belong to, equally many heads each."""
     on_cpu = rows.n.device.type == "cpu"
     return RowSummaries(
         bins,

@@ -1,6 +1,7 @@
-"""The costly metrics, on sampled rows of one or more layers: distances, separability, isotropy, sensitivity, coverage.
+"""Costly metrics on sampled rows of one or more layers: distances, separability, isotropy, sensitivity, coverage.
 
-On a GPU nothing waits here: numbers are on the way when a function returns, and become columns when they have arrived.
+These functions do not wait for a GPU. They start the computation and return a function; call it later to get the
+columns.
 """
 
 import hashlib
@@ -16,10 +17,10 @@ from torch import Tensor
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
-from attnorm.metrics.call import AttentionCall, outline
+from attnorm.metrics.call import AttentionCall, without_data
 from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.logits import known_n
-from attnorm.metrics.sampling import Sequences, Source, length_bins, sequences, spread, visible_keys
+from attnorm.metrics.sampling import Sequences, Source, evenly_spaced, length_bins, sequences, visible_keys
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors, permutations_ahead
 from attnorm.normalizers.contract import Normalizer
@@ -28,13 +29,16 @@ Choices = Sequence[Normalizer | None]
 Sources = Sequence[Source]
 Numbers = dict[str, dict[str, Tensor]]  # normalizer -> column -> (B, H, R, M)
 ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
-VECTORS, SENSITIVITY = "{} vectors", "{} sensitivity"  # what the generator of a layer is seeded by, with the seed
+VECTORS, SENSITIVITY = (
+    "{} vectors",
+    "{} sensitivity",
+)  # names that seed the generator of a layer, together with the random seed
 COVERAGE = ("per_head", "union", "independent")
 
 
 @dataclass(frozen=True)
 class DrawnAhead:
-    """The random numbers of one layer for these rows, drawn in other threads while the model runs."""
+    """Random numbers of one layer for these rows, drawn in other threads while the model runs."""
 
     rows: Tensor
     permutations: Future[list[Tensor]]
@@ -44,18 +48,18 @@ class DrawnAhead:
 def draw_ahead(
     call: AttentionCall, settings: AnalysisSettings, pool: Executor, rows: Tensor | None = None
 ) -> DrawnAhead | None:
-    """Start to draw what `sampled_columns` needs for a call; None if its rows are not known without the GPU.
+    """Start to draw the random numbers that `sampled_columns` needs for a call.
 
-    They are drawn on the CPU, so that every device has the same numbers: 72 ms per layer at 32,768 tokens on one core.
-    rows: those of a call of the same shape.
+    They are drawn on the CPU, so that all devices use the same numbers: 72 ms per layer at 32,768 tokens on one core.
+    None if the rows of the call are not known without waiting for the GPU. rows: rows of a call of the same shape.
     """
     if rows is None:
         (whole,) = sequences(call, None, settings.rows)
         n = known_n(call, whole.rows)
         if n is None or not len(n):
             return None
-        rows = _sampled(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
-    shape = outline(call)
+        rows = _sample_rows(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
+    shape = without_data(call)
     permutations, directions = (_generator(seed.format(settings.seed), call) for seed in (VECTORS, SENSITIVITY))
     return DrawnAhead(
         rows,
@@ -71,14 +75,14 @@ def sampled_columns(
     settings: AnalysisSettings,
     ahead: Sequence[DrawnAhead] = (),
 ) -> Callable[[], ByNormalizer]:
-    """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.call.stacked).
+    """Measure sampled rows of `longest`, whose calls have the heads of all layers (metrics.call.stack_calls).
 
     ahead: the random numbers of each layer, where they have been drawn before.
 
     The result returns by normalizer and table the columns, ordered by layer, head and N. It may be called once the
     numbers have arrived from a GPU: see device_sync.arrival.
     """
-    chosen = [Sequences(one.call, _sampled(one.call, one.rows, settings)) for one in longest if len(one.rows)]
+    chosen = [Sequences(one.call, _sample_rows(one.call, one.rows, settings)) for one in longest if len(one.rows)]
     found: ByNormalizer = {name: {} for name in normalizers}
     if not chosen:
         return lambda: found
@@ -95,8 +99,8 @@ def sampled_columns(
         tables["coverage"] = _coverage(chosen, layers, normalizers, settings)
 
     def columns() -> ByNormalizer:
-        for table, arrived in tables.items():
-            for name, some in arrived().items():
+        for table, collected in tables.items():
+            for name, some in collected().items():
                 found[name][table] = some
         return found
 
@@ -104,14 +108,14 @@ def sampled_columns(
 
 
 def sampled_weights(call: AttentionCall, settings: AnalysisSettings) -> int:
-    """How many weights the sampled rows of a call have at most."""
+    """Return the largest possible number of weights in the sampled rows of a call."""
     batch, heads, queries, _ = call.query_BHQD.shape
     keys = call.key_BGKD.shape[-2]
     return batch * heads * min(sampled_rows_at(settings, keys), queries) * keys
 
 
-def _sampled(call: AttentionCall, rows: Tensor, settings: AnalysisSettings) -> Tensor:
-    return spread(rows, sampled_rows_at(settings, call.key_BGKD.shape[-2]))
+def _sample_rows(call: AttentionCall, rows: Tensor, settings: AnalysisSettings) -> Tensor:
+    return evenly_spaced(rows, sampled_rows_at(settings, call.key_BGKD.shape[-2]))
 
 
 def _vectors(
@@ -124,12 +128,12 @@ def _vectors(
     def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
         return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, sources)
 
-    arrived = _pooled(chosen, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
+    collected = _measure_and_join(chosen, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
     return lambda: {
-        name: {column: _over_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
+        name: {column: _reduce_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
         | {"separability_excess_error": _excess_error(numbers).ravel()}
-        for name, numbers in arrived().items()
+        for name, numbers in collected().items()
     }
 
 
@@ -137,7 +141,7 @@ def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the standard error of separability - null over the compared rows, (H, N); NaN with fewer than two."""
     excess = numbers["separability"] - numbers["separability_null"]
     count = (~np.isnan(excess)).sum(1)
-    spread = _over_rows(np.nanvar, excess) * count / np.maximum(count - 1, 1)
+    spread = _reduce_rows(np.nanvar, excess) * count / np.maximum(count - 1, 1)
     return np.where(count > 1, np.sqrt(spread / np.maximum(count, 1)), np.nan)
 
 
@@ -151,7 +155,7 @@ def _sensitivity(
     def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
         return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, sources)
 
-    arrived = _pooled(chosen, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead)
+    collected = _measure_and_join(chosen, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead)
     heads, temperatures = chosen[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
         "head": np.repeat(np.arange(heads) % (heads // len(layers)), len(temperatures)),
@@ -163,12 +167,12 @@ def _sensitivity(
         return {
             **key,
             "rows": (~np.isnan(numbers["jacobian_norm"])).sum(1).ravel(),
-            "jacobian_norm_max": _over_rows(np.nanmax, numbers["jacobian_norm"]).ravel(),
-            "bound": _over_rows(np.nanmax, numbers["bound"]).ravel(),
-            **{column: _over_rows(np.nanmean, value).ravel() for column, value in means.items()},
+            "jacobian_norm_max": _reduce_rows(np.nanmax, numbers["jacobian_norm"]).ravel(),
+            "bound": _reduce_rows(np.nanmax, numbers["bound"]).ravel(),
+            **{column: _reduce_rows(np.nanmean, value).ravel() for column, value in means.items()},
         }
 
-    return lambda: {name: of_one(numbers) for name, numbers in arrived().items()}
+    return lambda: {name: of_one(numbers) for name, numbers in collected().items()}
 
 
 def _coverage(
@@ -179,10 +183,10 @@ def _coverage(
 ) -> Callable[[], dict[str, Columns]]:
     choices = list(normalizers.values())
     parts = [coverage_sums(one.call, choices, one.rows, settings.top_n, len(layers)) for one in chosen]
-    on_the_way = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in normalizers}
+    copies_to_cpu = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in normalizers}
 
     def of_one(name: str) -> Columns:
-        sums, rows = (np.sum([part[index].numpy() for part in on_the_way[name]], axis=0) for index in (0, 1))
+        sums, rows = (np.sum([part[index].numpy() for part in copies_to_cpu[name]], axis=0) for index in (0, 1))
         means = np.where(rows[:, None] > 0, sums / np.maximum(rows, 1)[:, None], np.nan)  # (3, layers, N)
         return {
             "top_n": np.tile(settings.top_n, len(layers)),
@@ -199,16 +203,16 @@ def _isotropy(
     """Return the isotropy of each head's key/value vectors, averaged over sequences; the same for all normalizers."""
     heads = chosen[0].call.query_BHQD.shape[1]
     names = ("mean_cosine", "effective_rank", "smallest_distance")
-    on_the_way = []
+    copies_to_cpu = []
     for one in chosen:
         inputs = one.call.inputs_BKC
         vectors = inputs[:, None] if settings.vectors == "inputs" and inputs is not None else one.call.value_BGKE
         shape = isotropy(vectors, visible_keys(one.call), seed=settings.seed)
-        on_the_way.append(sent_to_cpu(torch.stack([getattr(shape, name) for name in names]).double()))
+        copies_to_cpu.append(sent_to_cpu(torch.stack([getattr(shape, name) for name in names]).double()))
 
     def columns() -> dict[str, Columns]:
-        found = np.concatenate([part.numpy() for part in on_the_way], axis=1)  # (3, B, G)
-        means = _over_rows(np.nanmean, found)
+        found = np.concatenate([part.numpy() for part in copies_to_cpu], axis=1)  # (3, B, G)
+        means = _reduce_rows(np.nanmean, found)
         of_heads: Columns = {name: np.repeat(mean, heads // len(mean)) for name, mean in zip(names, means, strict=True)}
         return {name: dict(of_heads) for name in normalizers}
 
@@ -223,7 +227,7 @@ def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
         )
 
 
-def _pooled(
+def _measure_and_join(
     chosen: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
@@ -239,22 +243,22 @@ def _pooled(
 
     parts = [measure(one, choices, sources()) for one in chosen]
     columns = list(next(iter(parts[0].values())))
-    on_the_way = {
+    copies_to_cpu = {
         name: [sent_to_cpu(torch.stack([part[name][column] for column in columns])) for part in parts]
         for name in parts[0]
     }
 
-    def arrived() -> dict[str, dict[str, np.ndarray]]:
+    def collected() -> dict[str, dict[str, np.ndarray]]:
         found = {}
-        for name, sent in on_the_way.items():
+        for name, sent in copies_to_cpu.items():
             of_heads = [numbers.double().transpose(1, 2).flatten(2, 3).numpy() for numbers in sent]
             found[name] = dict(zip(columns, np.concatenate(of_heads, axis=2), strict=True))
         return found
 
-    return arrived
+    return collected
 
 
-def _over_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:
+def _reduce_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:
     """Reduce axis 1 without NaN; NaN if nothing is left."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN

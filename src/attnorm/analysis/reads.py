@@ -18,7 +18,7 @@ from attnorm.analysis.tables import Columns
 from attnorm.engines.device_sync import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
-from attnorm.metrics.sampling import one_sequence, spread
+from attnorm.metrics.sampling import evenly_spaced, one_sequence
 from attnorm.normalizers.contract import Normalizer
 from attnorm.safe_text import visible
 
@@ -122,7 +122,7 @@ def listed_rows(wanted: int | Sequence[int], queries: int, tokens_Q: Tensor | No
     """
     present = torch.arange(queries) if tokens_Q is None else tokens_Q.cpu().nonzero().squeeze(-1)
     if isinstance(wanted, int):
-        return spread(present, wanted)
+        return evenly_spaced(present, wanted)
     count = len(present)
     inside = sorted({row % count for row in wanted if -count <= row < count}) if count else []
     return present[torch.tensor(inside, dtype=torch.long)]

@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, shown
 from attnorm.bench.results import Growth
-from attnorm.figures import INK, LETTERING, PALE, save_figure_files, spread, wrapped
+from attnorm.figures import INK, LETTERING, PALE, place_labels, save_figure_files, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3
@@ -149,7 +149,7 @@ def _label_ends(axes: Axes, lines: list[DispersionLine]) -> None:
     ends = [_height(axes, line.shape.kept[-1]) for line, _ in entries]
     texts = [wrapped(line.names, LABEL_WIDTH) for line, _ in entries]
     rows = [HEADING_ROWS if heading else len(text) for text, (_, heading) in zip(texts, entries, strict=True)]
-    centres = spread(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
+    centres = place_labels(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
     for (line, heading), end, centre, text in zip(entries, ends, centres, texts, strict=True):
         if heading:
             _write_heading(axes, line.shape.verdict, centre - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.claims.tables import MEASURED, label
-from attnorm.figures import INK, PALE, save_figure_files, spread, wrapped
+from attnorm.figures import INK, PALE, place_labels, save_figure_files, wrapped
 from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import ROUNDING, Finding
 
@@ -135,7 +135,7 @@ def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: f
         for _, group in order
     ]
     line = 0.05  # of the panel's height
-    centres = spread(ends, [line * (len(text) + 0.4) for text in texts])
+    centres = place_labels(ends, [line * (len(text) + 0.4) for text in texts])
     for (position, group), end, centre, text in zip(order, ends, centres, texts, strict=True):
         colour = _colour(group, position)
         axes.plot(

@@ -16,7 +16,7 @@ from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
-from attnorm.metrics.sampling import length_bins, rows_to_measure, spread
+from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.vectors import Vectors
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.forward_pass import run
@@ -72,7 +72,7 @@ def longest_rows(call: AttentionCall, count: int) -> Tensor:
     """Return `count` queries, evenly spaced in the longest half octave of contexts, including the last."""
     queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
     n = torch.arange(queries) + 1 + keys - queries
-    return spread((n >= length_bins(keys)[0][0]).nonzero().squeeze(-1), count)
+    return evenly_spaced((n >= length_bins(keys)[0][0]).nonzero().squeeze(-1), count)
 
 
 _TENSORS = ("weights", "vectors", "visible")

@@ -1,6 +1,8 @@
-"""One attention call of a model, as it is measured, and several calls of one shape as one with the heads of all.
+"""`AttentionCall`: one attention call of a model, as the metrics receive it; calls of several layers stacked to one.
 
-A call has everything that decides its logits, weights and outputs. Shape letters: see engines/inputs.py.
+A call contains everything that decides its logits, weights and output. Shape letters: see engines/inputs.py. (The
+engines use their own record, `Inputs`: it belongs to a call that attnorm computes, this one to a call that a model
+makes.)
 """
 
 from collections.abc import Sequence
@@ -18,28 +20,28 @@ Kind = Literal["decoder", "encoder", "cross"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Queries and keys after position encoding, at the model's own head counts; nothing of size Q x K is made here."""
+    """Queries and keys after position encoding, with the model's own numbers of heads; no array of size Q x K."""
 
-    layer: int  # counted within its kind
-    kind: Kind  # causal self-attention, bidirectional self-attention, attention to an encoder
+    layer: int  # index among the layers of its kind
+    kind: Kind  # causal self-attention, bidirectional self-attention, or attention to an encoder
     query_BHQD: Tensor
     key_BGKD: Tensor
     value_BGKE: Tensor
     scale: float
     causal: bool  # aligned bottom-right: the last query sees every key
-    # Boolean, True = may attend, broadcastable to (B, H, Q, K); one with a row for each query has causality in it.
+    # Boolean, True = may attend, broadcastable to (B, H, Q, K). A mask with one row per query includes causality.
     mask: Tensor | None = None
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     sinks_H: Tensor | None = None  # one learned logit per head that takes mass and gives no output
     bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)
-    dropout: float = 0.0  # share of the weights that the model drops in training
-    normalizer: Normalizer | Mechanism | None = None  # what a patched layer runs instead of softmax
-    inputs_BKC: Tensor | None = None  # the layer input behind the keys, if requested
-    positions: Positions | None = None  # (1 or B, Q) and (1 or B, K); None: counted, the last query at the last key
+    dropout: float = 0.0  # probability that the model drops a weight in training
+    normalizer: Normalizer | Mechanism | None = None  # normalizer of a patched layer; None: softmax
+    inputs_BKC: Tensor | None = None  # layer input that the keys are projected from, if requested
+    positions: Positions | None = None  # (1 or B, Q) and (1 or B, K); None: the last query is at the last key
 
 
 def can_be_stacked(call: AttentionCall) -> bool:
-    """On a GPU, where it saves time, and if nothing but queries, keys, values and sinks differs between layers."""
+    """Whether calls of several layers can be measured as one: on a GPU, if only q, k, v and sinks differ."""
     alone = call.bias is not None or call.normalizer is not None or call.inputs_BKC is not None
     alone = alone or call.positions is not None
     mask_per_head = call.mask is not None and call.mask.dim() > 2 and call.mask.shape[-3] > 1
@@ -50,8 +52,8 @@ def saves_time(call: AttentionCall) -> bool:
     return call.query_BHQD.is_cuda
 
 
-def reads_heads(normalizer: nn.Module) -> bool:
-    """Whether a normalizer has parameters for each head, so that it fits one layer alone."""
+def has_parameters_per_head(normalizer: nn.Module) -> bool:
+    """Whether a normalizer has parameters per head, so that it cannot be applied to stacked layers."""
     return any(tensor.numel() > 1 for tensor in (*normalizer.parameters(), *normalizer.buffers()))
 
 
@@ -64,19 +66,19 @@ def same_shape(a: AttentionCall, b: AttentionCall) -> bool:
     return a.mask is b.mask and about(a) == about(b)
 
 
-def size(call: AttentionCall) -> int:
-    """Bytes of queries, keys and values."""
+def call_bytes(call: AttentionCall) -> int:
+    """Return the size of queries, keys and values in bytes."""
     return sum(tensor.nbytes for tensor in (call.query_BHQD, call.key_BGKD, call.value_BGKE))
 
 
-def outline(call: AttentionCall) -> AttentionCall:
-    """The call's settings and shapes, without tensor data."""
+def without_data(call: AttentionCall) -> AttentionCall:
+    """Return the call with shapes and settings only; tensors are on the meta device or None."""
     shapes = {name: getattr(call, name).to("meta") for name in ("query_BHQD", "key_BGKD", "value_BGKE")}
     return replace(call, **shapes, mask=None, sinks_H=None, bias=None, normalizer=None, inputs_BKC=None)
 
 
-def stacked(calls: Sequence[AttentionCall]) -> AttentionCall:
-    """Head h of call i becomes head i H + h."""
+def stack_calls(calls: Sequence[AttentionCall]) -> AttentionCall:
+    """Join calls of the same shape to one call: head h of call i becomes head i H + h."""
     first = calls[0]
     if len(calls) == 1:
         return first

@@ -43,7 +43,7 @@ def coverage_sums(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """By normalizer: sums of per_head, union and independent over rows, (3, layers, N), and how many rows, (layers,).
 
-    layers: how many the heads of the call belong to, equally many each (`stacked` of call.py).
+    layers: how many the heads of the call belong to, equally many each (`stack_calls` of call.py).
     """
     chosen = resolve_normalizers(call, normalizers)
     device = call.query_BHQD.device

@@ -22,7 +22,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
 from attnorm.theory.linearization import Linearization, linearized_norm
@@ -209,7 +209,7 @@ def _tolerances(dtype: torch.dtype) -> tuple[float, float, float]:
 def _sampled_norms(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     """The Jacobian norm of softpick in POWER_ROWS of the rows, (B, H, R); NaN in the others."""
     query = call.query_BHQD
-    few = spread(torch.arange(len(rows)), POWER_ROWS)
+    few = evenly_spaced(torch.arange(len(rows)), POWER_ROWS)
     norms = torch.full((*query.shape[:2], len(rows)), torch.nan, device=query.device)
     at_few = sent_to(query.device, few)
     for block in logit_blocks(call, rows[few], all_heads=True):

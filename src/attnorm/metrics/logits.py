@@ -1,7 +1,8 @@
-"""The logits of a call, a few heads and rows at a time: nothing of size Q x K is made unless the model made it.
+"""`logit_blocks`: the logits of an attention call in blocks of a few heads and rows, so that no Q x K array is needed.
 
-A block is as large as the cache likes, and has only the keys that its rows may see. Hidden keys hold `LOW`, which exp
-turns into 0 and which times 0 is 0. Keys are padded to a multiple of `GROUP`, so that rows can be cut into groups.
+The size of a block fits the CPU cache, and it contains only keys that its rows can see. Hidden keys have the logit
+`LOW`: its exp is 0, and LOW times 0 is 0. Keys are padded to a multiple of `GROUP`, so that rows can be divided into
+groups.
 """
 
 import math
@@ -19,21 +20,21 @@ from attnorm.theory.selection import at_least_float32
 
 LOW = -1e30
 GROUP = 16
-# Logits of one block for each thread: two arrays of this size fit a core's cache; a GPU needs more to be busy.
+# Logits per block and thread: two arrays of this size fit the cache of a core. A GPU needs larger blocks.
 BLOCK_ELEMENTS = 2**19
 MAX_THREADS = 8
 CUDA_BLOCK_ELEMENTS = 2**25
-FEW_ROWS = 64  # up to here a GPU is done with more than is needed before the program has waited to know what is
+FEW_ROWS = 64  # up to this many rows, a GPU computes unneeded keys faster than the program learns which are needed
 
 
 class LogitWorkspace:
-    """Memory that is used again for every block: fresh memory costs more than what is computed in it."""
+    """A buffer that all blocks share: allocating memory takes longer than the computation in it."""
 
     def __init__(self, like: Tensor) -> None:
         self._memory = like.new_empty(0)
 
     def array(self, *shape: int) -> Tensor:
-        """An array of that shape, which overwrites the last one."""
+        """Return an array of that shape; it overwrites the previous one."""
         size = math.prod(shape)
         if self._memory.numel() < size:
             self._memory = self._memory.new_empty(size)
@@ -41,27 +42,24 @@ class LogitWorkspace:
 
 
 def too_few_to_wait(queries: Tensor) -> bool:
-    """Whether computing rows for the worst case is cheaper than inspecting them first."""
+    """Whether computing all keys is cheaper than waiting for the GPU to learn which keys are needed."""
     return len(queries) <= FEW_ROWS and runs_asynchronously(queries)
 
 
 @dataclass(frozen=True)
 class LogitBlock:
-    """Logits (h, r, w) of some heads and rows of one batch item. Keys before `common` are visible to all rows.
-
-    The next block overwrites the logits.
-    """
+    """Logits (h, r, w) of some heads and rows of one batch item. The next block overwrites them."""
 
     logits: Tensor
-    common: int
-    tail: Tensor  # boolean (1 or h, r, w - common): which of the later keys are visible
-    n: Tensor  # visible keys, (1 or h, r)
-    item: int
+    common: int  # the first `common` keys are visible to all rows
+    tail: Tensor  # boolean (1 or h, r, w - common): which of the other keys are visible
+    n: Tensor  # number of visible keys, (1 or h, r)
+    item: int  # index in the batch
     heads: slice
-    rows: slice  # of the requested rows
+    rows: slice  # part of the requested rows
     queries: Tensor  # their query indices, (r,)
     first_key: int  # key index of the first column
-    reach: list[int] | None = None  # visible keys of each row, which are the first ones; None with a mask
+    reach: list[int] | None = None  # number of visible keys of each row, if these are the first keys; None with a mask
 
     @cached_property
     def visible(self) -> Tensor:
@@ -69,23 +67,23 @@ class LogitBlock:
         return pad(self.tail, (self.common, 0), value=True)
 
     def visible_on_cpu(self, rows: Tensor) -> Tensor:
-        """The visible keys of some rows (indices), (1 or h, rows, w). Only with a mask the GPU is waited for."""
+        """Return the visible keys of some rows (indices), (1 or h, rows, w). Synchronizes only if there is a mask."""
         if self.reach is None:
             return self.visible.cpu()[:, rows]
         return (torch.arange(self.logits.shape[-1]) < torch.tensor(self.reach)[rows, None])[None]
 
     def n_on_cpu(self) -> Tensor:
-        """Visible keys, (1 or h, r). Only with a mask the GPU is waited for."""
+        """Return the number of visible keys, (1 or h, r). Synchronizes only if there is a mask."""
         return self.n.cpu() if self.reach is None else torch.tensor([self.reach])
 
     def hide(self, logits: Tensor) -> Tensor:
-        """LOW at the hidden keys, in place."""
+        """Set the logits of hidden keys to LOW, in place."""
         logits[..., self.common :].masked_fill_(~self.tail, LOW)
         return logits
 
     @property
     def first_visible(self) -> Tensor:
-        """Column of each row's first visible key, (1 or h, r); 0 where there is none."""
+        """Column of each row's first visible key, (1 or h, r); 0 if there is none."""
         if self.common:
             return torch.zeros_like(self.n, dtype=torch.long)
         return self.tail.to(torch.uint8).argmax(-1)
@@ -106,16 +104,16 @@ class Visibility:
         mask, causal = call.mask, call.causal
         if mask is not None:
             mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
-            # A mask per query is complete; where a cache is longer than its content, only the mask shows it.
+            # A mask with one row per query includes causality; only it shows the empty entries of a cache.
             causal = causal and (mask.shape[-2] == 1 or queries == keys)
         return cls(mask, causal, queries, keys)
 
     def span(
         self, item: int, heads: slice, queries: Tensor, shortest: int, longest: int
     ) -> tuple[int, int, int, Tensor]:
-        """First key, end, how many keys from the first on are visible to all rows, and which of the others are.
+        """Return the first key, the end, the number of leading keys that all rows see, and a mask of the others.
 
-        shortest, longest: how many keys the first and the last of the queries may see.
+        shortest, longest: how many keys the first and the last query can see.
         """
         reach = (queries + (self.keys - self.queries + 1)).clamp(min=0) if self.causal else None
         stop = max(longest, 1)
@@ -149,10 +147,11 @@ def logit_blocks(
     block_elements: int | None = None,
     copies: int = 1,
 ) -> Iterator[LogitBlock]:
-    """The logits of these queries (sorted) in blocks; `all_heads` keeps the heads of an item together.
+    """Yield the logits of these queries (sorted indices) in blocks.
 
-    key_heads: those whose queries are wanted; all by default. copies: arrays like the logits that the caller works on
-    at a time; with more of them blocks are smaller. On a GPU nothing waits if the rows are on the CPU.
+    all_heads: every block has all heads of an item. key_heads: key heads whose query heads are computed (default: all).
+    copies: number of arrays of a block's size that the caller needs at a time; with more of them, blocks are smaller.
+    Does not synchronize with a GPU if `rows` is on the CPU.
     """
     batch, heads = call.query_BHQD.shape[:2]
     groups = call.key_BGKD.shape[1]
@@ -165,7 +164,7 @@ def logit_blocks(
         BLOCK_ELEMENTS * min(torch.get_num_threads(), MAX_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
     )
     if all_heads and on_cpu:
-        elements *= 4  # few rows of many heads read the keys too often
+        elements *= 4  # blocks of few rows and many heads would read the keys too often
     elements //= copies
     reach = _reaches(visibility, rows)
     rows = sent_to(query.device, rows)
@@ -185,7 +184,7 @@ def logit_blocks(
 
 
 def known_n(call: AttentionCall, rows: Tensor) -> Tensor | None:
-    """Visible keys of each of these queries where no mask decides about them: known without the GPU."""
+    """Return the number of visible keys of these queries, without synchronization; None if there is a mask."""
     visibility = Visibility.of(call)
     return torch.tensor(_reaches(visibility, rows)) if visibility.mask is None else None
 
@@ -229,7 +228,7 @@ def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Te
     bias = bias[heads] if bias.shape[0] > 1 else bias
     bias = bias[:, queries] if bias.shape[1] > 1 else bias
     bias = bias if bias.shape[-1] == 1 else bias[..., start : start + logits.shape[-1]]
-    width = logits.shape[-1] if bias.shape[-1] == 1 else bias.shape[-1]  # the padding stays as it is
+    width = logits.shape[-1] if bias.shape[-1] == 1 else bias.shape[-1]  # padding keys get no bias
     logits[..., :width].add_(bias)
 
 
@@ -241,10 +240,10 @@ def _reaches(visibility: Visibility, rows: Tensor) -> list[int]:
 
 
 def _size(reach: list[int], start: int, per_group: int, groups: int, elements: int, all_heads: bool) -> tuple[int, int]:
-    """How many rows and how many groups of heads make a block of about that many logits."""
+    """Return how many rows and groups of heads form a block of about `elements` logits."""
     heads = per_group * groups if all_heads else per_group
     taken = 1
-    # Rows of very different reach would mostly hide keys from each other.
+    # Rows of very different lengths would compute many hidden keys.
     while (
         start + taken < len(reach)
         and heads * (taken + 1) * reach[start + taken] <= elements
@@ -258,5 +257,5 @@ def _size(reach: list[int], start: int, per_group: int, groups: int, elements: i
 
 
 def padded_keys(keys: int) -> int:
-    """The columns of a block that has so many keys."""
+    """Return the number of columns of a block with this many keys."""
     return math.ceil(keys / GROUP) * GROUP

@@ -49,7 +49,7 @@ class NestedSets:
         order = top_n_indices(weights if log_weights is None else log_weights, max(sizes), visible)
         return cls(weights, vectors, visible, order, tuple(sizes), log_weights)
 
-    def taking(self, rows: Tensor | slice) -> "NestedSets":
+    def select_rows(self, rows: Tensor | slice) -> "NestedSets":
         """The same with some of the rows."""
         logs = self.log_weights
         return replace(

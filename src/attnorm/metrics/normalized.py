@@ -1,5 +1,4 @@
-"""How a normalizer is measured on a block of logits: from the logits where it is softmax of scaled ones, else from its
-weights."""
+"""Normalizers as measurements use them: the normalizers to measure by name, and their weights on a block of logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +15,13 @@ from attnorm.normalizers.registry import resolve
 from attnorm.normalizers.softmax import Softmax
 
 MODEL = "model"
-# A name, an object, or None for what the model itself runs.
+# A name, an object, or None for the normalizer that the model runs.
 Choice = str | Normalizer | Mechanism | None
 
 
 @dataclass(frozen=True)
 class RowsBlock(Block):
-    """Some rows of an attention call, which need not follow each other."""
+    """Some rows of an attention call, not necessarily consecutive ones."""
 
     queries: Tensor | None = None
     first_key: int = 0
@@ -35,8 +34,8 @@ class RowsBlock(Block):
         stop = self.first_key + self.logits.shape[-1]
         return Positions(self.queries, torch.arange(self.first_key, stop, device=self.logits.device))
 
-    def taking(self, rows: Tensor) -> "RowsBlock":
-        """The same block with some of its rows."""
+    def select_rows(self, rows: Tensor) -> "RowsBlock":
+        """Return the block with some of its rows."""
         assert self.queries is not None
         mask, states, given = self.mask, self.hidden_states, self.given_positions
         return replace(
@@ -51,14 +50,14 @@ class RowsBlock(Block):
 
 @dataclass(frozen=True)
 class MeasuredNormalizer:
-    """A normalizer with the name of its results; None is softmax with the model's own sinks."""
+    """A normalizer, and the name of its results. None stands for softmax with the model's own sinks."""
 
     name: str
     normalizer: Normalizer | None
 
     @property
     def scaled_softmax(self) -> bool:
-        """Softmax of logits times a factor that does not depend on them, with or without a sink."""
+        """Whether it is softmax of logits times a factor that does not depend on them, with or without a sink."""
         normalizer = self.normalizer
         return normalizer is None or (
             type(normalizer.map) is Softmax
@@ -71,7 +70,7 @@ class MeasuredNormalizer:
         return self.normalizer is not None and bool(self.normalizer.rules)
 
     def learned_sink(self, call: AttentionCall, heads: slice) -> Tensor | None:
-        """The logit of the sink that is no key, (h,)."""
+        """Return the logit of the learned sink of each head, (h,); None without one."""
         if self.normalizer is None:
             return None if call.sinks_H is None else call.sinks_H[heads]
         if self.normalizer.sink is None:
@@ -80,7 +79,7 @@ class MeasuredNormalizer:
         return logit.expand(heads.stop - heads.start) if logit.dim() == 0 else logit[heads]
 
     def factor(self, call: AttentionCall, block: LogitBlock) -> Tensor | None:
-        """What its rules multiply the logits by, broadcastable to (h, r, 1); None if there are none."""
+        """Return the factor by which its rules multiply the logits, broadcastable to (h, r, 1); None without rules."""
         if self.normalizer is None or not self.rescales:
             return None
         n = block.n.to(block.logits.dtype)[None, ..., None]
@@ -96,13 +95,13 @@ class MeasuredNormalizer:
 
 
 class NoRowsError(TypeError, ValueError):
-    """A mechanism has no rows of logits: a wrong type in Python, and wrong input for a command."""
+    """Raised for a mechanism, which has no rows of logits. A TypeError in Python, a usage error on the command line."""
 
 
 def resolve_normalizers(
     call: AttentionCall, choices: Sequence[Choice | MeasuredNormalizer]
 ) -> list[MeasuredNormalizer]:
-    """The requested normalizers, on the call's device, by name."""
+    """Return the normalizers to measure, with their names, on the device of the call."""
     found: list[MeasuredNormalizer] = []
     for choice in choices:
         if isinstance(choice, MeasuredNormalizer):
@@ -125,7 +124,7 @@ def resolve_normalizers(
 
 
 def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:
-    """The block as a normalizer reads it, (1, h, r, w)."""
+    """Convert a block of logits to the input of a normalizer, (1, h, r, w)."""
     every = block.common == block.logits.shape[-1]
     visible = None if every else block.visible[None]
     logits = block.logits[None]
@@ -136,7 +135,7 @@ def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:
 
 
 def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:
-    """Positions of the block's queries (r,) and keys (w,), where the caller gave them; padding repeats the last key."""
+    """Return the given positions of the block's queries (r,) and keys (w,); padding repeats the last key."""
     if call.positions is None:
         return None
     query, key = (t[block.item if len(t) > 1 else 0] for t in (call.positions.query, call.positions.key))
@@ -145,7 +144,10 @@ def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:
 
 
 def query_states(call: AttentionCall, block: LogitBlock) -> Tensor | None:
-    """The layer input of the block's queries, (1, r, width), where it is known: in self-attention, the last keys'."""
+    """Return the layer input of the block's queries, (1, r, width); None if unknown.
+
+    In self-attention the queries are the last keys, so it is the input of these keys.
+    """
     if call.inputs_BKC is None or call.kind == "cross" or _offset(call) < 0:
         return None
     return call.inputs_BKC[block.item, block.queries + _offset(call)][None].to(block.logits.dtype)
@@ -156,7 +158,7 @@ def _offset(call: AttentionCall) -> int:
 
 
 def as_normalizer(one: MeasuredNormalizer, call: AttentionCall) -> Normalizer:
-    """The normalizer itself; for the model's own softmax one that has its sinks."""
+    """Return the normalizer; for the model's own softmax, build one with its sinks."""
     if one.normalizer is not None:
         return one.normalizer
     if call.sinks_H is None:
@@ -169,10 +171,10 @@ def as_normalizer(one: MeasuredNormalizer, call: AttentionCall) -> Normalizer:
 def weights_and_logs(
     one: MeasuredNormalizer, call: AttentionCall, block: LogitBlock, view: RowsBlock
 ) -> tuple[Tensor, Tensor | None]:
-    """Weights (h, r, w), and their logarithms up to a constant per row where the weights could underflow to 0.
+    """Return weights (h, r, w), and their logarithms up to a constant per row, for weights that underflow to 0.
 
-    A scaled softmax has its logits. Other maps are computed in float64, which holds what float32 rounds to 0; signed
-    weights have no logarithm.
+    For a scaled softmax the logarithms are its logits. Other maps are computed in float64, which represents weights
+    that float32 rounds to 0. Signed weights have no logarithm: None.
     """
     normalizer = as_normalizer(one, call)
     if one.scaled_softmax:

@@ -1,12 +1,12 @@
-"""Statistics of rows: of softmax straight from its logits, of any other map from its weights.
+"""Statistics of rows: for softmax from its logits, for any other map from its weights.
 
-Two keys of each row are set apart before anything is summed: the first visible one (the sink) and the largest of the
-others. For softmax what is left is summed relative to that largest one (`row_sums`, block by block); then both are put
-back in closed form (`softmax_statistics`, once for all rows). So the numbers without the sink come first and those with
-it follow, and nothing is ever subtracted: they keep their digits as the largest weight or the sink's tends to 1.
+Softmax: two keys of each row are separated first (`split_rows`): the first visible key, which is the sink, and the
+largest of the others. `row_sums` sums the remaining keys relative to this largest one, block by block.
+`softmax_statistics` adds both keys again in closed form, once for all rows: first the numbers without the sink, then
+those with it. Nothing is subtracted, so all numbers keep their digits if the largest weight or the sink tends to 1.
 
-Weights may be signed, sparse, or not normalised (`weight_rows`): entropy, effective keys, gap and masses are those of
-|w| / sum |w|, the largest weight is that of |w|; a row whose weights are all 0 has none of them.
+Other maps (`weight_rows`): weights may be signed, sparse, or not normalised. Entropy, effective keys, gap and masses
+are those of |w| / sum |w|. A row whose weights are all 0 has none of these numbers.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from attnorm.engines.device_sync import runs_asynchronously
 from attnorm.metrics.logits import GROUP, LOW, LogitBlock, LogitWorkspace, too_few_to_wait
 from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
-# exp of more would overflow when it is squared, in float32 and float64; a sink so large has all of the weight.
+# The square of exp overflows above this, in float32 and float64. A sink as large as that has all of the weight.
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
 # Below this a sum of exponentials may have lost its digits to underflow.
 SMALLEST_SUM = 1e-30
 
 
 def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tensor:
-    """The `count` largest of each row (rows, L), largest first; fewer where L is smaller. `scratch` is overwritten."""
+    """Return the `count` largest entries of each row (rows, L), largest first. scratch: buffer of the same shape."""
     count = min(count, rows.shape[-1])
     if runs_asynchronously(rows):
         return rows.topk(count, dim=-1).values
@@ -41,25 +41,28 @@ def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tens
 
 
 def masses(weights: Tensor, top_n: Sequence[int]) -> Tensor:
-    """Sums of the N largest weights of each row, one for each N: (rows, len(top_n))."""
+    """Return the sum of the N largest weights of each row for each N, (rows, len(top_n))."""
     ordered = heaviest(weights, weights.shape[-1])
     sums = ordered.cumsum(-1)
     return torch.stack([sums[:, min(N, sums.shape[-1]) - 1] for N in top_n], -1)
 
 
 @dataclass(frozen=True)
-class SetApart:
-    """Each row's first visible key and the extremes of the others, all (rows, 1); LOW and inf where there are none."""
+class SplitRows:
+    """The first visible key of each row and the extremes of the other keys, (rows, 1) each.
 
-    first: Tensor  # column
-    sink: Tensor  # logit of the first visible key
+    Without other keys, the largest is LOW and the smallest is inf.
+    """
+
+    first: Tensor  # column of the first visible key
+    sink: Tensor  # its logit
     where: Tensor  # column of the largest of the others
     largest: Tensor
     smallest: Tensor
 
 
-def set_apart(rows: Tensor, block: LogitBlock) -> SetApart:
-    """What to set apart of the rows (h r, w)."""
+def split_rows(rows: Tensor, block: LogitBlock) -> SplitRows:
+    """Find the keys to separate in the rows (h r, w)."""
     heads, count, width = block.logits.shape
     first = block.first_visible.expand(heads, count).reshape(-1, 1)
     sink = rows.gather(1, first)
@@ -74,13 +77,14 @@ def set_apart(rows: Tensor, block: LogitBlock) -> SetApart:
     members = group + groups * torch.arange(GROUP, device=rows.device)
     index = rows.gather(1, members).argmax(-1, keepdim=True)
     rows.scatter_(1, first, sink)
-    return SetApart(first, sink, members.gather(1, index), largest, smallest)
+    return SplitRows(first, sink, members.gather(1, index), largest, smallest)
 
 
 class RowSums(NamedTuple):
-    """What a row adds up to, in units of its largest key but the first visible one: e = exp(z - level).
+    """Sums over a row of e = exp(z - level). The level is the largest logit, without the first visible key.
 
-    `others` are the keys but these two. For a row of one key, which has no such largest one, the level is that key's.
+    `others` are all keys except the first visible one and this largest one. In a row of one key, the level is its
+    logit.
     """
 
     level: Tensor
@@ -92,26 +96,26 @@ class RowSums(NamedTuple):
     root: Tensor  # norm of the Jacobian times the sum of all e, the learned sink's included
 
     @classmethod
-    def joined(cls, columns: Tensor) -> "RowSums":
+    def from_columns(cls, columns: Tensor) -> "RowSums":
         return cls(*columns[..., : len(cls._fields)].unbind(-1))
 
 
 def row_sums(
     rows: Tensor,
     block: LogitBlock,
-    apart: SetApart,
+    split: SplitRows,
     top_n: Sequence[int],
     workspace: LogitWorkspace,
     learned_sink: Tensor | None = None,
 ) -> Tensor:
-    """The fields of RowSums, then the sums of the N - 1 heaviest others for each N and of the N - 2, as columns.
+    """Return columns: the fields of RowSums, then for each N the sums of the N - 1, and of the N - 2, heaviest others.
 
-    The logits (h r, w) are overwritten. learned_sink (h,): one more logit of each head that takes weight.
+    Overwrites the logits (h r, w). learned_sink (h,): one more logit of each head that takes weight.
     """
     heads, count, _ = block.logits.shape
     rest = (block.n > 1).expand(heads, count).reshape(-1, 1)
-    level = torch.where(rest, apart.largest, apart.sink)
-    z = rows.scatter_(1, apart.first, LOW).scatter_(1, apart.where, LOW).sub_(level)
+    level = torch.where(rest, split.largest, split.sink)
+    z = rows.scatter_(1, split.first, LOW).scatter_(1, split.where, LOW).sub_(level)
     e = torch.exp(z, out=workspace.array(*z.shape))
     others = e.sum(-1, keepdim=True)
     log_others = torch.log(others)
@@ -125,11 +129,11 @@ def row_sums(
     norm = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     top = heaviest(e, max(top_n), scratch=z)
 
-    sink = apart.sink - level
+    sink = split.sink - level
     learned = None
     if learned_sink is not None:
         learned = learned_sink.to(z)[:, None].expand(heads, count).reshape(-1, 1) - level
-    root = _jacobian_root(e, z, apart.first, rest, top[:, :1], sink, learned)
+    root = _jacobian_root(e, z, split.first, rest, top[:, :1], sink, learned)
     sums = torch.cat([torch.zeros_like(sink), top.cumsum(-1)], -1)
     heavy = [min(max(N - less, 0), top.shape[-1]) for less in (1, 2) for N in top_n]
     learned = torch.full_like(sink, -torch.inf) if learned is None else learned
@@ -146,8 +150,8 @@ def _jacobian_root(
     sink: Tensor,
     learned: Tensor | None,
 ) -> Tensor:
-    """The norm of diag(e) - e e^T / (sum of all) over the keys."""
-    # Two sinks may both be large and yet of different size: that takes the wider range.
+    """Return the norm of diag(e) - e e^T / (sum of all e) over the keys."""
+    # Two large sinks of different size need the range of float64.
     dtype = e.dtype if learned is None else torch.float64
     sink_e = torch.exp(sink.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
     at_zero = None if learned is None else torch.exp(learned.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
@@ -160,24 +164,24 @@ def _jacobian_root(
 
 
 def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Statistics (...) and masses of the heaviest keys (..., len(top_n)) from the columns (..., c) of `row_sums`."""
-    sums = RowSums.joined(columns)
+    """Return statistics (...) and masses of the heaviest keys (..., len(top_n)) from the columns of `row_sums`."""
+    sums = RowSums.from_columns(columns)
     alone = n <= 1
     n = n.to(columns.dtype)
     others = torch.exp(sums.log_others)
-    # Without the sink: m, the sink's share of the keys' weight, is not yet there.
+    # Without the sink.
     total = 1 + others
     log_total = torch.log1p(others)
     entropy_rest = log_total - sums.e_log_e / total
     log_total = log_total.masked_fill(alone, -torch.inf)
     squares_rest = (1 + sums.squares) / total.square()
     largest_rest = 1 / total
-    # With it.
+    # With the sink: m is its share of the weight of all keys.
     odds = sums.sink - log_total
     m, left = torch.sigmoid(odds), torch.sigmoid(-odds)
     entropy = m * softplus(-odds) + left * (softplus(odds) + entropy_rest)
     gap = torch.where(sums.sink >= 0, odds, -torch.logaddexp(sums.sink, sums.log_others)) + torch.log(n - 1)
-    # With a learned sink, which is no key.
+    # With a learned sink, which is not a key.
     log_keys = torch.logaddexp(sums.sink, log_total)
     key_share = torch.sigmoid(log_keys - sums.learned)
     values = {
@@ -194,7 +198,7 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
         "jacobian_norm": _jacobian_norm(sums, log_keys),
         "logsumexp": sums.level + torch.logaddexp(log_keys, sums.learned),
     }
-    return values, _masses(columns[..., len(RowSums._fields) :], alone, m, left * largest_rest, top_n)
+    return values, _top_masses(columns[..., len(RowSums._fields) :], alone, m, left * largest_rest, top_n)
 
 
 def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
@@ -202,8 +206,8 @@ def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
     return (sums.root * torch.exp(-log_all)).to(log_keys.dtype)
 
 
-def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
-    """The N heaviest are the largest with N - 1 others, or the sink with N - 1 of them, whichever is more."""
+def _top_masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: Sequence[int]) -> Tensor:
+    """Return the mass of the N heaviest keys: the largest key and N - 1 others, or the sink and N - 1 of these."""
     largest, sink = largest.masked_fill(alone, 0.0).unsqueeze(-1), sink.unsqueeze(-1)
     without, beside_sink = (largest * (1 + part) for part in (heavy[..., : len(top_n)], heavy[..., len(top_n) :]))
     for index, N in enumerate(top_n):
@@ -215,9 +219,9 @@ def _masses(heavy: Tensor, alone: Tensor, sink: Tensor, largest: Tensor, top_n: 
 def weight_rows(
     weights: Tensor, block: LogitBlock, top_n: Sequence[int], *, rest_is_sink: bool = False
 ) -> dict[str, Tensor]:
-    """Statistics (h r, 1), and "top_mass" (h r, len(top_n)), of weights (h, r, w) that are 0 at hidden keys.
+    """Return statistics (h r, 1), and "top_mass" (h r, len(top_n)), of weights (h, r, w) that are 0 at hidden keys.
 
-    rest_is_sink: what a row lacks to 1 is the weight of a learned sink.
+    rest_is_sink: whether 1 minus the sum of a row is the weight of a learned sink.
     """
     heads, count, width = weights.shape
     weights = weights.reshape(-1, width)
@@ -248,21 +252,21 @@ def weight_rows(
     gap = torch.log(winner) - torch.log(loser + others) + torch.log(n - 1)
     gap_rest = torch.log(largest) - torch.log(others) + torch.log(n - 2)
 
-    def where_(condition: Tensor, value: Tensor) -> Tensor:
+    def nan_unless(condition: Tensor, value: Tensor) -> Tensor:
         return torch.where(condition, value, torch.nan)
 
     return {
-        "entropy_nats": where_(has_any, entropy),
-        "effective_keys": where_(has_any, 1 / (m.square() + left.square() * squares_rest)),
-        "max_weight": where_(has_any, winner),
-        "effective_gap": where_(has_any & (n > 1), gap),
+        "entropy_nats": nan_unless(has_any, entropy),
+        "effective_keys": nan_unless(has_any, 1 / (m.square() + left.square() * squares_rest)),
+        "max_weight": nan_unless(has_any, winner),
+        "effective_gap": nan_unless(has_any & (n > 1), gap),
         "row_sum": row_sum,
-        "sink_mass": sink + (1 - row_sum) if rest_is_sink else where_(has_any, m),
-        "entropy_nats_without_sink": where_(has_rest, entropy_rest),
-        "effective_keys_without_sink": where_(has_rest, 1 / squares_rest),
-        "max_weight_without_sink": where_(has_rest, p_largest),
-        "effective_gap_without_sink": where_(has_rest & (n > 2), gap_rest),
-        "top_mass": where_(has_any, masses(torch.cat([top, largest, sink], -1) / total, top_n)),
+        "sink_mass": sink + (1 - row_sum) if rest_is_sink else nan_unless(has_any, m),
+        "entropy_nats_without_sink": nan_unless(has_rest, entropy_rest),
+        "effective_keys_without_sink": nan_unless(has_rest, 1 / squares_rest),
+        "max_weight_without_sink": nan_unless(has_rest, p_largest),
+        "effective_gap_without_sink": nan_unless(has_rest & (n > 2), gap_rest),
+        "top_mass": nan_unless(has_any, masses(torch.cat([top, largest, sink], -1) / total, top_n)),
     }
 
 

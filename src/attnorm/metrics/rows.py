@@ -1,8 +1,8 @@
-"""The statistics of every row of a call that attnorm reports (catalogue.PER_ROW), and the masses of its heaviest keys.
+"""`measure_rows`: the statistics of every row of an attention call (catalogue.PER_ROW), for several normalizers.
 
-One walk over the logits serves all normalizers; on a GPU, softmax and its rescalings take a Triton kernel instead. A
-row without visible keys is NaN everywhere. So is a row whose visible logits or weights are not finite, and that one is
-marked as broken.
+On a CPU, one pass over blocks of logits serves all normalizers. On a GPU, Triton kernels measure softmax, rescaled
+softmax (fused_rows.py) and the maps that have a kernel (fused_maps.py). A row without visible keys is NaN everywhere.
+So is a row with logits or weights that are not finite; it is also marked as broken.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
-from attnorm.metrics.row_statistics import SetApart, row_sums, set_apart, softmax_statistics, weight_rows
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.row_statistics import SplitRows, row_sums, softmax_statistics, split_rows, weight_rows
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bounds
 from attnorm.theory.selection import at_least_float32
 
 OnWeights = Callable[[LogitBlock, Tensor], None]
-MIN_KERNEL_ROWS = 65  # with fewer, one block of logits is no slower than the kernel
+MIN_KERNEL_ROWS = 65  # for fewer rows, one block of logits is not slower than the kernel
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Numbers of each row, (B, H, R), by name."""
+    """Statistics of R rows of each head, (B, H, R)."""
 
-    n: Tensor  # visible keys
-    values: dict[str, Tensor]  # by requested name; NaN where a number is undefined
+    n: Tensor  # number of visible keys
+    values: dict[str, Tensor]  # by requested name; NaN if a number is undefined
     top_mass: Tensor  # (B, H, R, len(top_n)): share of the row's weight on its N heaviest keys
-    broken: Tensor  # boolean
+    broken: Tensor  # boolean: logits or weights are not finite
 
 
 @torch.no_grad()
@@ -52,13 +52,14 @@ def measure_rows(
     mass_rows: int | None = fused_rows.MASS_ROWS,
     on_weights: OnWeights | None = None,
 ) -> dict[str, RowStatistics]:
-    """The statistics of these queries (sorted indices) by the normalizers' names; None is named "model".
+    """Return the statistics of these queries (sorted indices) by the normalizers' names; None is named "model".
 
-    Entropy, effective keys, largest weight and masses are those of |w| / sum |w|; without the sink: of the keys but the
-    row's first visible one, in the same way. Limits (ceiling, floor, horizon) are those of the normalizer itself where
-    it is softmax of rescaled logits, NaN where it is another map; spread and largest logit are the model's.
+    Entropy, effective keys, largest weight and masses are those of |w| / sum |w|. Numbers without the sink leave out
+    the first visible key of the row. Limits (ceiling, floor, horizon) exist for softmax and rescaled softmax; they are
+    NaN for other maps. Spread and largest logit are those of the model's logits.
 
-    on_weights: gets the weights (h, r, w) of each block of a map that is not softmax.
+    names: statistics to return (default: all). mass_rows: see `measure_by_kernel`. on_weights: function that gets the
+    weights (h, r, w) of each block of a map that is not softmax.
     """
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
@@ -70,7 +71,7 @@ def measure_rows(
     others = [one for one in chosen if one not in softmaxes and one not in maps]
     found = {}
     if others:
-        found = _in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
+        found = _measure_in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
     if softmaxes:
         found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
     for one in maps:
@@ -88,11 +89,11 @@ def measure_map_by_kernel(
     names: Sequence[str] = PER_ROW,
     mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> RowStatistics:
-    """measure_rows for a map that is not softmax on its Triton kernel. mass_rows: as in measure_by_kernel."""
+    """Measure rows of a map that is not softmax with its Triton kernel. mass_rows: as in measure_by_kernel."""
     found = fused_maps.fused_map(call, rows, names, map_)
     top_mass = found.largest_share.new_empty((*found.n.shape, 0))
     if top_n:
-        some = _rows_of_masses(call, rows, mass_rows)
+        some = _choose_mass_rows(call, rows, mass_rows)
         top_mass = fused_maps.heaviest_masses(call, rows, some, map_, found, top_n)
         top_mass = top_mass.masked_fill((found.broken | (found.n < 1)).unsqueeze(-1), torch.nan)
     return RowStatistics(found.n, found.values, top_mass, found.broken)
@@ -107,15 +108,15 @@ def measure_by_kernel(
     names: Sequence[str] = PER_ROW,
     mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> dict[str, RowStatistics]:
-    """measure_rows for softmax and its rescalings on the Triton kernel.
+    """Measure rows of softmax and rescaled softmax with the Triton kernel.
 
-    The masses of the heaviest keys are those of at most mass_rows of the later rows, which are the longest ones of a
-    causal call, or of all rows if each has a mask of its own; NaN for the others. Fewer with more than 32,768 keys (see
-    MASS_LOGITS). None: of every row.
+    mass_rows: number of rows for which the masses of the heaviest keys are computed; NaN for the others. They are taken
+    from the later half, whose rows are the longest in a causal call, or from all rows if each has its own mask. With
+    more than 32,768 keys they are fewer (see MASS_LOGITS). None: every row.
     """
     n = fused_rows.visible_keys(call, rows) if any(one.rescales for one in chosen) else None
     found = {}
-    tops = []  # what the masses of the heaviest keys take: the factor of the logits, and log sum exp of all keys
+    tops = []  # for the masses of the heaviest keys: the factor of the logits, and logsumexp over the keys
     for one in chosen:
         factor = None if n is None or not one.rescales else fused_rows.factors(one, call, rows, n)
         sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
@@ -125,8 +126,8 @@ def measure_by_kernel(
         )
         tops.append((factor, fused.keys_logsumexp))
     if top_n:
-        some = _rows_of_masses(call, rows, mass_rows)
-        masses = _heaviest_masses(call, rows, some, tops, top_n)
+        some = _choose_mass_rows(call, rows, mass_rows)
+        masses = _top_masses(call, rows, some, tops, top_n)
         found = {
             name: replace(one, top_mass=mass.masked_fill((one.broken | (one.n < 1)).unsqueeze(-1), torch.nan))
             for (name, one), mass in zip(found.items(), masses, strict=True)
@@ -134,26 +135,26 @@ def measure_by_kernel(
     return found
 
 
-def _rows_of_masses(call: AttentionCall, rows: Tensor, mass_rows: int | None) -> Tensor:
-    """The rows (indices) whose heaviest keys are summed."""
+def _choose_mass_rows(call: AttentionCall, rows: Tensor, mass_rows: int | None) -> Tensor:
+    """Return the indices of the rows whose heaviest keys are summed."""
     some = torch.arange(len(rows))
     if mass_rows is None:
         return some
     ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
     most = max(1, min(mass_rows, fused_rows.MASS_LOGITS // call.key_BGKD.shape[-2]))
-    return spread(some[len(rows) // 2 :] if ordered else some, most)
+    return evenly_spaced(some[len(rows) // 2 :] if ordered else some, most)
 
 
-def _heaviest_masses(
+def _top_masses(
     call: AttentionCall,
     rows: Tensor,
     some: Tensor,
     tops: Sequence[tuple[Tensor | None, Tensor]],
     top_n: Sequence[int],
 ) -> list[Tensor]:
-    """The share of the N heaviest keys, (B, H, R, N), of some of the rows (indices); NaN in the others.
+    """Return the share of the N heaviest keys, (B, H, R, N), for some of the rows (indices); NaN for the others.
 
-    tops, one per softmax: the factor of its logits (B, H, R, 1), and log sum exp of all keys (B, H, R).
+    tops, one per softmax: the factor of its logits (B, H, R, 1), and logsumexp over the keys (B, H, R).
     """
     device = call.query_BHQD.device
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
@@ -174,7 +175,7 @@ def _heaviest_masses(
     return found
 
 
-def _in_blocks(
+def _measure_in_blocks(
     call: AttentionCall,
     chosen: Sequence[MeasuredNormalizer],
     rows: Tensor,
@@ -184,33 +185,33 @@ def _in_blocks(
     on_weights: OnWeights | None,
 ) -> dict[str, RowStatistics]:
     if not top_n:
-        found_anyway = _in_blocks(call, chosen, rows, (1,), names, block_elements, on_weights)
-        return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in found_anyway.items()}
-    # Softmax of the logits as they are comes last: it overwrites them.
+        with_mass = _measure_in_blocks(call, chosen, rows, (1,), names, block_elements, on_weights)
+        return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in with_mass.items()}
+    # Softmax of unchanged logits comes last, because it overwrites them.
     chosen = sorted(chosen, key=lambda one: one.scaled_softmax and not one.rescales)
     together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
     query = at_least_float32(call.query_BHQD)
-    limits, *found = (_Arrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
+    limits, *found = (_RowArrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
 
     def measure(key_heads: range) -> None:
         workspace = LogitWorkspace(query)
         blocks = logit_blocks(call, rows, all_heads=together, key_heads=key_heads, block_elements=block_elements)
         for block in blocks:
             logits = block.logits.view(-1, block.logits.shape[-1])
-            apart = set_apart(logits, block)
-            limits.put(block, n=block.n, logits=torch.cat([apart.sink, apart.largest, apart.smallest], -1))
+            split = split_rows(logits, block)
+            limits.put(block, n=block.n, logits=torch.cat([split.sink, split.largest, split.smallest], -1))
             for one, arrays in zip(chosen, found, strict=True):
                 if one.scaled_softmax:
                     last = one is chosen[-1]
-                    values = _scaled_softmax(one, call, block, logits, apart, top_n, workspace, last=last)
+                    values = _statistics_of_softmax(one, call, block, logits, split, top_n, workspace, last=last)
                 else:
                     assert one.normalizer is not None
-                    values = _from_weights(one.normalizer, call, block, len(rows), top_n, on_weights)
+                    values = _statistics_of_weights(one.normalizer, call, block, len(rows), top_n, on_weights)
                 arrays.put(block, **values)
 
     in_threads(measure, call.key_BGKD.shape[1], query.device, whole=together)
     return {
-        one.name: _finished(limits.values, arrays.values, top_n, names)
+        one.name: _finish_statistics(limits.values, arrays.values, top_n, names)
         for one, arrays in zip(chosen, found, strict=True)
     }
 
@@ -219,16 +220,16 @@ def _mask_per_head(call: AttentionCall) -> bool:
     return call.mask is not None and call.mask.dim() > 2 and call.mask.shape[-3] > 1
 
 
-class _Arrays:
-    """Numbers (B, H, R, c), filled in block by block."""
+class _RowArrays:
+    """Arrays (B, H, R, c) by name, filled block by block."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
-        self._lock = Lock()  # threads fill in the numbers of their own heads
+        self._lock = Lock()  # each thread fills the numbers of its own heads
         self.values: dict[str, Tensor] = {}
 
     def put(self, block: LogitBlock, **values: Tensor) -> None:
-        """Values of the block: (h r, c), or (1 or h, r)."""
+        """Store the values of a block: (h r, c), or (1 or h, r)."""
         shape = block.logits.shape[:-1]
         for name, value in values.items():
             value = value.reshape(*shape, -1) if len(value) == shape.numel() else value.expand(shape).unsqueeze(-1)
@@ -238,12 +239,12 @@ class _Arrays:
             self.values[name][block.item, block.heads, block.rows] = value
 
 
-def _scaled_softmax(
+def _statistics_of_softmax(
     one: MeasuredNormalizer,
     call: AttentionCall,
     block: LogitBlock,
     logits: Tensor,
-    apart: SetApart,
+    split: SplitRows,
     top_n: Sequence[int],
     workspace: LogitWorkspace,
     *,
@@ -252,13 +253,13 @@ def _scaled_softmax(
     factor = one.factor(call, block)
     sink = one.learned_sink(call, block.heads)
     if factor is None:
-        return {"sums": row_sums(logits if last else logits.clone(), block, apart, top_n, workspace, sink)}
+        return {"sums": row_sums(logits if last else logits.clone(), block, split, top_n, workspace, sink)}
     scaled = block.hide(block.logits * factor).view_as(logits)
-    sums = row_sums(scaled, block, set_apart(scaled, block), top_n, workspace, sink)
+    sums = row_sums(scaled, block, split_rows(scaled, block), top_n, workspace, sink)
     return {"sums": sums, "gain": factor.abs().expand(*block.logits.shape[:-1], 1).reshape(-1, 1)}
 
 
-def _from_weights(
+def _statistics_of_weights(
     normalizer: Normalizer,
     call: AttentionCall,
     block: LogitBlock,
@@ -275,19 +276,19 @@ def _from_weights(
     norm = jacobian_norm(normalizer, view, weights)
     if norm is None:
         norm = torch.full_like(weights[..., 0], torch.nan)
-        few = _few_rows(block, rows)
+        few = _power_rows(block, rows)
         if len(few):
-            norm[..., few] = sampled_norm(normalizer, view.taking(few)).to(norm.dtype)
+            norm[..., few] = sampled_norm(normalizer, view.select_rows(few)).to(norm.dtype)
     return values | {"jacobian_norm": norm.expand(weights.shape[:-1]).reshape(-1, 1)}
 
 
-def _few_rows(block: LogitBlock, rows: int) -> Tensor:
-    """Which of the block's rows are among POWER_ROWS ones spread over all rows."""
-    few = spread(torch.arange(rows, device=block.queries.device), POWER_ROWS)
+def _power_rows(block: LogitBlock, rows: int) -> Tensor:
+    """Return which rows of the block are among POWER_ROWS rows, evenly spaced over all rows."""
+    few = evenly_spaced(torch.arange(rows, device=block.queries.device), POWER_ROWS)
     return few[(few >= block.rows.start) & (few < block.rows.stop)].sub(block.rows.start)
 
 
-def _finished(
+def _finish_statistics(
     limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int], names: Sequence[str]
 ) -> RowStatistics:
     n = limits["n"].squeeze(-1)
@@ -302,7 +303,7 @@ def _finished(
         top_mass = found["top_mass"]
     max_logit = torch.maximum(sink, largest)
     distance = max_logit - torch.minimum(sink, smallest)
-    finite = (max_logit - distance + values["row_sum"]).isfinite()  # all three: what is not finite stays so
+    finite = (max_logit - distance + values["row_sum"]).isfinite()  # whether all three are finite
     unsound = ~finite | (n < 1)
     distance = distance.masked_fill(unsound, torch.nan)
     rest = (largest - smallest).masked_fill(n <= 1, torch.nan)
@@ -317,9 +318,9 @@ def _finished(
         "entropy_ratio_without_sink": (entropy_rest / torch.log(keys - 1)).masked_fill(n <= 2, torch.nan),
     }
     if not {*names} <= {*values}:
-        # What the exponential is taken of: nothing of that kind bounds a map that is no softmax.
+        # The limits are those of the rescaled logits. A map that is not softmax has no such limits.
         gain = found["gain"].squeeze(-1) if "gain" in found else 1.0 if "sums" in found else torch.nan
-        values |= _bounds(distance * gain, rest * gain, keys)
+        values |= _softmax_limits(distance * gain, rest * gain, keys)
     return RowStatistics(
         n=n,
         values={name: values[name].masked_fill(unsound, torch.nan) for name in names},
@@ -328,8 +329,8 @@ def _finished(
     )
 
 
-def _bounds(reach: Tensor, rest: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """The limits for logits of this spread over n keys; rest: the spread without the sink."""
+def _softmax_limits(reach: Tensor, rest: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """Return the limits of softmax for logits of the spread `reach` over n keys; rest: the spread without the sink."""
     return {
         "weight_ceiling": sharp_weight_bounds(reach, keys).upper,
         "entropy_floor": entropy_floor(reach, keys).masked_fill(reach.isnan(), torch.nan),

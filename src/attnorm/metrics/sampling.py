@@ -1,7 +1,7 @@
-"""Which rows of a batch are measured, and the bins of visible keys n over which they are summarised.
+"""Choose the rows of a batch to measure, and the bins of visible keys n over which they are summarised.
 
-In a causal call row i is a context of length i, so one pass gives every curve against length. Bins are half an octave
-wide and anchored at the longest row, so that lengths that are powers of two apart share their bins. Padded rows are not
+In a causal call row i has a context of length i, so one pass gives every curve against length. Bins are half an octave
+wide and start at the longest row, so that lengths that differ by a power of two share their bins. Padded rows are not
 measured.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from attnorm.metrics.call import AttentionCall
 
 Rows = Literal["auto", "all", "last"] | int
-AUTO_ROWS = 512  # of a window: beyond it, more rows cost more than the model's own pass and change little
-# Where the random numbers of a layer come from: a generator, or what it has drawn for each item of the batch.
+AUTO_ROWS = 512  # rows per window for "auto"; more would take longer than the model's own pass and change little
+# Source of a layer's random numbers: a generator, or numbers that were drawn before, one tensor per item of the batch.
 Source = torch.Generator | list[Tensor] | None
-SHORTEST = 8  # keys; fewer make statistics of a row meaningless
+SHORTEST = 8  # keys; statistics of shorter rows mean little
 
 
 def length_bins(longest: int) -> list[tuple[int, int]]:
-    """(n_low, n_high), both included, the longest first: (L/sqrt 2, L], (L/2, L/sqrt 2], ... down to 8 keys."""
+    """Return bins (n_low, n_high), both inclusive, longest first: (L/sqrt 2, L], (L/2, L/sqrt 2], ... to 8 keys."""
     if longest < 1:
         raise ValueError(f"the longest row must have at least one visible key, got {longest}")
     if longest < SHORTEST:
@@ -40,11 +40,11 @@ def length_bins(longest: int) -> list[tuple[int, int]]:
 
 
 def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None = None) -> Tensor:
-    """Query indices, sorted. A number of rows: spread over the bins of n where the call is causal, else evenly.
-    "auto" means AUTO_ROWS.
+    """Return sorted query indices, always including the last row.
 
-    The last row is always among them. A quarter of the rows are in the longest bin, which decides verdicts, the rest
-    evenly over all. keys: where there are more of them than queries (a cache), row i sees i + 1 + keys - queries.
+    rows: "all", "last", a number of rows, or "auto" for AUTO_ROWS. In a causal call, a quarter of them are in the
+    longest bin of n, which decides verdicts, and the rest is divided evenly among all bins. Otherwise they are evenly
+    spaced. keys: number of keys if it differs from the queries (a cache); row i sees i + 1 + keys - queries of them.
     """
     if queries < 1:
         raise ValueError(f"there must be at least one query, got {queries}")
@@ -56,7 +56,7 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     if count >= queries:
         return torch.arange(queries)
     if not causal:
-        return spread(torch.arange(queries), count)
+        return evenly_spaced(torch.arange(queries), count)
     n = torch.arange(queries) + 1 + (queries if keys is None else keys) - queries
     bins = [(n >= low) & (n <= high) for low, high in reversed(length_bins(int(n[-1])))]
     members = [inside.nonzero().squeeze(-1) for inside in bins]
@@ -69,16 +69,16 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
         quota = min(len(some), left // (len(members) - index) + (for_longest if last else 0))
         left += (for_longest if last else 0) - quota
         if quota:
-            chosen.append(spread(some, quota))
-    if left:  # more than the bins hold: rows of fewer than SHORTEST keys, or bins that are full
+            chosen.append(evenly_spaced(some, quota))
+    if left:  # the bins have fewer rows than wanted: also take rows with fewer than SHORTEST keys
         taken = torch.cat(chosen) if chosen else n[:0]
         others = torch.arange(queries)[~torch.isin(torch.arange(queries), taken)]
-        chosen.append(spread(others, left))
+        chosen.append(evenly_spaced(others, left))
     return torch.cat(chosen).sort().values
 
 
-def spread(rows: Tensor, count: int) -> Tensor:
-    """`count` of these rows (all if there are fewer), evenly spaced, the last among them."""
+def evenly_spaced(rows: Tensor, count: int) -> Tensor:
+    """Return `count` of these rows (all if there are fewer), evenly spaced, including the last."""
     if count >= len(rows):
         return rows
     indices = torch.arange(1, count + 1, dtype=torch.float64, device=rows.device) * (len(rows) / count) - 1
@@ -86,7 +86,7 @@ def spread(rows: Tensor, count: int) -> Tensor:
 
 
 def sources_of(given: torch.Generator | Sequence[Source] | None) -> list[Source]:
-    """One source of random numbers for each layer."""
+    """Return the sources of random numbers as a list, one per layer."""
     return [given] if given is None or isinstance(given, torch.Generator) else list(given)
 
 

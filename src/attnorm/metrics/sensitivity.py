@@ -147,8 +147,8 @@ def measure_sensitivity(
     Lipschitz constant of the normalizer at the row's n: the norm never exceeds it, and a gain never min{K/T,
     sqrt(2)/eps}. NaN where K is not known.
 
-    generator: several for a call that has the heads of so many layers, equally many each (`stacked` of call.py). What
-    `directions_ahead` has drawn may stand for a generator.
+    generator: several for a call that has the heads of so many layers, equally many each (`stack_calls` of call.py).
+    What `directions_ahead` has drawn may stand for a generator.
     """
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
@@ -226,7 +226,7 @@ def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Ten
     for norm, one in zip(norms, logits, strict=True):
         cooled = view.with_logits(one[None])
         assert isinstance(cooled, RowsBlock)
-        norm[..., which] = sampled_norm(normalizer, cooled.taking(which))[0].to(norm.dtype)
+        norm[..., which] = sampled_norm(normalizer, cooled.select_rows(which))[0].to(norm.dtype)
     return norms
 
 

@@ -21,7 +21,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, known_n, logit_blocks, padded_keys
 from attnorm.metrics.nested_sets import NestedSets, distances, draw_permutations, separabilities, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
-from attnorm.metrics.sampling import Source, sources_of, spread
+from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
 from attnorm.theory.selection import SelectedRows, at_least_float32
 
 # Pairs are compared among this many vectors of each head, so that no K x K array arises.
@@ -68,8 +68,8 @@ def measure_vectors(
     is a mean over permutations; its low and high are the 5 % and 95 % quantiles of the permutations' means over these
     rows, the same number in each of them.
 
-    generator: several for a call that has the heads of so many layers, equally many each (`stacked` of call.py). What
-    `permutations_ahead` has drawn may stand for a generator.
+    generator: several for a call that has the heads of so many layers, equally many each (`stack_calls` of call.py).
+    What `permutations_ahead` has drawn may stand for a generator.
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
@@ -82,7 +82,7 @@ def measure_vectors(
     shape = (*call.query_BHQD.shape[:2], len(rows), len(sizes))
     results = {one.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for one in chosen}
     draws = {one.name: mixed.new_full((*shape, 2, permutations), torch.nan) for one in chosen}
-    few = spread(torch.arange(len(rows)), NULL_ROWS)
+    few = evenly_spaced(torch.arange(len(rows)), NULL_ROWS)
     on_device = runs_asynchronously(mixed)
     copies = 2 * len(sizes) if on_device else 1  # for every N, in float64
     for block in logit_blocks(call, rows, all_heads=True, copies=copies):
@@ -115,7 +115,7 @@ def permutations_ahead(
     call: AttentionCall, rows: Tensor, generator: torch.Generator, *, permutations: int = 20
 ) -> list[Tensor]:
     """What measure_vectors draws for a layer without a mask, on a GPU; one array for each item of the batch."""
-    n = known_n(call, rows[spread(torch.arange(len(rows)), NULL_ROWS)])
+    n = known_n(call, rows[evenly_spaced(torch.arange(len(rows)), NULL_ROWS)])
     if n is None:
         raise ValueError(f"expected a call without a mask, got layer {call.layer} with one. Pass a generator.")
     visible = torch.arange(padded_keys(call.key_BGKD.shape[-2])) < n[:, None]
@@ -214,7 +214,7 @@ def _of_groups(
         if len(local) < rows:
             of_head = which = sent_to(x.device, local)
             at = (torch.arange(0, weights.shape[1], rows, device=x.device).unsqueeze(-1) + which).flatten()
-        few = sets.taking(at)
+        few = sets.select_rows(at)
         shares = _separabilities(few, targets, owner)
         bounds = theorem2(few, nearest[:, at])
         compared[:, :, at] = torch.stack([*shares[:, 0].unbind(-2), *bounds]).to(nearest.dtype)

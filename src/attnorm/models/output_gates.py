@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
 from attnorm.normalizers.contract import Mechanism
@@ -131,7 +131,7 @@ def _gates(call: AttentionCall, output: Tensor, projected: Tensor, *, may_grow: 
     """
     if projected.numel() != output.numel() or projected.data_ptr() == output.data_ptr():
         return None
-    rows = spread(torch.arange(output.shape[1] // 2, output.shape[1]), ROWS)
+    rows = evenly_spaced(torch.arange(output.shape[1] // 2, output.shape[1]), ROWS)
     before = output[0, rows].float()  # (R, H, E)
     after = projected.reshape(output.shape)[0, rows].float()
     size = before.abs().max()

@@ -21,11 +21,11 @@ from torch.nn.functional import pad
 from attnorm.engines.device_sync import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
-from attnorm.metrics.call import AttentionCall, stacked
+from attnorm.metrics.call import AttentionCall, stack_calls
 from attnorm.metrics.logits import GROUP, logit_blocks
 from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import length_bins, one_sequence, spread
+from attnorm.metrics.sampling import evenly_spaced, length_bins, one_sequence
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory.selection import at_least_float32, near_one, relative_weights
@@ -99,7 +99,7 @@ class Sampler:
                 present = tokens[item].nonzero().squeeze(-1).to(device)
             if call.kind == "decoder" and len(present):
                 present = present[length_bins(len(present))[0][0] - 1 :]
-            self._rows[key] = item, present if takes_all_rows(call) else spread(present, self._count)
+            self._rows[key] = item, present if takes_all_rows(call) else evenly_spaced(present, self._count)
         return self._rows[key]
 
     def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
@@ -204,7 +204,7 @@ def _numbers(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     n, broken = found.n[0], found.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
-    few = spread(torch.arange(len(rows), device=rows.device), SEPARABILITY_ROWS)
+    few = evenly_spaced(torch.arange(len(rows), device=rows.device), SEPARABILITY_ROWS)
     at_few = sent_to(n.device, few)
     means = dict(zip(OF_ROWS, _means(torch.stack([found.values[name][0] for name in OF_ROWS]), long), strict=True))
     means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, at_few]), strict=True))
@@ -245,7 +245,7 @@ def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:
     normalizers = [call.normalizer for call in calls if isinstance(call.normalizer, Normalizer)]
     heads = [call.query_BHQD.shape[1] for call in calls]
     normalizer = Normalizer(Softmax(), scale=[_EachItsOwn(normalizers, heads)]) if normalizers else None
-    return replace(stacked(calls), normalizer=normalizer)
+    return replace(stack_calls(calls), normalizer=normalizer)
 
 
 class _EachItsOwn(ScaleRule):

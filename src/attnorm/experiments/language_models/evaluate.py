@@ -16,7 +16,7 @@ from attnorm.experiments.language_models.train import Worker, free_memory, machi
 from attnorm.experiments.language_models.workspace import SOFTMAX, ModelPlan
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import length_bins, spread
+from attnorm.metrics.sampling import evenly_spaced, length_bins
 from attnorm.models.observe import observe
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import Tokens
@@ -158,7 +158,7 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
     """Return row statistics of all heads: means over everything, and by layer and head; windows (count, length)."""
     length = windows.shape[1]
     shortest, _ = length_bins(length)[0]
-    rows = spread(torch.arange(shortest - 1, length), ROWS)
+    rows = evenly_spaced(torch.arange(shortest - 1, length), ROWS)
     by_layer: dict[int, list[dict[str, Tensor]]] = {}
 
     def on_call(call: AttentionCall) -> None:

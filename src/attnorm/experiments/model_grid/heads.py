@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import Number, chosen, loss, mean, spread, table
+from attnorm.experiments.model_grid.summary import Number, chosen, loss, mean, seed_deviation, table
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
@@ -136,7 +136,7 @@ def figure(records: Sequence[Record]) -> Figure:
     for axes, which, (title, label, number) in zip(panels, "abc", numbers, strict=True):
         for name in dict.fromkeys(record["map"] for record in records):
             groups = [chosen(records, heads_per_layer=count, map=name) for count in counts]
-            bars = [np.nan_to_num(spread(group, number)) for group in groups]
+            bars = [np.nan_to_num(seed_deviation(group, number)) for group in groups]
             axes.errorbar(
                 counts, [mean(group, number) for group in groups], bars, label=name, capsize=2, **STYLES[name]
             )

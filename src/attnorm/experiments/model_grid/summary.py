@@ -29,7 +29,7 @@ def mean(records: Sequence[Record], number: Number) -> float:
     return fmean(found) if found else math.nan
 
 
-def spread(records: Sequence[Record], number: Number) -> float:
+def seed_deviation(records: Sequence[Record], number: Number) -> float:
     """Return the standard deviation over seeds; NaN below two."""
     found = values(records, number)
     return stdev(found) if len(found) > 1 else math.nan

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import chosen, loss, mean, over_heads, spread, table, values
+from attnorm.experiments.model_grid.summary import chosen, loss, mean, over_heads, seed_deviation, table, values
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
@@ -163,7 +163,7 @@ def figure(records: Sequence[Record]) -> Figure:
     for map_ in dict.fromkeys(record["map"] for record in records):
         T = fixed(records, map_)
         here = [chosen(records, map=map_, temperature=str(one)) for one in T]
-        bars = [np.nan_to_num(spread(group, loss)) for group in here]
+        bars = [np.nan_to_num(seed_deviation(group, loss)) for group in here]
         loss_axes.errorbar(T, [mean(group, loss) for group in here], bars, label=map_, capsize=2, **STYLES[map_])
         gradient_axes.plot(T, [mean(group, largest_gradient) for group in here], label=map_, **STYLES[map_])
         norm_axes.plot(T, [mean(group, jacobian_norm) for group in here], label=map_, **STYLES[map_])

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.retrieval.lines import RetrievalLine, Scale
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
-from attnorm.figures import spread
+from attnorm.figures import place_labels
 from attnorm.training.retrieval.evaluate import OWN
 
 CHANCE = 10.0  # %
@@ -259,7 +259,7 @@ def _label_ends(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
         ends[line.label] = (100 * line.accuracy, line.row.size)
     ordered = sorted(ends, key=lambda label: -ends[label][0])
     heights = [ends[label][0] / 102 for label in ordered]
-    centres = spread(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
+    centres = place_labels(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
     raised = max(0.0, 0.01 - min(centres, default=0.0))
     for label, height, centre in zip(ordered, heights, (centre + raised for centre in centres), strict=True):
         axes.plot([1.002, 1.02, 1.05], [height, height, centre], transform=axes.transAxes, color=PALE, linewidth=0.6,

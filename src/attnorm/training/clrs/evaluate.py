@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
-from attnorm.metrics.sampling import spread
+from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
 from attnorm.normalizers.adaptive_temperature import fit
@@ -125,7 +125,7 @@ class AnswerRows:
 
     @classmethod
     def of(cls, examples: Sequence[EncodedExample], device: torch.device) -> "AnswerRows":
-        rows = [spread(torch.arange(one.answer_from - 1, len(one.tokens) - 1), ROWS) for one in examples]
+        rows = [evenly_spaced(torch.arange(one.answer_from - 1, len(one.tokens) - 1), ROWS) for one in examples]
         queries = torch.stack([torch.cat([some, some[-1:].expand(ROWS - len(some))]) for some in rows])
         real = torch.arange(ROWS) < torch.tensor([len(some) for some in rows])[:, None]
         return cls(queries.to(device), real.to(device))
