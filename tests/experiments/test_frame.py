@@ -357,7 +357,7 @@ def test_a_text_that_is_not_utf8_is_told_where(tmp_path: Path) -> None:
 
 
 def test_parameters_that_are_no_plain_values_are_refused() -> None:
-    assert run._plain(Path("/somewhere/book.txt")) == "book.txt"
-    assert run._plain(__import__("numpy").array([1.0, math.nan])) == [1.0, None]
+    assert run._to_json(Path("/somewhere/book.txt")) == "book.txt"
+    assert run._to_json(__import__("numpy").array([1.0, math.nan])) == [1.0, None]
     with pytest.raises(TypeError, match="plain values"):
-        run._plain(object())
+        run._to_json(object())

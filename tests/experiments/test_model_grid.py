@@ -11,7 +11,7 @@ import torch
 
 from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
-from attnorm.experiments.model_grid.summary import explained, loss_at, share_beyond_horizon
+from attnorm.experiments.model_grid.summary import loss_at, share_beyond_horizon, variance_shares
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.lm.model import LMSettings, build_model
@@ -141,7 +141,7 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
         for name in ("softmax", "ssmax")
     ]
     (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)}, small=False)
-    shares = explained(records, ("positions", "map"), lambda r: loss_at(r, 2))
+    shares = variance_shares(records, ("positions", "map"), lambda r: loss_at(r, 2))
     assert shares == pytest.approx({"positions": 0.25 / 0.26, "map": 0.01 / 0.26, "the rest": 0.0}, abs=1e-9)
     assert finding.verdict == "does not"
     assert share_beyond_horizon(records[0]) == 0.5  # a head with an infinite horizon is not beyond it

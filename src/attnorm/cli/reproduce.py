@@ -19,8 +19,8 @@ from attnorm.provenance import recorded_command
 if TYPE_CHECKING:
     from attnorm.experiments.run import Written
 
-_KEPT = "finished work is kept, and the same command resumes"
-_MEMORY = f"Use --quick or --device cpu; {_KEPT}."
+_RESUMES = "finished work is kept, and the same command resumes"
+_MEMORY = f"Use --quick or --device cpu; {_RESUMES}."
 _COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not tested": "dim"}
 
 
@@ -128,7 +128,7 @@ def reproduce(
     Example: attnorm reproduce fig2 fig3 --model bundled --quick
     """
     if not names:
-        _list(as_json)
+        _list_experiments(as_json)
         return
     normalizers = names_of(only)
     stage_options = {
@@ -136,24 +136,24 @@ def reproduce(
         "--closest": closest,
     }  # fmt: skip
     if stage is not None:
-        refused = {
+        not_used = {
             "--model": model,
             "--images": images,
             "--longest": longest,
             "--fresh": fresh or None,
             "--json": as_json or None,
         }
-        with failures(lambda: f"Interrupted; {_KEPT}.", writes_to=out, out_of_memory=_MEMORY):
+        with failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
-                del refused["--model"]
-                unused_here = {"--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer}
-                _check_stage(names, refused | unused_here)
+                del not_used["--model"]
+                also_not_used = {"--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer}
+                _check_stage(names, not_used | also_not_used)
                 finished = _run_clrs(
                     stage, out, model=model or [], train=text or [], test=valid or [], only=normalizers, quick=quick,
                     changes=changes or [], minutes=minutes, device=device, seed=seed,
                 )  # fmt: skip
             else:
-                _check_stage(names, refused)
+                _check_stage(names, not_used)
                 finished = _run_stage(
                     stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
                     held_out=valid or [], only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,),
@@ -171,7 +171,7 @@ def reproduce(
 
     with usage_errors():
         check_options([one.name for one in named(names)], {MODEL: model or ()})
-    first, *others = _models(model, names, quick)
+    first, *others = _models_to_run(model, names, quick)
     subject = ExperimentSubject(
         model=first,
         others=tuple(others),
@@ -186,22 +186,22 @@ def reproduce(
     )
     _note_default_text(first, text)
     with (
-        failures(lambda: f"Interrupted; {_KEPT}.", writes_to=out, out_of_memory=_MEMORY),
-        _default_explained(first, asked=bool(model)),
+        failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY),
+        _explain_default_model(first, asked=bool(model)),
         ProgressBar("loading") as progress,
     ):
         written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_as_dict(one) for one in written]})
     else:
-        show(Group(*(_table(one) for one in written)))
+        show(Group(*(_findings_table(one) for one in written)))
     say(f"index page: {out / INDEX}")
 
 
-def _check_stage(names: list[str], refused: dict[str, Any]) -> None:
+def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
     if len(names) > 1 or names[0] not in ("language-models", "clrs-text"):
         raise ValueError(f"--stage: expected language-models or clrs-text alone, got {', '.join(names)}. Remove it.")
-    given = [option for option, value in refused.items() if value is not None]
+    given = [option for option, value in not_used.items() if value is not None]
     if given:
         raise ValueError(f"--stage does not use {given[0]}. Remove it.")
 
@@ -249,7 +249,7 @@ def _timed_log() -> Callable[[str], None]:
     return log
 
 
-def _models(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
+def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import EXPERIMENTS, MODEL
     from attnorm.experiments.subject import default_model
 
@@ -268,7 +268,7 @@ def _note_default_text(model: str, texts: list[Path] | None) -> None:
 
 
 @contextmanager
-def _default_explained(model: str, *, asked: bool) -> Iterator[None]:
+def _explain_default_model(model: str, *, asked: bool) -> Iterator[None]:
     """Explain the default model if it cannot be loaded, and what needs no network."""
     try:
         yield
@@ -281,7 +281,7 @@ def _default_explained(model: str, *, asked: bool) -> Iterator[None]:
         ) from None
 
 
-def _list(as_json: bool) -> None:
+def _list_experiments(as_json: bool) -> None:
     from attnorm.experiments.catalogue import EXPERIMENTS, PAPERS
 
     if as_json:
@@ -302,7 +302,7 @@ def _as_dict(one: "Written") -> dict[str, Any]:
     return {**kept, **same, "folder": str(one.folder), "seconds": manifest["seconds"], "found_finished": one.found}
 
 
-def _table(one: "Written") -> Group:
+def _findings_table(one: "Written") -> Group:
     record = one.record
     table = Table(box=None, padding=(0, 2, 1, 0), show_header=bool(one.findings))
     table.add_column("claim", ratio=4)

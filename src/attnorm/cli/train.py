@@ -96,7 +96,7 @@ def lm(
     from attnorm.training.lm.run import train_lm
     from attnorm.training.processes import Processes
 
-    first = Processes.launched().first  # of several processes one prints
+    first = Processes.launched().first  # only the first of several processes prints
     with usage_errors():
         by_layer = RecipeFile({}) if recipe is None else read_recipe_file(recipe)
         if steps is not None and tokens is not None:
@@ -109,7 +109,7 @@ def lm(
             steps=1000 if steps is None else steps, batch=batch, warmup=warmup,
             learning_rate=lr if lr is not None else by_layer.learning_rate or 1e-3,
             weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
-            normalizer=normalizer, normalizer_options=_options(normalizer_options),
+            normalizer=normalizer, normalizer_options=_parse_options(normalizer_options),
             recipe=by_layer.layers, output=output,
         )  # fmt: skip
         lengths = numbers_of("--eval-lengths", eval_lengths)
@@ -118,7 +118,8 @@ def lm(
             texts, valid, out, settings, data=data, device=device, compiled=compiled,
             attention="dense" if dense else "engine", resume=resume, evaluate_every=eval_every,
             checkpoint_every=checkpoint_every, max_minutes=max_minutes, lengths=lengths, sample_tokens=sample,
-            note=note, command=recorded_command(), report=lambda state: _report(progress, state) if first else None,
+            note=note, command=recorded_command(),
+            report=lambda state: _show_progress(progress, state) if first else None,
         )  # fmt: skip
     if not first:
         return
@@ -127,13 +128,13 @@ def lm(
         return
     from attnorm.training.lm.card import rise_in_words
 
-    show(_losses(record["result"]))
+    show(_loss_table(record["result"]))
     if record["result"]["rise"]:
         say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
     say(f"wrote {out}")
 
 
-def _report(progress: ProgressBar, state: "LMProgress") -> None:
+def _show_progress(progress: ProgressBar, state: "LMProgress") -> None:
     metrics = state.metrics or {}
     words = [f"loss {metrics['loss']:.3f}", f"{metrics['tokens_per_second']:,.0f} tokens/s"] if metrics else []
     if "valid_loss" in metrics:
@@ -141,11 +142,12 @@ def _report(progress: ProgressBar, state: "LMProgress") -> None:
     progress(state.stage, state.done, state.total, detail=", ".join(words), log="valid_loss" in metrics)
 
 
-def _losses(result: dict[str, Any]) -> Table:
+def _loss_table(result: dict[str, Any]) -> Table:
     validation = result["validation"]
     table = Table(
         title=f"Validation loss after {result['tokens']:,} tokens",
-        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes{_size(result)}{_speed(result)}",
+        caption=f"{validation['tokens']:,} tokens, {validation['bytes']:,} bytes"
+        f"{_describe_size(result)}{_describe_speed(result)}",
     )
     table.add_column("")
     for name in ("nats per token", "perplexity", "bits per byte"):
@@ -161,19 +163,19 @@ def _losses(result: dict[str, Any]) -> Table:
     return table
 
 
-def _size(result: dict[str, Any]) -> str:
+def _describe_size(result: dict[str, Any]) -> str:
     equal = result.get("softmax_of_equal_size")
     other = f" (plain softmax: {equal['parameters']:,} at width {equal['width']})" if equal else ""
     return f"; {result['parameters']:,} parameters{other}"
 
 
-def _speed(result: dict[str, Any]) -> str:
+def _describe_speed(result: dict[str, Any]) -> str:
     speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
     memory = "" if peak is None else f"; at most {peak / 2**30:.2f} GiB of memory"
     return ("" if speed is None else f"; {speed:,.0f} tokens/s") + memory
 
 
-def _options(text: str) -> dict[str, Any]:
+def _parse_options(text: str) -> dict[str, Any]:
     """Parse 'alpha=1.3,learned=true' to {"alpha": 1.3, "learned": True}."""
     from attnorm.normalizers.spec import parse_value
 

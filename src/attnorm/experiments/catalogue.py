@@ -1,8 +1,8 @@
-"""Every experiment by name, and the options of the command that each uses.
+"""The table of all experiments by name, and the command-line options that each of them uses.
 
-Modules are imported when an experiment is used, so that the command starts fast; each has an `EXPERIMENT` with the name
-under which it is listed. A call is rejected before anything runs: an option that an experiment does not use, a text or
-a model that is too short.
+The module of an experiment is imported when it is used, so that the command starts fast. Each module has an
+`EXPERIMENT`. `check_unused_options` and `check_text_lengths` reject a call before anything runs: for an option that an
+experiment does not use, or a text or model that is too short.
 """
 
 import importlib
@@ -21,11 +21,12 @@ ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
 
 @dataclass(frozen=True)
 class ExperimentEntry:
+    """What is known about an experiment without importing its module."""
+
     module: str
-    what: str  # short description, for a list that imports nothing
-    takes: Mapping[str, int | None] = field(
-        default_factory=lambda: ONE_OF_EACH
-    )  # option -> how many values; None: any number
+    what: str  # short description
+    # Option -> how many values it may have (None: any number).
+    takes: Mapping[str, int | None] = field(default_factory=lambda: ONE_OF_EACH)
 
 
 # The papers' figures, tables and guidelines: "all" runs these, in this order.
@@ -143,7 +144,8 @@ def check_unused_options(chosen: Sequence[Experiment], subject: ExperimentSubjec
 
 
 def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> None:
-    """
+    """Check that each experiment uses the given options.
+
     chosen: names of experiments. given: option -> its values.
 
     Raises:
@@ -155,26 +157,26 @@ def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> 
         none = [name for name in chosen if option not in EXPERIMENTS[name].takes]
         if none:
             raise ValueError(
-                f"{_subject(none)} no {option}, and {', '.join(values)} was given: leave it out; it is for "
-                f"{', '.join(_taking(option))}, run without the others"
+                f"{_takes(none)} no {option}, and {', '.join(values)} was given: leave it out; it is for "
+                f"{', '.join(_experiments_with(option))}, run without the others"
             )
         if len(values) == 1:
             continue
         single = [name for name in chosen if EXPERIMENTS[name].takes[option] == 1]
         if single:
             noun = NOUNS.get(option, option)
-            several = [name for name in _taking(option) if EXPERIMENTS[name].takes[option] is None]
+            several = [name for name in _experiments_with(option) if EXPERIMENTS[name].takes[option] is None]
             raise ValueError(
-                f"{_subject(single)} one {noun} at a time, and {', '.join(values)} were given; run once for each, with "
+                f"{_takes(single)} one {noun} at a time, and {', '.join(values)} were given; run once for each, with "
                 f"an --out of its own. Several are taken by {', '.join(several)}"
             )
 
 
-def _subject(names: Sequence[str]) -> str:
+def _takes(names: Sequence[str]) -> str:
     return f"{', '.join(names)} {'takes' if len(names) == 1 else 'take'}"
 
 
-def _taking(option: str) -> list[str]:
+def _experiments_with(option: str) -> list[str]:
     return [name for name, entry in EXPERIMENTS.items() if option in entry.takes]
 
 
@@ -207,15 +209,16 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: ExperimentSubject)
             cause = f"{loaded.name} has positions for {limit:,}"
             remedy = "use another model"
         raise ValueError(
-            f"{needed}, and {cause}; {remedy}{_rest(needs, short)}{_quick(chosen, reach, quick=subject.quick)}"
+            f"{needed}, and {cause}; {remedy}{_describe_others(needs, short)}"
+            f"{_suggest_quick(chosen, reach, quick=subject.quick)}"
         )
 
 
-def _rest(needs: Mapping[str, int], short: Mapping[str, int]) -> str:
+def _describe_others(needs: Mapping[str, int], short: Mapping[str, int]) -> str:
     rest = [name for name in needs if name not in short]
     return f", or run only {' '.join(rest)}" if rest else ""
 
 
-def _quick(chosen: Sequence[Experiment], reach: int, *, quick: bool) -> str:
+def _suggest_quick(chosen: Sequence[Experiment], reach: int, *, quick: bool) -> str:
     enough = all(one.fewest_tokens(quick=True) <= reach for one in chosen if one.needs_model)
     return "; --quick needs less" if enough and not quick else ""

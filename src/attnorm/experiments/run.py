@@ -76,7 +76,7 @@ def reproduce(
     check_unused_options(chosen, subject)
     require_folder(out)
     check_text_lengths(chosen, subject)
-    identities = [_identity(one, subject) for one in chosen]
+    identities = [_settings_of_run(one, subject) for one in chosen]
     if not fresh:
         for one, identity in zip(chosen, identities, strict=True):
             _require_same_settings(out / one.name, identity)
@@ -89,12 +89,12 @@ def reproduce(
             progress(f"{name}: {what}" if what else name, done, total)
 
         progress(f"{one.name} ({number} of {len(chosen)})", 0, 1)
-        written.append(_one(one, subject, identity, out, fresh, named_progress, command))
+        written.append(_run_experiment(one, subject, identity, out, fresh, named_progress, command))
         write_index(out)
     return written
 
 
-def _one(
+def _run_experiment(
     one: Experiment,
     subject: ExperimentSubject,
     identity: dict[str, Any],
@@ -104,10 +104,10 @@ def _one(
     command: str,
 ) -> Written:
     folder = out / one.name
-    if not fresh and (record := _finished(folder, identity)):
+    if not fresh and (record := _find_finished(folder, identity)):
         progress("found finished", 1, 1)
         return Written(one.name, folder, record, found=True)
-    parts = out / PARTS / f"{one.name}-{_key(identity)}"
+    parts = out / PARTS / f"{one.name}-{_parts_key(identity)}"
     if fresh:
         shutil.rmtree(parts, ignore_errors=True)
     started = time.perf_counter()
@@ -118,9 +118,9 @@ def _one(
             "seconds": round(time.perf_counter() - started, 1),
             "command": command,
             "versions": versions(),
-            **_model(one, subject),
+            **_describe_models(one, subject),
         }
-        record = _record(one, outcome, identity, manifest)
+        record = _make_record(one, outcome, identity, manifest)
         _write(folder, outcome, record)
     if one.passing:
         _clear(parts)
@@ -133,19 +133,19 @@ def _clear(parts: Path) -> None:
         parts.parent.rmdir()
 
 
-def _identity(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
+def _settings_of_run(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     settings = {"experiment": one.name, **subject.identity(with_model=one.needs_model)}
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
 
-def _key(identity: Mapping[str, Any]) -> str:
+def _parts_key(identity: Mapping[str, Any]) -> str:
     """Name the intermediate results; they do not depend on `only`, which selects some of them."""
     decisive = {name: value for name, value in identity.items() if name != "only"}
     return settings_hash(decisive)[:12]
 
 
-def _model(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
+def _describe_models(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     """Return the manifest's entries about the model or models, and whether this is the paper's setting."""
     if not one.needs_model:
         return {}
@@ -155,7 +155,9 @@ def _model(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     return {"model": models[0], **({"others": models[1:]} if models[1:] else {}), **same}
 
 
-def _record(one: Experiment, outcome: Outcome, identity: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
+def _make_record(
+    one: Experiment, outcome: Outcome, identity: dict[str, Any], manifest: dict[str, Any]
+) -> dict[str, Any]:
     record: dict[str, Any] = finite(
         {
             "schema": SCHEMA,
@@ -184,11 +186,11 @@ def _write(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
             pa.csv.write_csv(table, draft / f"{name}.csv")
             pa.parquet.write_table(table, draft / f"{name}.parquet", compression="zstd")
         (draft / "verdict.md").write_text(_verdict_page(record), encoding="utf-8")
-        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False, default=_plain)
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False, default=_to_json)
         (draft / OUTCOME).write_text(text + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert paths and numbers of NumPy and torch, which experiments use as parameters."""
     if isinstance(value, Path):
         return value.name
@@ -212,7 +214,7 @@ def _verdict_page(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the record of a finished run with these settings and this version of attnorm, or None."""
     record = read_outcome(folder)
     if record is None or record["settings"] != identity:
@@ -234,12 +236,12 @@ def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
     if record is not None:
         holds = f"{folder} holds {record.get('name', 'an experiment')} of other settings"
         remedy = "Choose another --out, or replace it with --fresh"
-        require_same_run(identity, record["settings"], holds, remedy, _short)
+        require_same_run(identity, record["settings"], holds, remedy, _shorten)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(_short(one[0] if isinstance(one, list) and one else one) for one in value) or "none"
+        return ", ".join(_shorten(one[0] if isinstance(one, list) and one else one) for one in value) or "none"
     text = "none" if value is None else str(value)
     return text if len(text) <= 24 else text[:12] + "..."
 

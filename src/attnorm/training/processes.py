@@ -25,7 +25,7 @@ class OtherProcessFailed(SystemExit):
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all that train the model."""
+    """Rank and number of the processes that train one model."""
 
     rank: int = 0
     count: int = 1
@@ -33,7 +33,7 @@ class Processes:
 
     @classmethod
     def launched(cls) -> "Processes":
-        """As the launcher counted them in the environment; one process without a launcher."""
+        """Read rank and number of processes from the launcher's environment; one process without a launcher."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count < 2:
             return cls()
@@ -60,7 +60,7 @@ class Processes:
             distributed.destroy_process_group()
 
     def by_first(self, work: Callable[[], Answer]) -> Answer:
-        """Do the work in process 0 and return its answer in all of them.
+        """Run `work` in process 0 and return its result in all processes.
 
         Raises:
             OtherProcessFailed: In the others, if it failed.
@@ -82,7 +82,7 @@ class Processes:
         return answer
 
     def any(self, here: bool) -> bool:
-        """Whether it is true in one of the processes: all of them stop after the same step."""
+        """Return whether `here` is true in any process, so that all of them stop after the same step."""
         if self.count == 1:
             return here
         flag = torch.tensor(float(here))
@@ -90,7 +90,7 @@ class Processes:
         return bool(flag)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Mean over the processes."""
+        """Return the mean over the processes."""
         if self.count == 1:
             return value
         total = value.detach().clone()
@@ -98,11 +98,11 @@ class Processes:
         return total / self.count
 
     def share(self, batch: torch.Tensor) -> torch.Tensor:
-        """The rows of a batch that this process computes."""
+        """Return the rows of a batch that this process computes."""
         return batch[self.rank :: self.count] if self.count > 1 else batch
 
     def parallel(self, module: nn.Module) -> nn.Module:
-        """The module, with gradients averaged over the processes."""
+        """Return the module with gradients averaged over the processes."""
         if self.count == 1:
             return module
         return nn.parallel.DistributedDataParallel(module)

@@ -1,6 +1,6 @@
-"""Small language models that differ in one or two settings, trained and measured alike.
+"""Experiments that train a grid of small language models, which differ in one or two settings.
 
-grid           the models of a plan, trained and measured one after another; several processes may share a folder
-summary        mean and interval over seeds of what the records hold
-temperature, positions, heads   one experiment each: its models, its question, its answer
+grid.py                            train and measure the models of a plan; several processes may share a folder
+summary.py                         means, deviations and explained variance over the records of models
+temperature.py, positions.py, heads.py   one experiment each: its models, findings and figure
 """

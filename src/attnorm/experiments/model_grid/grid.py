@@ -1,4 +1,7 @@
-"""Train and measure every model of a plan. Each finished model is one record, so an interrupted run resumes."""
+"""Train and measure every model of a plan. Each finished model is stored as one record, so an interrupted run resumes.
+
+`records_of` is the entry point; `train_and_measure` does the work for one model.
+"""
 
 import json
 import math
@@ -31,9 +34,9 @@ from attnorm.training.lm.attention import Attention, fastest_attention, in_train
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 from attnorm.training.lm.train import METRICS, Run, speed_and_memory
 
-RECORDS = "records.jsonl"  # in the output folder: records of the same plan from elsewhere, plain or .xz
-LOOKS = 8  # how often a model is measured while it is trained
-LOOKED_AT = ("entropy_ratio", "max_weight", "jacobian_norm", "logit_spread")
+RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
+MEASUREMENTS_IN_TRAINING = 8  # how often a model is measured while it is trained
+MEASURED_IN_TRAINING = ("entropy_ratio", "max_weight", "jacobian_norm", "logit_spread")
 KEPT_OF_HEADS = (
     "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "gap_slope", "gap_slope_without_sink", "horizon",
     "n_high", "jacobian_norm",
@@ -47,9 +50,9 @@ Record = dict[str, Any]
 class GridModel:
     """One model of a grid."""
 
-    columns: Mapping[str, Any]  # what sets it apart, in words and numbers of the results
-    normalizer: str = "softmax"  # with options, as in `topk:k=4`
-    settings: Mapping[str, Any] | None = None  # of LMSettings, where they differ from the plan's
+    columns: Mapping[str, Any]  # columns of the results that distinguish it from the other models
+    normalizer: str = "softmax"  # specification, such as `topk:k=4`
+    settings: Mapping[str, Any] | None = None  # fields of LMSettings that differ from the plan
 
     @property
     def label(self) -> str:
@@ -58,20 +61,22 @@ class GridModel:
 
 @dataclass(frozen=True, kw_only=True)
 class GridPlan(ModelPlan):
+    """The models of a grid, and the settings that all of them share."""
+
     models: tuple[GridModel, ...]
     seeds: tuple[int, ...] = (0,)
     tokens: int = 50_331_648
     rate: float = 1e-3
-    metrics: str = "core"  # of attnorm.analyze, on the trained model
-    looks: bool = False  # measure attention while training too
+    metrics: str = "core"  # metric group of attnorm.analyze for the trained model
+    looks: bool = False  # whether to measure attention during training too
 
 
 def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
-    """Return the record of every model and seed of the plan; train what no record exists for."""
+    """Return the record of every model and seed of the plan; train models without a record."""
     plan = on_this_machine(plan)
     workspace = Workspace.open(parts, plan)
     wanted = [(model, subject.seed + seed) for seed in plan.seeds for model in plan.models]
-    keys = [_key(model.label, settings_of(plan, model, seed).as_dict()) for model, seed in wanted]
+    keys = [_record_key(model.label, settings_of(plan, model, seed).as_dict()) for model, seed in wanted]
     known = _known_records(workspace, parts)
     missing = [(key, *one) for key, one in zip(keys, wanted, strict=True) if key not in known]
     if missing:
@@ -94,18 +99,18 @@ def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Rec
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
     elsewhere = [record for file in files if file.exists() for record in read_results(file)]
     found = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
-    return {_key(record["label"], record["settings"]): record for record in found}
+    return {_record_key(record["label"], record["settings"]): record for record in found}
 
 
 def _unigram_loss(workspace: Workspace[GridPlan]) -> float:
-    """Of counting words: a model that ends above it has learned nothing."""
+    """Return the loss of token frequencies: a model with a higher loss has learned nothing."""
     (described,) = workspace.results(stage="texts")
     loss: float = next(iter(described["held_out"].values()))["counting"]["unigram"]
     return loss
 
 
-def _key(label: str, settings: Mapping[str, Any]) -> str:
-    """What identifies a record: the model and all settings, seed included; the dtype is the machine's."""
+def _record_key(label: str, settings: Mapping[str, Any]) -> str:
+    """Return the key of a record: a hash of model and settings, including the seed, without the machine's dtype."""
     return settings_hash({"label": label, **{name: value for name, value in settings.items() if name != "dtype"}})
 
 
@@ -117,23 +122,23 @@ def settings_of(plan: GridPlan, model: GridModel, seed: int) -> LMSettings:
 def train_and_measure(
     plan: GridPlan, model: GridModel, seed: int, texts: Texts, parts: Path, device: torch.device
 ) -> Record:
-    """Train one model from scratch and measure it; a run that diverges is a result too."""
+    """Train one model from scratch and measure it. A run that diverges also gives a record."""
     settings = settings_of(plan, model, seed)
     attention = fastest_attention(model.normalizer, device)
     folder = parts / "runs" / f"{model.label}-seed-{seed}".replace(" ", "-").replace(":", "-").replace(",", "")
-    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted run, which has no checkpoint
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run, which has no checkpoint
     folder.mkdir(parents=True)
     torch.set_float32_matmul_precision("high")
     if plan.compiled:
-        torch.compiler.reset()  # graphs of earlier models would be tried at every call of a block
+        torch.compiler.reset()  # otherwise torch would check the graphs of earlier models at every call
     windows = observed_windows(texts.valid, plan.observed, settings.context)
     looks, problem = [], None
     with accelerated(device, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(folder, settings, texts.corpus, accelerator, compiled=plan.compiled, attention=attention)
         try:
-            for entry in run.steps(math.inf, stop, max(1, settings.steps // LOOKS), None):
+            for entry in run.steps(math.inf, stop, max(1, settings.steps // MEASUREMENTS_IN_TRAINING), None):
                 if plan.looks and "valid_loss" in entry:
-                    looks.append({"step": entry["step"], **look(run.model, windows[:1], device)})
+                    looks.append({"step": entry["step"], **measure_heads(run.model, windows[:1], device)})
                     run.model.train()
         except ValueError as error:  # a loss that is not finite
             problem = str(error)
@@ -153,31 +158,31 @@ def train_and_measure(
         "learned": learned(run.model), **machine(device),
     }  # fmt: skip
     if problem is None:
-        record |= measured(plan, run.model.eval(), settings, texts, windows, attention, device)
+        record |= measure_model(plan, run.model.eval(), settings, texts, windows, attention, device)
     del run, accelerator  # the accelerator holds the optimizer
     free_memory()
     return record
 
 
-def measured(
+def measure_model(
     plan: GridPlan, model: Any, settings: LMSettings, texts: Texts, windows: torch.Tensor, attention: Attention,
     device: torch.device,
 ) -> Record:  # fmt: skip
-    """Losses by length on every held-out text, and the tables of attnorm.analyze as plain numbers."""
+    """Return losses by length on every held-out text, and the tables of attnorm.analyze as lists of numbers."""
     lengths = plan if ANY_LENGTH[settings.architecture] else replace(plan, longer=(1,))
     with in_training(model, attention=attention), without_compiled_blocks(model, settings):
         losses = {name: losses_at(lengths, model, settings, tokens, device) for name, tokens in texts.held_out.items()}
     found = analyze(model, windows, metrics=plan.metrics, read_keys=0)
     return {
         "losses": losses,
-        "heads": _plain(found.heads, ("layer", "head", *KEPT_OF_HEADS)),
-        "top_n": _plain(found.top_n, ("layer", "head", *KEPT_OF_TOP_N)),
-        "coverage": _plain(found.coverage, ("layer", *KEPT_OF_COVERAGE)),
+        "heads": _columns_for_json(found.heads, ("layer", "head", *KEPT_OF_HEADS)),
+        "top_n": _columns_for_json(found.top_n, ("layer", "head", *KEPT_OF_TOP_N)),
+        "coverage": _columns_for_json(found.coverage, ("layer", *KEPT_OF_COVERAGE)),
     }
 
 
-def _plain(table: pa.Table, columns: Sequence[str]) -> dict[str, list[float | None]]:
-    """Columns of a table for JSON, which has neither NaN nor infinity."""
+def _columns_for_json(table: pa.Table, columns: Sequence[str]) -> dict[str, list[float | None]]:
+    """Return columns of a table as lists; NaN and infinity, which JSON does not have, become None."""
     found = table.select(list(columns)).to_pydict()
     return {
         name: [None if one is None or not math.isfinite(one) else float(f"{one:.6g}") for one in column]
@@ -186,7 +191,7 @@ def _plain(table: pa.Table, columns: Sequence[str]) -> dict[str, list[float | No
 
 
 @torch.no_grad()
-def look(model: Any, windows: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Means over all heads of a few row statistics."""
+def measure_heads(model: Any, windows: torch.Tensor, device: torch.device) -> dict[str, float]:
+    """Return the means of a few row statistics over all heads."""
     found: Mapping[str, float] = attention_statistics(model, windows, device)["mean"]
-    return {name: found[name] for name in LOOKED_AT if name in found}
+    return {name: found[name] for name in MEASURED_IN_TRAINING if name in found}

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import Number, chosen, loss, mean, seed_deviation, table
+from attnorm.experiments.model_grid.summary import Number, loss, mean, seed_deviation, select_records, table
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
@@ -55,17 +55,17 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
 
 
 def excess(record: Record) -> float:
-    """Separability above its null at TOP_N keys, mean over heads: above 0 the values help to tell keys apart."""
+    """Return separability minus its null at TOP_N keys, mean over heads; above 0, values help to distinguish keys."""
     return _mean_difference(record.get("top_n"), "separability", "separability_null")
 
 
 def union(record: Record) -> float:
-    """The share of keys that the heads of a layer cover together, mean over layers."""
+    """Return the share of keys that the heads of a layer cover together, mean over layers."""
     return _mean_of(record.get("coverage"), "union")
 
 
 def overlap(record: Record) -> float:
-    """How much less the heads cover together than independent heads would, mean over layers."""
+    """Return how much less the heads of a layer cover than independent heads would, mean over layers."""
     return -_mean_difference(record.get("coverage"), "union", "independent")
 
 
@@ -91,7 +91,7 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
     found = []
     for name in maps:
         few, many = (
-            mean(chosen(records, heads_per_layer=count, map=name), excess) for count in (counts[0], counts[-1])
+            mean(select_records(records, heads_per_layer=count, map=name), excess) for count in (counts[0], counts[-1])
         )
         found.append(
             _finding(
@@ -99,7 +99,7 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
             )
         )
     for name in maps[1:]:
-        here, softmax = (mean(chosen(records, map=one), excess) for one in (name, maps[0]))
+        here, softmax = (mean(select_records(records, map=one), excess) for one in (name, maps[0]))
         found.append(_finding(f"{name} restores separability", maps[0], softmax, name, here, small))
     return tuple(found)
 
@@ -117,7 +117,7 @@ def _finding(claim: str, first: str, before: float, second: str, after: float, s
 def summary(records: Sequence[Record]) -> str:
     sentences = []
     for name in dict.fromkeys(record["map"] for record in records):
-        by = {record["heads_per_layer"]: loss(record) for record in chosen(records, map=name)}
+        by = {record["heads_per_layer"]: loss(record) for record in select_records(records, map=name)}
         sentences.append(
             f"{name}: " + ", ".join(f"{value:.3f} with {count} heads" for count, value in by.items()) + "."
         )
@@ -135,7 +135,7 @@ def figure(records: Sequence[Record]) -> Figure:
     counts = sorted({record["heads_per_layer"] for record in records})
     for axes, which, (title, label, number) in zip(panels, "abc", numbers, strict=True):
         for name in dict.fromkeys(record["map"] for record in records):
-            groups = [chosen(records, heads_per_layer=count, map=name) for count in counts]
+            groups = [select_records(records, heads_per_layer=count, map=name) for count in counts]
             bars = [np.nan_to_num(seed_deviation(group, number)) for group in groups]
             axes.errorbar(
                 counts, [mean(group, number) for group in groups], bars, label=name, capsize=2, **STYLES[name]

@@ -16,14 +16,14 @@ from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED,
 from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
 from attnorm.experiments.model_grid.summary import (
     Number,
-    chosen,
-    explained,
     loss_at,
     mean,
-    over_heads,
+    mean_over_heads,
+    select_records,
     share_beyond_horizon,
     table,
     values,
+    variance_shares,
 )
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
@@ -33,7 +33,10 @@ STYLES = {"rotary": MEASURED, "ALiBi": CORRECTED, "learned": PRINTED, "none": NU
 
 
 def models(normalizers: Sequence[str]) -> tuple[GridModel, ...]:
-    """Learned positions are those of GPT-2, whose blocks differ from Llama's; the others differ in positions alone."""
+    """Return one model per kind of position and normalizer.
+
+    Learned positions need GPT-2, whose blocks differ from Llama's. The other models differ in positions only.
+    """
     ways = {
         "rotary": ("llama", "{}"),
         "ALiBi": ("nope", "alibi:map={}"),
@@ -76,7 +79,7 @@ def effects(times: int) -> dict[str, Number]:
     """The effects of length, by name."""
     return {
         f"rise of the loss to {times} times the length": lambda record: loss_at(record, times) - loss_at(record, 1),
-        "slope of the effective gap": lambda record: over_heads(record, "gap_slope"),
+        "slope of the effective gap": lambda record: mean_over_heads(record, "gap_slope"),
         "share of heads beyond their horizon": share_beyond_horizon,
     }
 
@@ -86,7 +89,7 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
     found = []
     for name, number in numbers.items():
         # Learned positions end at the training length and have no rise of the loss; some models have no horizon.
-        shares = explained(records, ("positions", "map"), number)
+        shares = variance_shares(records, ("positions", "map"), number)
         if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
             continue
         found.append(
@@ -110,7 +113,10 @@ def _verdict(map_: float, positions: float) -> Verdict:
 def summary(records: Sequence[Record], times: int) -> str:
     sentences = []
     for way in dict.fromkeys(record["positions"] for record in records):
-        by = {record["map"]: (loss_at(record, 1), loss_at(record, times)) for record in chosen(records, positions=way)}
+        by = {
+            record["map"]: (loss_at(record, 1), loss_at(record, times))
+            for record in select_records(records, positions=way)
+        }
         listed = "; ".join(
             f"{name} {short:.3f}" + (f" and {long:.3f}" if math.isfinite(long) else "")
             for name, (short, long) in by.items()
@@ -127,7 +133,7 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
         axes.sharey(panels[0])
     for axes, which, name in zip(panels, "abcdefgh", maps, strict=False):
         for way, look in STYLES.items():
-            here = chosen(records, positions=way, map=name)
+            here = select_records(records, positions=way, map=name)
             axes.plot(longer, [mean(here, partial(loss_at, times=times)) for times in longer], label=way, **look)
         axes.set_xscale("log", base=2)
         axes.set_xticks(longer, [f"{times}x" for times in longer])
@@ -138,7 +144,10 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     panels[0].legend()
     last = panels[-1]
     for index, (way, look) in enumerate(STYLES.items()):
-        slopes = [mean(chosen(records, positions=way, map=name), lambda r: over_heads(r, "gap_slope")) for name in maps]
+        slopes = [
+            mean(select_records(records, positions=way, map=name), lambda r: mean_over_heads(r, "gap_slope"))
+            for name in maps
+        ]
         last.plot([place + 0.06 * (index - 1.5) for place in range(len(maps))], slopes, **{**look, "linestyle": ""})
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")

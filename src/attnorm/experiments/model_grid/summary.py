@@ -1,4 +1,4 @@
-"""Numbers of a group of records: mean and interval over the models, and how much of the variance a factor explains."""
+"""Statistics over the records of a grid: means, deviations over seeds, and the variance that each factor explains."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Number = Callable[[Record], float]
 LISTS = (list, dict)
 
 
-def chosen(records: Sequence[Record], **columns: Any) -> list[Record]:
+def select_records(records: Sequence[Record], **columns: Any) -> list[Record]:
     """Return the records that have these values."""
     return [record for record in records if all(record.get(name) == value for name, value in columns.items())]
 
@@ -40,31 +40,30 @@ def loss(record: Record) -> float:
 
 
 def loss_at(record: Record, times: int, text: int = 0) -> float:
-    """The loss in windows of so many times the training length; NaN if the model has no such positions."""
+    """Return the loss in windows of `times` training lengths; NaN if the model has no such positions."""
     if "losses" not in record:
         return math.nan
     by_length = list(record["losses"].values())[text]
     return float(by_length.get(str(times * record["settings"]["context"]), math.nan))
 
 
-def over_heads(record: Record, column: str) -> float:
-    """The mean of a column over all heads of a model."""
+def mean_over_heads(record: Record, column: str) -> float:
+    """Return the mean of a column over all heads of a model."""
     numbers = np.array(record.get("heads", {}).get(column, []), dtype=np.float64)
     return float(np.nanmean(numbers)) if np.isfinite(numbers).any() else math.nan
 
 
 def share_beyond_horizon(record: Record) -> float:
-    """The share of heads whose longest rows have more keys than their logits can separate.
+    """Return the share of heads whose longest rows have more keys than their horizon.
 
-    NaN where no head has a horizon: weights that can be exactly 0, and logits that fall with the distance, need not
-    disperse at any length.
+    NaN if no head has a horizon: with weights of exactly 0, or a penalty on distance, a head need not disperse.
     """
     heads = record.get("heads", {"horizon": [], "n_high": []})
     horizon, n = (np.array(heads[name], dtype=np.float64) for name in ("horizon", "n_high"))
     return float(np.mean(n > horizon)) if np.isfinite(horizon).any() else math.nan
 
 
-def explained(records: Sequence[Record], factors: Sequence[str], number: Number) -> dict[str, float]:
+def variance_shares(records: Sequence[Record], factors: Sequence[str], number: Number) -> dict[str, float]:
     """Return the share of the variance between models that each factor explains by itself, and what is left.
 
     Sums of squares of the main effects; models without the number are left out. The shares add up to 1 if every
@@ -84,7 +83,7 @@ def explained(records: Sequence[Record], factors: Sequence[str], number: Number)
 
 
 def table(records: Sequence[Record], **numbers: Number) -> pa.Table:
-    """One row per model: its plain values, and these numbers."""
+    """Return one row per model: its plain values, and the given numbers."""
     rows = [
         {name: value for name, value in record.items() if not isinstance(value, LISTS)}
         | {name: number(record) for name, number in numbers.items()}
@@ -94,5 +93,5 @@ def table(records: Sequence[Record], **numbers: Number) -> pa.Table:
 
 
 def _plain(value: Any) -> Any:
-    """Values of one column have one type: "learned" next to 0.1 makes both words."""
+    """Convert numbers to float, so that a column has one type."""
     return value if value is None or isinstance(value, bool | str) else float(value)

@@ -15,7 +15,15 @@ from matplotlib.figure import Figure
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import chosen, loss, mean, over_heads, seed_deviation, table, values
+from attnorm.experiments.model_grid.summary import (
+    loss,
+    mean,
+    mean_over_heads,
+    seed_deviation,
+    select_records,
+    table,
+    values,
+)
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
@@ -66,32 +74,34 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
 
 
 def largest_gradient(record: Record) -> float:
-    """The largest logged norm of the gradient after the warmup, before clipping."""
+    """Return the largest logged norm of the gradient after the warmup, before clipping."""
     norms = [norm for step, _, _, norm in record["course"] if step > record["settings"]["warmup"]]
     return max(norms, default=math.nan)
 
 
 def jacobian_norm(record: Record) -> float:
-    """The mean over all heads of the trained model."""
-    return over_heads(record, "jacobian_norm")
+    """Return the mean Jacobian norm over all heads of the trained model."""
+    return mean_over_heads(record, "jacobian_norm")
 
 
-def fixed(records: Sequence[Record], map_: str) -> list[float]:
-    """The fixed temperatures of a map, in rising order."""
-    found = {record["temperature"] for record in chosen(records, map=map_)} - {LEARNED}
+def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
+    """Return the fixed temperatures of a map, in ascending order."""
+    found = {record["temperature"] for record in select_records(records, map=map_)} - {LEARNED}
     return sorted(float(T) for T in found)
 
 
-def costly(records: Sequence[Record], map_: str, temperature: str) -> bool:
+def is_costly(records: Sequence[Record], map_: str, temperature: str) -> bool:
     """Whether some run diverges, or the mean loss is clearly above the best of the map."""
-    here = chosen(records, map=map_, temperature=temperature)
-    means = [mean(chosen(records, map=map_, temperature=str(T)), loss) for T in fixed(records, map_)]
+    here = select_records(records, map=map_, temperature=temperature)
+    means = [
+        mean(select_records(records, map=map_, temperature=str(T)), loss) for T in fixed_temperatures(records, map_)
+    ]
     best = min((value for value in means if math.isfinite(value)), default=math.nan)
     return any(record["diverged"] for record in here) or not mean(here, loss) < best + WORSE
 
 
 def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
-    """Two claims for each map: training breaks at low temperatures, and low temperatures cost loss."""
+    """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
     found = []
     for map_ in dict.fromkeys(record["map"] for record in records):
         found += [_unstable(records, map_, small=small), _worse(records, map_, small=small)]
@@ -99,9 +109,9 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
 
 
 def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
-    temperatures = fixed(records, map_)
-    low = [r for T in temperatures if T <= GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
-    high = [r for T in temperatures if T > GUIDELINE for r in chosen(records, map=map_, temperature=str(T))]
+    temperatures = fixed_temperatures(records, map_)
+    low = [r for T in temperatures if T <= GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
+    high = [r for T in temperatures if T > GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
     diverged = [sum(record["diverged"] for record in group) for group in (low, high)]
     verdict: Verdict = "does not" if not diverged[0] else "partly"
     if diverged[0] == len(low) and not diverged[1]:
@@ -122,9 +132,9 @@ def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> Experimen
 
 
 def _worse(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
-    temperatures = fixed(records, map_)
-    bad = [T for T in temperatures if costly(records, map_, str(T))]
-    ended = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in temperatures}
+    temperatures = fixed_temperatures(records, map_)
+    bad = [T for T in temperatures if is_costly(records, map_, str(T))]
+    ended = {T: mean(select_records(records, map=map_, temperature=str(T)), loss) for T in temperatures}
     low = [T for T in temperatures if T <= GUIDELINE]
     verdict: Verdict = "partly"
     if not any(T in bad for T in low):
@@ -146,12 +156,15 @@ def _listed(temperatures: Sequence[float]) -> str:
 def summary(records: Sequence[Record], *, small: bool) -> str:
     sentences = []
     for map_ in dict.fromkeys(record["map"] for record in records):
-        by = {T: mean(chosen(records, map=map_, temperature=str(T)), loss) for T in fixed(records, map_)}
+        by = {
+            T: mean(select_records(records, map=map_, temperature=str(T)), loss)
+            for T in fixed_temperatures(records, map_)
+        }
         ended = {T: value for T, value in by.items() if math.isfinite(value)}
         if ended:
             best = min(ended, key=lambda T: ended[T])
             sentences.append(f"{map_} has its lowest loss, {ended[best]:.3f} nats per token, at T = {best:g}.")
-        learned = mean(chosen(records, map=map_, temperature=LEARNED), loss)
+        learned = mean(select_records(records, map=map_, temperature=LEARNED), loss)
         if math.isfinite(learned):
             sentences.append(f"With a learned temperature it has {learned:.3f}.")
     return " ".join(sentences) + (" Models this small show only that everything runs." if small else "")
@@ -161,14 +174,14 @@ def figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(10.5, 3.4))
     loss_axes, gradient_axes, norm_axes = drawn.subplots(1, 3)
     for map_ in dict.fromkeys(record["map"] for record in records):
-        T = fixed(records, map_)
-        here = [chosen(records, map=map_, temperature=str(one)) for one in T]
+        T = fixed_temperatures(records, map_)
+        here = [select_records(records, map=map_, temperature=str(one)) for one in T]
         bars = [np.nan_to_num(seed_deviation(group, loss)) for group in here]
         loss_axes.errorbar(T, [mean(group, loss) for group in here], bars, label=map_, capsize=2, **STYLES[map_])
         gradient_axes.plot(T, [mean(group, largest_gradient) for group in here], label=map_, **STYLES[map_])
         norm_axes.plot(T, [mean(group, jacobian_norm) for group in here], label=map_, **STYLES[map_])
         diverged = [one for one, group in zip(T, here, strict=True) if any(record["diverged"] for record in group)]
-        ended = values(chosen(records, map=map_), loss)
+        ended = values(select_records(records, map=map_), loss)
         if diverged and ended:
             loss_axes.scatter(diverged, [max(ended)] * len(diverged), marker="x", color="#b3261e", zorder=5)
     T = sorted({float(r["temperature"]) for r in records if r["temperature"] != LEARNED})
@@ -197,10 +210,10 @@ def course_figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(3.5 * len(maps), 5.2))
     panels = drawn.subplots(2, len(maps), squeeze=False, sharey="row")
     for column, map_ in enumerate(maps):
-        temperatures = fixed(records, map_)
+        temperatures = fixed_temperatures(records, map_)
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
         for T, shade in zip(temperatures, shades, strict=True):
-            here = chosen(records, map=map_, temperature=str(T))
+            here = select_records(records, map=map_, temperature=str(T))
             for axes, line in zip(panels[:, column], (_losses_on_the_way(here), _norms_on_the_way(here)), strict=True):
                 axes.plot(*line, color=shade, label=f"T = {T:g}", linewidth=1.3)
         letter(panels[0, column], "abcdefgh"[column], f"{map_}: training loss")

@@ -49,9 +49,9 @@ def check_attention(attention: Attention, settings: LMSettings) -> None:
 
 
 def compile_blocks(model: Any, settings: LMSettings, *, any_length: bool = False) -> None:
-    """any_length: a few graphs for windows of all lengths and numbers, instead of one each."""
+    """Compile the blocks of the model. any_length: a few graphs for all shapes, instead of one graph per shape."""
     for block in ARCHITECTURES[settings.architecture].blocks(model):
-        block.compile(dynamic=None if any_length else False)  # None: what changes between calls becomes a variable
+        block.compile(dynamic=None if any_length else False)  # None: sizes that change between calls become variables
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def in_training(
 ) -> Iterator[None]:
     """Set how patched layers compute attention while a model is trained, and how many graphs may be compiled.
 
-    dtype: of the products, where it is known.
+    dtype: dtype of the products, if known.
     """
     from transformers import AttentionInterface
 
@@ -80,7 +80,7 @@ def in_training(
 def is_traceable(model: Any, dtype: str | None = None) -> bool:
     """Whether the attention of every layer can be part of a compiled block: a rescaled softmax, or our kernels.
 
-    dtype: of the products; None for any of DTYPES.
+    dtype: dtype of the products; None: any of DTYPES.
     """
     from attnorm.models.patch_state import normalizer_of, patched_modules
 
@@ -94,8 +94,7 @@ def is_traceable(model: Any, dtype: str | None = None) -> bool:
 def fastest_attention(normalizer: str, device: torch.device, width: int = 64) -> Attention:
     """Return "dense" unless there is a fused form: of a rescaled softmax, of a mechanism, or one of our GPU kernels.
 
-    On a GPU products are in bfloat16.
-    normalizer: with options, as in `topk:k=4`. width: of a head.
+    normalizer: specification, such as `topk:k=4`. width: width of a head. On a GPU, products are in bfloat16.
     """
     name, options = parse_spec(normalizer)
     one, _ = build(name, options, LayerFacts(heads=2, length=USUAL_LENGTH), warm=False)
@@ -171,8 +170,11 @@ def dense_attention(
 
 
 def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
-    """Return the weights (B, H, L, L). Leading scale rules multiply the queries: on the logits they would need two more
-    passes over the matrix, one of them for the gradients of their parameters."""
+    """Return the weights (B, H, L, L).
+
+    Leading scale rules multiply the queries. On the logits they would need two more passes over the matrix, one of them
+    for the gradients of their parameters.
+    """
     position = torch.arange(query.shape[2], device=query.device)
     n = (position[:, None] + 1).to(query.dtype)
     rules = normalizer.rules

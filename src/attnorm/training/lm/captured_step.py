@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-STEPS_BEFORE = 3  # uncaptured: they compile kernels, which a capture cannot contain
+STEPS_BEFORE = 3  # steps without capture: they compile kernels, which a capture cannot do
 
 
 class CapturedStep:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-LOG_EVERY = 10  # steps; reading the loss makes the GPU wait
+LOG_EVERY = 10  # steps; reading the loss synchronizes with the GPU
 QUICK_VALIDATION = 64  # windows of the validation loss while training; the final loss uses all
-CLEAR_RISE = 0.05  # nats per token
+CLEAR_RISE = 0.05  # nats per token above the lowest validation loss
 
 
 class Run:
-    """The run in a folder; it continues from the last checkpoint if there is one."""
+    """A training run in a folder; it resumes from the last checkpoint if there is one."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Run:
     ) -> None:
         self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
         self.compiled, self.attention, self.processes = compiled, attention, processes or Processes()
-        # Not prepared by accelerate: that would wrap `forward` for good, and the loss calls the base model.
+        # Not prepared by accelerate: it would wrap `forward` permanently, and the loss calls the base model.
         self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
         self.update = TrainingStep(
             self.model, settings, accelerator, compiled=compiled, attention=attention, processes=self.processes
@@ -89,7 +89,7 @@ class Run:
         self.model.train()
         losses: list[torch.Tensor] = []
         memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
-        highest = 0  # of all steps: torch does not count the memory of a captured one
+        highest = 0  # peak memory of all steps; torch does not count the memory of captured steps
         path = self.out / METRICS if self.processes.first else Path(os.devnull)
         with path.open("a", encoding="utf-8") as log:
             ending = self.step == self.settings.steps
