@@ -6,7 +6,7 @@ CIFAR-10, or on generated textures with --quick. Every finished model is one JSO
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -36,25 +36,31 @@ GENERATED = "generated textures"
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A normalizer of the comparison by its name in tables and figures."""
+    """A model of the comparison by its name in tables and figures."""
 
     name: str
-    normalizer: str
-    squares: int = 0
-    shared_keys: bool = False
+    settings: Mapping[str, Any]  # of VisionSettings, where they differ from the plan's
+    patches: tuple[int, ...] = (4, 2, 1)  # for which it is trained
 
 
-SQUARES = 7  # 49 landmarks, as in the paper, and the class token
+SQUARES = {"normalizer": "soft", "squares": 7}  # 49 landmarks, as in the paper, and the class token
+SQUARES_2 = {"normalizer": "soft:normalised=true", "squares": 7}
+# Three stages, and landmarks by a learned convolution over the image: the form of SOFT's own models.
+PYRAMID = {"architecture": "pyramid", "heads": 4}
+CONVOLUTION = {"landmarks": "convolution", "landmark_side": 4, "shared_keys": True}
 MODELS = (
-    VisionModel("softmax", "softmax"),
-    VisionModel("gaussian", "gaussian"),
-    VisionModel("soft", "soft", SQUARES),
-    VisionModel("soft++", "soft:normalised=true", SQUARES),
-    VisionModel("linear", "linear"),
-    VisionModel("sigmoid", "sigmoid"),
-    VisionModel("entmax15", "entmax15"),
-    VisionModel("soft K=Q", "soft", SQUARES, shared_keys=True),
-    VisionModel("soft++ K=Q", "soft:normalised=true", SQUARES, shared_keys=True),
+    VisionModel("softmax", {"normalizer": "softmax"}),
+    VisionModel("gaussian", {"normalizer": "gaussian"}),
+    VisionModel("soft", SQUARES),
+    VisionModel("soft++", SQUARES_2),
+    VisionModel("linear", {"normalizer": "linear"}),
+    VisionModel("sigmoid", {"normalizer": "sigmoid"}),
+    VisionModel("entmax15", {"normalizer": "entmax15"}),
+    VisionModel("soft K=Q", SQUARES | {"shared_keys": True}),
+    VisionModel("soft++ K=Q", SQUARES_2 | {"shared_keys": True}),
+    VisionModel("pyramid softmax", PYRAMID | {"normalizer": "softmax"}, (2,)),
+    VisionModel("pyramid soft", PYRAMID | CONVOLUTION | {"normalizer": "soft"}, (2,)),
+    VisionModel("pyramid soft++", PYRAMID | CONVOLUTION | {"normalizer": "soft:normalised=true"}, (2,)),
 )
 
 
@@ -78,23 +84,24 @@ class VisionPlan:
             if name not in names:
                 raise ValueError(f"expected --only with names of {', '.join(names)}, got {name!r}.")
         return [
-            (
-                model,
-                replace(
-                    self.settings, normalizer=model.normalizer, squares=model.squares,
-                    shared_keys=model.shared_keys, patch=patch, epochs=epochs, seed=first_seed + seed,
-                ),
-            )
+            (model, replace(self.settings, **model.settings, patch=patch, epochs=epochs, seed=first_seed + seed))
             for patch, epochs in self.epochs
             for seed in self.seeds
             for model in self.models
-            if not only or model.name in only
-        ]  # fmt: skip
+            if patch in model.patches and (not only or model.name in only)
+        ]
 
 
 FULL = VisionPlan(settings=VisionSettings(dtype="bfloat16"))
 QUICK = VisionPlan(
-    models=(MODELS[0], VisionModel("soft", "soft", squares=2), VisionModel("linear", "linear")),
+    models=(
+        VisionModel("softmax", {"normalizer": "softmax"}, (8, 4)),
+        VisionModel("soft", {"normalizer": "soft", "squares": 2}, (8, 4)),
+        VisionModel("linear", {"normalizer": "linear"}, (8, 4)),
+        VisionModel(
+            "pyramid soft", PYRAMID | CONVOLUTION | {"normalizer": "soft", "landmark_side": 2, "layers": 3}, (4,)
+        ),
+    ),
     epochs=((8, 2), (4, 2)),
     seeds=(0,),
     settings=VisionSettings(layers=1, heads=2, width=16, batch=32, learning_rate=1e-2),
@@ -233,6 +240,8 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
             ("soft++", "softmax", "SOFT++ is more accurate than softmax at equal size"),
             ("soft K=Q", "softmax", "SOFT with K = Q is more accurate than softmax"),
             ("soft++ K=Q", "softmax", "SOFT++ with K = Q is more accurate than softmax"),
+            ("pyramid soft", "pyramid softmax", "in a pyramid SOFT is more accurate than softmax"),
+            ("pyramid soft++", "pyramid softmax", "in a pyramid SOFT++ is more accurate than softmax"),
             ("soft", "gaussian", "the landmarks are at least as accurate as the full Gaussian kernel"),
         ):
             if (tokens, name) in groups and (tokens, rival) in groups:
