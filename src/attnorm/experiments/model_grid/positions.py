@@ -127,8 +127,12 @@ def summary(records: Sequence[Record], times: int) -> str:
 
 def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     maps = list(dict.fromkeys(record["map"] for record in records))
-    drawn = Figure(figsize=(3.4 * len(maps) + 3.4, 3.4))
-    panels = drawn.subplots(1, len(maps) + 1, squeeze=False)[0]
+    rows = math.ceil((len(maps) + 1) / 2)
+    drawn = Figure(figsize=(7.2, 2.8 * rows + 0.4))
+    grid = drawn.subplots(rows, 2, squeeze=False).ravel()
+    for unused in grid[len(maps) + 1 :]:
+        unused.set_visible(False)
+    panels = grid[: len(maps) + 1]
     for axes in panels[1:-1]:
         axes.sharey(panels[0])
     for axes, which, name in zip(panels, "abcdefgh", maps, strict=False):
@@ -154,7 +158,7 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")
     tidy(last)
     note(drawn, "Learned positions end at the training length. attnorm reproduce positions")
-    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    drawn.tight_layout(rect=(0, 0.03, 1, 1))
     return drawn
 
 
