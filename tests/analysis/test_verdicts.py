@@ -14,7 +14,7 @@ from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.analysis.verdicts.rules import HeadCase, is_selecting, worst_norm
-from attnorm.analysis.verdicts.what_if import command
+from attnorm.analysis.verdicts.what_if import repeat_command
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 
@@ -542,7 +542,7 @@ def test_the_command_keeps_what_the_run_was_asked_for(
     made = synthetic_manifest(lengths=(256,))
     usual = {"rows": "auto", "metrics": ["core", "gradient"]}
     manifest = {**made, "model": made["model"] | model, "settings": made["settings"] | usual | settings, "texts": []}
-    said = command(manifest, normalizers=["model", "ssmax"])
+    said = repeat_command(manifest, normalizers=["model", "ssmax"])
     repeated = " ".join(said.replace(" --normalizers model,ssmax", "").split())
     assert repeated == f"attnorm analyze pretended/gpt --lengths 256 {words}".strip()
 
@@ -550,7 +550,7 @@ def test_the_command_keeps_what_the_run_was_asked_for(
 def test_the_command_names_normalizers_with_their_options() -> None:
     made = synthetic_manifest()
     settings = made["settings"] | {"normalizers": ["model", "topk:k=4"]}
-    assert "--normalizers model,topk:k=4" in command({**made, "settings": settings, "texts": []}, metrics="all")
+    assert "--normalizers model,topk:k=4" in repeat_command({**made, "settings": settings, "texts": []}, metrics="all")
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,7 @@ def test_the_command_names_normalizers_with_their_options() -> None:
     ],
 )
 def test_what_was_given_as_an_object_is_measured_in_python(given: dict[str, Any]) -> None:
-    said = command({**synthetic_manifest(), **given}, top_n=[5, 20, 100])
+    said = repeat_command({**synthetic_manifest(), **given}, top_n=[5, 20, 100])
     assert said == "attnorm.analyze(..., top_n=[5, 20, 100])"
 
 

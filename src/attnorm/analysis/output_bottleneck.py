@@ -5,9 +5,9 @@ Softmax ignores a shift of each row, so A is centred over the vocabulary first. 
 higher rank, no hidden states can express them. This is about the last layer. The softmax of attention, which mixes keys
 and disperses with their number, is another one (docs/theory/two-softmaxes.md).
 
-Three questions are answered. What is the numerical rank of A, against d? How many nats does its best approximation of
-rank r lose (truncated SVD, best in squared error)? And, where a larger model with the same vocabulary is given, what
-would a rank of d cost it: the rank that the data wants is estimated by the larger model.
+This file answers three questions. What is the numerical rank of A, compared with d? How many nats does its best
+approximation of rank r lose (truncated SVD, best in squared error)? If a larger model with the same vocabulary is
+given, as an estimate of what the data needs: how many nats would it lose at rank d?
 """
 
 from collections.abc import Sequence
@@ -70,8 +70,11 @@ class OutputBottleneck:
 
     @property
     def verdict(self) -> str:
-        """ "binds", "partly" or "room"; "lifted" where the predictions need a rank above the width, as only an output
-        layer that is not linear has; "not tested" where there are fewer contexts than twice the width."""
+        """ "binds", "partly" or "room", by the needed rank relative to the width.
+
+        "lifted" if the predictions need a rank above the width, which only a nonlinear output layer has. "not tested"
+        with fewer contexts than twice the width.
+        """
         if self.own.needed > self.width + 1:  # one more than the width: a bias
             return "lifted"
         if self.larger is not None:
@@ -150,7 +153,7 @@ def output_bottleneck(
 def measure_output(
     loaded: LoadedModel, texts: Any, *, larger: Any = None, contexts: int | None = None, device: str | None = None
 ) -> OutputBottleneck:
-    """As output_bottleneck(), of a loaded model."""
+    """Measure the same as output_bottleneck() for a loaded model."""
     weight = _head(loaded).weight
     vocabulary, width = int(weight.shape[0]), int(weight.shape[1])
     if contexts is not None and contexts < 2:

@@ -1,4 +1,4 @@
-"""Every number attnorm reports about a head: its name, and how a person should read it."""
+"""The catalogue of all metrics of a head: name, unit, definition, and how to interpret it."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -15,7 +15,7 @@ from attnorm.theory.coverage import independent_union
 
 @dataclass(frozen=True)
 class LayerCoverage:
-    """Shares of the visible keys, one for each N, means over rows and batch; NaN if no row could be measured."""
+    """Shares of the visible keys for each N, means over rows and batch; NaN if no row could be measured."""
 
     per_head: Tensor
     union: Tensor
@@ -27,8 +27,10 @@ class LayerCoverage:
 def measure_coverage(
     call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, top_n: Sequence[int]
 ) -> dict[str, LayerCoverage]:
-    """The share of a row's visible keys in the top-N sets of the heads. A key of weight 0 is selected by no head, and
-    rows with broken weights are left out."""
+    """Measure the share of a row's visible keys in the top-N sets of the heads.
+
+    Keys of weight 0 are in no set. Rows with weights that are not finite are left out.
+    """
     found = {}
     for name, (sums, counts) in coverage_sums(call, normalizers, rows, top_n).items():
         count = int(counts)
@@ -41,9 +43,9 @@ def measure_coverage(
 def coverage_sums(
     call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, top_n: Sequence[int], layers: int = 1
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By normalizer: sums of per_head, union and independent over rows, (3, layers, N), and how many rows, (layers,).
+    """Return by normalizer: sums of per_head, union and independent over rows, (3, layers, N); and rows, (layers,).
 
-    layers: how many the heads of the call belong to, equally many each (`stack_calls` of call.py).
+    layers: number of layers whose heads the call has (`stack_calls` of call.py).
     """
     chosen = resolve_normalizers(call, normalizers)
     device = call.query_BHQD.device
@@ -66,9 +68,9 @@ def coverage_sums(
 
 
 def _shares(weights: Tensor, sizes: Tensor, most: int) -> Tensor:
-    """How many keys the N heaviest of each head are, and those of all heads together: (layers, h + 1, r, N).
+    """Return the number of keys among the N heaviest of each head, and of all heads together: (layers, h + 1, r, N).
 
-    weights (layers, h, r, w) are not negative; keys of weight 0 do not count.
+    weights (layers, h, r, w): not negative; keys of weight 0 do not count.
     """
     heavy = weights.topk(min(most, weights.shape[-1]), dim=-1)
     read = heavy.values > 0

@@ -1,8 +1,8 @@
-"""Statistics of softmax rows from Triton kernels: every row, in one pass, with memory that grows with the rows.
+"""Statistics of softmax rows on a GPU, with Triton kernels: one pass over the keys, memory proportional to the rows.
 
-One kernel reads queries and keys and writes sums (kernels/softmax_sums.py), another turns the sums of a row into its
-statistics (kernels/softmax_statistics.py). They replace the logit blocks of rows.py for softmax and its rescalings on a
-GPU. The masses of the heaviest keys are not among them: they are measured on some rows only.
+One kernel reads queries and keys and writes sums (kernels/softmax_sums.py). Another converts the sums of a row to its
+statistics (kernels/softmax_statistics.py). On a GPU they replace the logit blocks of rows.py for softmax and rescaled
+softmax. The masses of the heaviest keys are measured separately, on some rows only.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from attnorm.metrics.normalized import MeasuredNormalizer
 # Passes that refine the Jacobian norm. The first estimate has a relative error of at most 4e-3; a pass turns an error r
 # into less than 10 r^2. Enough are made to come below the rounding of the inputs: 4e-3 in bfloat16, 5e-4 in float16.
 EXTRA_PASSES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-MASS_ROWS = 256  # rows whose heaviest keys are summed: of the default 512 sampled rows, so many are long
-MASS_LOGITS = 2**23  # of one head, for which they are computed: fewer rows with more than 32,768 keys
+MASS_ROWS = 256  # rows whose heaviest keys are summed; as many of the default 512 sampled rows are long
+MASS_LOGITS = 2**23  # limit for the logits per head of these rows; above 32,768 keys there are fewer rows
 _LOG2E = 1.4426950408889634
-_BLOCK = 128  # rows of a program of the kernels behind the sums, one per thread
+_BLOCK = 128  # rows per program of the kernels that read sums, one row per thread
 Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 
 def applies(call: AttentionCall) -> bool:
-    """Whether the kernel runs on this call: its device, dtype and width, and no bias on the logits."""
+    """Whether the kernel supports this call: device, dtype, width, and no bias on the logits."""
     return call.bias is None and runs_kernels(call.query_BHQD)
 
 
 def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
-    """How many keys each of these queries sees, (B, H, R)."""
+    """Return the number of visible keys of each query, (B, H, R)."""
     visibility = Visibility.of(call)
     shape = (*call.query_BHQD.shape[:2], len(rows))
     rows = _indices(call, rows)
@@ -47,7 +47,7 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
-    """What the mask (b, h, 1 or Q, K) leaves of the keys, (b, h, R)."""
+    """Return how many keys the mask (b, h, 1 or Q, K) leaves visible, (b, h, R)."""
     from attnorm.kernels.softmax_statistics import visible_keys
 
     queries, keys = visibility.queries, visibility.keys
@@ -73,7 +73,7 @@ def _indices(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tensor) -> Tensor:
-    """What a rescaled softmax multiplies the logits of these queries by, (B, H, R, 1)."""
+    """Return the factor by which a rescaled softmax multiplies the logits of these queries, (B, H, R, 1)."""
     batch, heads = call.query_BHQD.shape[:2]
     mask = Visibility.of(call).mask
     counted = n if mask is not None and mask.shape[1] > 1 else n[:, :1]  # as in a block of logits
@@ -92,9 +92,9 @@ def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tenso
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Numbers of each row, (B, H, R), NaN where a row has none."""
+    """Statistics of each row, (B, H, R); NaN if a row has none."""
 
-    n: Tensor  # visible keys
+    n: Tensor  # number of visible keys
     values: dict[str, Tensor]  # by name
     keys_logsumexp: Tensor  # log sum exp of the rescaled logits of the keys, without the learned sink
     broken: Tensor  # boolean: logits or weights are not finite
@@ -107,10 +107,10 @@ def fused_rows(
     factor: Tensor | None = None,
     learned_sink: Tensor | None = None,
 ) -> FusedRows:
-    """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices).
+    """Return the named statistics (of catalogue.PER_ROW) of queries (sorted indices).
 
-    factor: what the logits are multiplied by, broadcastable to (B, H, R, 1). learned_sink (H,): one more logit of each
-    head that takes weight.
+    factor: multiplies the logits, broadcastable to (B, H, R, 1). learned_sink (H,): one more logit of each head that
+    takes weight.
     """
     from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_root, softmax_statistics
 
@@ -149,7 +149,7 @@ def _run_on_rows(
     *outputs: Tensor,
     **constants: bool,
 ) -> None:
-    """Launch a kernel that reads sums, a row per thread; sums replaces a missing tensor and is not read there."""
+    """Launch a kernel that reads sums, one row per thread. `sums` is passed for missing tensors, which are not read."""
     _, batch, heads, rows = sums.shape
     total = batch * heads * rows
     if total == 0:
@@ -164,7 +164,7 @@ def _run_on_rows(
 
 @dataclass(frozen=True)
 class RowsLaunch:
-    """What the kernels that read queries and keys share."""
+    """Arguments that all kernels share that read queries and keys."""
 
     q: Tensor
     key: Tensor
@@ -192,13 +192,13 @@ class RowsLaunch:
         return cls(q, key, mask, factor, rows, visibility.causal, queries, call.scale, call.softcap)
 
     def softmax_sums(self) -> Tensor:
-        """(COLUMNS, B, H, R)."""
+        """Return the sums of each row, (COLUMNS, B, H, R)."""
         from attnorm.kernels.softmax_sums import COLUMNS, softmax_sums
 
         return self._run(softmax_sums, len(COLUMNS), in_levels=True)
 
     def pole_sums(self, sums: Tensor, roots: Tensor) -> Tensor:
-        """(2, B, H, R), from what softmax_sums returned."""
+        """Return the two sums over poles of each row, (2, B, H, R). sums: the result of softmax_sums."""
         from attnorm.kernels.softmax_sums import COLUMNS, pole_sums
 
         return self._run(pole_sums, 2, sums[COLUMNS.index("level")], roots)
@@ -223,7 +223,7 @@ class RowsLaunch:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """q, k, mask, factor; q replaces a missing one and is not read there."""
+        """q, k, mask, factor. If one is None, q is passed instead: the kernel does not read it."""
         q, mask, factor = self.q, self.mask, self.factor
         return q, self.key, q if mask is None else mask.view(torch.uint8), q if factor is None else factor
 
@@ -251,7 +251,7 @@ class RowsLaunch:
 
 
 def levels_of(tile: Tile) -> int:
-    """How often the pairs of a tile's columns are halved until one is left for each of four classes."""
+    """Return how often the columns of a tile are halved in pairs until four classes are left."""
     return (tile[1] // 8).bit_length() - 1
 
 

@@ -1,8 +1,9 @@
-"""The N heaviest keys of each row for several N at once: their distances, separability and its null, and the bounds.
+"""Distances, separability with its null, and bounds of the N heaviest keys of each row, for several N at once.
 
-The formulas are those of theory (distance.py, geometry.py), which takes one N at a time and explains them. Here the
-sets contain each other, so what does not depend on N is computed once, and all N share each operation: on a GPU the
-time of short rows is that of starting operations. The null takes many draws, and the row itself is one more of them.
+The formulas are those of theory/distance.py and theory/geometry.py, which explain them for one N. The sets of several N
+contain each other. So everything that does not depend on N is computed once, and one operation serves all N: on a GPU,
+short rows take as long as the launches of their operations. The null needs many random draws; the row itself is
+computed as one more of them.
 
 Shape letters: g sets of vectors, r rows that share one, w keys, E width, N sizes, m the most selected keys.
 """
@@ -28,7 +29,7 @@ from attnorm.theory.selection import (
     top_n_indices,
 )
 
-PROPER = 1e-4  # a row of weights sums to 1 within this
+PROPER = 1e-4  # tolerance for rows of weights that sum to 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class NestedSets:
         return cls(weights, vectors, visible, order, tuple(sizes), log_weights)
 
     def select_rows(self, rows: Tensor | slice) -> "NestedSets":
-        """The same with some of the rows."""
+        """Return the sets of some of the rows."""
         logs = self.log_weights
         return replace(
             self,
@@ -61,7 +62,7 @@ class NestedSets:
         )
 
     def selected(self) -> SelectedRows:
-        """The largest set, as theory takes it."""
+        """The largest set, as the functions of theory take it."""
         return SelectedRows(self.weights, self.vectors, self.visible, self.order, False, self.log_weights)
 
     @cached_property
@@ -71,7 +72,7 @@ class NestedSets:
 
     @cached_property
     def n(self) -> Tensor:
-        """Visible keys, (g, r, 1)."""
+        """Number of visible keys, (g, r, 1)."""
         return self.visible.sum(-1, keepdim=True, dtype=self.weights.dtype)
 
     @cached_property
@@ -81,12 +82,12 @@ class NestedSets:
 
     @cached_property
     def chosen_weights(self) -> Tensor:
-        """(g, r, m)."""
+        """Weights of the m heaviest keys, (g, r, m)."""
         return self.weights.gather(-1, self.order)
 
     @cached_property
     def rank(self) -> Tensor:
-        """Place of every key among the heaviest, m for the others, -1 for hidden keys: (g, r, w).
+        """Rank of every key among the m heaviest, m for the others, -1 for hidden keys: (g, r, w).
 
         A key is outside a set of N if its rank is at least N.
         """
@@ -96,12 +97,12 @@ class NestedSets:
         return rank.masked_fill_(~self.visible, -1)
 
     def applicable(self, values: Tensor) -> Tensor:
-        """The values (..., g, r, N), NaN where n <= N."""
+        """Return the values (..., g, r, N) with NaN for rows with n <= N."""
         return torch.where(self.n > self.top_n, values, torch.nan)
 
 
 def distances(rows: NestedSets) -> dict[str, Tensor]:
-    """d_tilde, the relative distance and the bounds of Theorem 1, (g, r, N); "nearest": of the keys outside to s.
+    """Return d_tilde, relative distance and bounds of Theorem 1, (g, r, N); "nearest": distance of outside keys to s.
 
     In float64 on a GPU: see theory.selection.scaled_distances.
     """
@@ -118,9 +119,9 @@ def distances(rows: NestedSets) -> dict[str, Tensor]:
 
 
 def theorem2(rows: NestedSets, nearest: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of E[N_s]/N for independent uniform directions, (g, r, N), with the nearest key outside as radius.
+    """Return the bounds of E[N_s]/N for independent uniform directions, (g, r, N), by Theorem 2.
 
-    The vectors' length is their root mean square.
+    The radius is the distance of the nearest key outside; the length of the vectors is their root mean square.
     """
     dtype = nearest.dtype
     squares = rows.vectors.to(dtype).square().sum(-1, keepdim=True)
@@ -135,7 +136,7 @@ def theorem2(rows: NestedSets, nearest: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _OfAllSizes:
-    """What does not depend on N."""
+    """Intermediate results that do not depend on N."""
 
     squares: Tensor  # ||x_i||^2, (g, w)
     output: Tensor  # x_bar, (g, r, E)
@@ -215,12 +216,12 @@ def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
 
 
 def _proper(weights: Tensor) -> Tensor:
-    """True at rows of weights that are not negative and sum to 1, (g, r)."""
+    """Return which rows of weights are not negative and sum to 1, (g, r)."""
     return (weights.amin(-1) >= 0) & ((weights.sum(-1) - 1).abs() < PROPER)
 
 
 def _gaps(rows: NestedSets) -> Tensor | None:
-    """d1 of the printed bound, (g, r, N); None where it holds for no row. A GPU is not asked for that."""
+    """Return d1 of the printed bound, (g, r, N); None if it holds for no row (not checked on a GPU)."""
     if not runs_asynchronously(rows.weights) and not bool(_proper(rows.weights).any()):
         return None
     return largest_gaps(rows.selected(), rows.sizes)
@@ -238,13 +239,13 @@ def _printed(rows: NestedSets, gaps: Tensor) -> Tensor:
 def draw_permutations(
     visible: Tensor, draws: int, generator: torch.Generator | None, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """The new key of every key of visible (h, r, w) in each draw: (draws, h, r, w).
+    """Return random permutations of the visible keys (h, r, w): the new index of every key, (draws, h, r, w).
 
-    Visible keys are permuted among themselves, the others stay. Row by row, so that the block size does not matter.
+    Hidden keys keep their index. Numbers are drawn row by row, so that the result does not depend on the block size.
     """
     heads, rows, keys = visible.shape
     device = visible.device if generator is None else generator.device
-    # By numpy, which stays in this thread: several layers are drawn at the same time.
+    # NumPy stays in this thread; several layers are drawn at the same time.
     every = np.tile(np.arange(keys, dtype=np.int32 if dtype == torch.int32 else np.int64), (draws, heads, rows, 1))
     targets = torch.from_numpy(every).to(visible.device)
     for row in range(rows):
@@ -261,11 +262,11 @@ def draw_permutations(
 
 
 def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> Tensor:
-    """N_s / N of the vectors as they are and on the sphere: (..., d, r, 2, len(top_n)).
+    """Return the separability N_s / N of the vectors, unchanged and on the sphere: (..., d, r, 2, len(top_n)).
 
-    rows: r of them for each set of vectors (..., w, E), with at least as many selected keys as the largest N. targets
-    (..., d, r, w): the new key of every key, for d draws. Meaningless where n <= N. Keys are compared by their
-    closeness to the context vector (theory.selection): first those that are in no selected set, then the selected ones.
+    rows: r rows for each set of vectors (..., w, E), with at least as many selected keys as the largest N. targets
+    (..., d, r, w): the new index of every key in each of d draws. The result is meaningless for rows with n <= N. Keys
+    are compared by their closeness to the context vector (theory.selection): first those in no set, then the others.
     """
     x, heaviest = near_one(rows.vectors), rows.indices
     chosen = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))
@@ -304,7 +305,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
 
 
 def _of_chosen(numbers: Tensor, chosen: Tensor) -> Tensor:
-    """The numbers (..., w, c) of the chosen keys (..., d, r, m): (..., d, r, m, c)."""
+    """Return the numbers (..., w, c) at the chosen keys (..., d, r, m): (..., d, r, m, c)."""
     sets = chosen.shape[:-3]
     flat = numbers.reshape(-1, numbers.shape[-1])
     first = torch.arange(0, len(flat), numbers.shape[-2], device=flat.device).reshape(*sets, 1, 1, 1)
@@ -319,8 +320,10 @@ def _permuted(weights: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_units_of_each(rows: SelectedRows, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """For each N, relative to the heaviest key left out: the m selected weights, (..., r, N, m), and the weight that
-    all keys beyond them are relative to, (..., r, N)."""
+    """Return weights relative to the heaviest key that each set of N leaves out.
+
+    These are the m selected weights, (..., r, N, m), and the unit of all keys beyond them, (..., r, N).
+    """
     order = rows.weights.abs() if rows.log_weights is None else rows.log_weights
     beyond = order.masked_fill(~rows.outside, -torch.inf).argmax(-1, keepdim=True)  # the heaviest of no set
     keys = torch.cat([rows.indices, beyond], -1)  # what is left out of a set is lighter than one of these
@@ -337,7 +340,7 @@ def _for_both(keys: Tensor) -> Tensor:
 
 
 def _nearest(context: Tensor, x: Tensor, twice: Tensor, own: Tensor) -> Tensor:
-    """The largest twice_i x_i.s + own_i of each context (..., d, r, 2, N, E); twice and own (..., d, r, 2, w)."""
+    """Return the largest twice_i x_i.s + own_i over keys, for each context s (..., d, r, 2, N, E)."""
     kinds, sizes, width = context.shape[-3:]
     keys = x.shape[-2]
     x = x.reshape(-1, keys, width)

@@ -1,6 +1,6 @@
-"""What chosen rows read: their heaviest keys, and the weight of a known key that a task asks for.
+"""The heaviest keys of chosen rows (`measure_reads`), and the weight of one target key per row (`measure_targets`).
 
-Only the chosen rows are computed, block by block, and of each row only these numbers are kept.
+Only the chosen rows are computed, block by block.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ NO_KEY = -1
 
 @dataclass(frozen=True)
 class Reads:
-    """Keys and weights (B, H, R, count), the heaviest first; NO_KEY and 0 where a row reads fewer keys."""
+    """Keys and weights (B, H, R, count), heaviest first; NO_KEY and 0 if a row has fewer keys with weight."""
 
     keys: Tensor  # positions in the sequence
-    weights: Tensor  # as the normalizer gives them: not rescaled to a row sum of 1
+    weights: Tensor  # weights of the normalizer, not rescaled to a row sum of 1
 
 
 @torch.no_grad()
 def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, count: int) -> dict[str, Reads]:
-    """The `count` heaviest keys of these queries (sorted indices), by the normalizers' names.
+    """Return the `count` heaviest keys of these queries (sorted indices), by the normalizers' names.
 
     Keys are ordered by the size of their weight; among equal weights the earlier key comes first. A key of weight 0 is
     not read, and a row whose weights are not finite reads nothing.
@@ -58,9 +58,9 @@ def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tens
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """Numbers of the target in every row, (B, H, R), in float64. A row that does not see its target has weight 0."""
+    """Numbers of the target key in every row, (B, H, R), in float64. A hidden target has weight 0."""
 
-    weight: Tensor  # as the normalizer gives it: not rescaled to a row sum of 1
+    weight: Tensor  # weight of the normalizer, not rescaled to a row sum of 1
     gap: Tensor  # nats: log of the target's weight over the mean weight of the other visible keys; may be infinite
     heaviest: Tensor  # boolean: no visible key has more weight
     n: Tensor  # visible keys
@@ -115,16 +115,16 @@ def measure_targets(
 
 
 def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Columns and weights (..., count) of the visible keys with the largest |weight|, the largest first.
+    """Return columns and weights (..., count) of the visible keys with the largest |weight|, largest first.
 
-    Fewer where a row has fewer columns. Equal weights: the earlier column first, on every device. -1 and 0 stand for no
-    key: a row has fewer visible keys of weight other than 0, or its weights are not finite.
+    There are fewer entries if a row has fewer columns. Of equal weights, the earlier column comes first, on every
+    device. -1 and 0 stand for no key: a row has fewer visible keys with weight, or its weights are not finite.
     """
     count = min(count, weights.shape[-1])
     size = weights.abs().masked_fill(~visible, 0.0)
     sound = size.sum(-1, keepdim=True).isfinite()
     size = size.masked_fill(~sound, 0.0)
-    # topk may return any of several equal weights: it gives the threshold, the columns are counted from the left.
+    # topk may return any of several equal weights, so it only gives the threshold; columns are counted from the left.
     least = size.topk(count, dim=-1).values[..., -1:]
     heavier, tied = size > least, size == least
     chosen = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))

@@ -1,7 +1,7 @@
-"""The same numbers from the whole matrix in float64, a few lines each: slow and simple.
+"""Reference for all metrics: the same numbers from the whole matrix in float64, in a few lines each.
 
-For tests and for checks on short inputs: memory and time grow with Q x K, and the Jacobian
-norm is the largest singular value of a K x K matrix for every row.
+It is slow and meant for tests and short inputs: memory and time grow with Q x K, and the Jacobian norm is the largest
+singular value of a K x K matrix for every row.
 """
 
 import math
@@ -17,7 +17,7 @@ from attnorm.normalizers.softmax import Softmax
 
 
 def dense_visible(call: AttentionCall) -> Tensor:
-    """(B, H, Q, K), True = may attend."""
+    """Return which keys each query sees, (B, H, Q, K)."""
     batch, heads, queries, _ = call.query_BHQD.shape
     keys = call.key_BGKD.shape[-2]
     visible = torch.ones(queries, keys, dtype=torch.bool, device=call.query_BHQD.device)
@@ -28,7 +28,7 @@ def dense_visible(call: AttentionCall) -> Tensor:
 
 
 def dense_logits(call: AttentionCall) -> Tensor:
-    """(B, H, Q, K) in float64."""
+    """Return all logits, (B, H, Q, K) in float64."""
     key = call.key_BGKD.double().repeat_interleave(call.query_BHQD.shape[1] // call.key_BGKD.shape[1], 1)
     logits = call.query_BHQD.double() @ key.mT * call.scale
     if call.softcap is not None:
@@ -37,7 +37,7 @@ def dense_logits(call: AttentionCall) -> Tensor:
 
 
 def dense_weights(call: AttentionCall, normalizer: Normalizer | None = None) -> Tensor:
-    """(B, H, Q, K) in float64; None: softmax with the model's own sinks."""
+    """Return all weights, (B, H, Q, K) in float64. normalizer None: softmax with the model's own sinks."""
     logits, visible = dense_logits(call), dense_visible(call)
     if normalizer is not None:
         return normalizer.weights(_dense_block(call))
@@ -49,7 +49,7 @@ def dense_weights(call: AttentionCall, normalizer: Normalizer | None = None) -> 
 
 
 def dense_exponents(call: AttentionCall, normalizer: Normalizer | None = None) -> Tensor | None:
-    """(B, H, Q, K) in float64: what softmax takes the exponential of; None for a map that is no softmax."""
+    """Return the rescaled logits of a softmax, (B, H, Q, K) in float64; None for another map."""
     if normalizer is None:
         return dense_logits(call)
     scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
@@ -72,7 +72,7 @@ def _dense_block(call: AttentionCall) -> RowsBlock:
 def dense_statistics(
     call: AttentionCall, normalizer: Normalizer | None, rows: Tensor, top_n: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """(B, H, R) in float64 by name: those of `row_statistics`, NaN where a row has no such number, and "n"."""
+    """Return name -> (B, H, R) in float64: the numbers of `row_statistics`, NaN if undefined, and "n"."""
     logits, visible = dense_logits(call), dense_visible(call)
     weights, exponents = dense_weights(call, normalizer).detach(), dense_exponents(call, normalizer)
     sink = call.sinks_H if normalizer is None else normalizer.sink
@@ -94,9 +94,9 @@ def dense_statistics(
 def row_statistics(
     logits: Tensor, weights: Tensor, visible: Tensor, top_n: tuple[int, ...], *, rest_is_sink: bool = False
 ) -> dict[str, float]:
-    """Every number of one row of K keys but its limits and the Jacobian's norm; "top_mass_N" for the masses.
+    """Return the statistics of one row of K keys, without limits and Jacobian norm; "top_mass_N" for the masses.
 
-    rest_is_sink: what the weights lack to 1 went to a learned sink.
+    rest_is_sink: whether 1 minus the sum of the weights is the weight of a learned sink.
     """
     z, w = logits[visible], weights[visible].abs()
     n = len(z)
@@ -121,7 +121,7 @@ def row_statistics(
 
 
 def row_limits(z: Tensor) -> dict[str, float]:
-    """Limits of softmax over these n logits, and over any others of the same spread."""
+    """Return the limits of softmax for all rows of n logits with the same spread as these."""
     n, d = len(z), float(z.max() - z.min())
     ceiling = 1 / (1 + (n - 1) * math.exp(-d))
     limits = {"horizon": _horizon(d), "weight_ceiling": ceiling, "entropy_floor": _smallest_entropy(n, d)}
@@ -135,7 +135,7 @@ def _horizon(spread: float) -> float:
 
 
 def _smallest_entropy(n: int, spread: float) -> float:
-    """Over all ways to have k keys at the top of the range and the others at its bottom."""
+    """Return the smallest entropy over rows with k keys at the top of the range and the others at its bottom."""
     if n == 1:
         return 0.0
     above = torch.arange(1, n, dtype=torch.float64)
@@ -157,7 +157,7 @@ def _concentration(w: Tensor) -> dict[str, float]:
 
 
 def jacobian_norm(call: AttentionCall, normalizer: Normalizer | None, item: int, head: int, query: int) -> float:
-    """Largest singular value of d weights / d logits of one row, from the Jacobian itself."""
+    """Return the largest singular value of the Jacobian d weights / d logits of one row."""
     visible = dense_visible(call)
     logits = dense_logits(call)
     keys = visible[item, head, query]
@@ -184,7 +184,7 @@ def jacobian_norm(call: AttentionCall, normalizer: Normalizer | None, item: int,
 
 
 def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]:
-    """Distances and separability of one row of n > N visible keys, from weights (n,) and vectors (n, E)."""
+    """Return distances and separability of one row of n > N visible keys, from weights (n,) and vectors (n, E)."""
     a, x = weights.double(), vectors.double()
     n = len(a)
     y = a[:, None] * x
@@ -217,7 +217,7 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
 
 
 def _drawn_variance(y: Tensor, N: int) -> Tensor:
-    """Trace of the covariance of the sum of N of these vectors, drawn without replacement."""
+    """Return the trace of the covariance of the sum of N of these vectors, drawn without replacement."""
     n = len(y)
     if n == 1:
         return torch.zeros((), dtype=y.dtype)

@@ -1,10 +1,14 @@
-"""How far the weights of a row move when its logits do: the exact Jacobian norm, finite differences, and the bound.
+"""Sensitivity of the weights of a row to its logits: the Jacobian norm, finite differences, and the upper bound.
 
-The norm is exact for every map whose Jacobian has a structure to exploit. Threshold maps (softmax, entmax, kneemax):
-diagonal minus rank one. F/sum F: diagonal plus rank two. Maps of each key by itself: diagonal. Scale rules whose factor
-does not depend on the logits multiply the norm; a selection leaves the map of the keys it keeps. All others use power
-iteration, on a few rows only; the other rows get NaN. The norm is that of the gradient that training sees: hard
-attention has softmax's.
+The norm is computed exactly for maps whose Jacobian has a simple structure:
+
+    threshold maps (softmax, entmax, kneemax)   diagonal minus rank one
+    F(z) / sum F(z)                             diagonal plus rank two
+    maps of each key alone (sigmoid, relu)      diagonal
+
+A scale rule multiplies the norm by its factor; after a selection, it is the norm of the map over the kept keys. Other
+normalizers use power iteration on a few rows; their other rows are NaN. The norm is that of the gradient used in
+training: for hard attention it is the norm of softmax.
 """
 
 import math
@@ -37,19 +41,19 @@ from attnorm.theory.selection import at_least_float32
 
 KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
-POWER_ROWS = 8  # of each head, the last among them, where it takes power iteration
-GPU_ELEMENTS = 2**25  # weights that are computed at once on a GPU, for several temperatures and steps
+POWER_ROWS = 8  # rows per head for power iteration, including the last row
+GPU_ELEMENTS = 2**25  # weights to compute at once on a GPU, over several temperatures and steps
 
 
 def has_closed_form(normalizer: Normalizer) -> bool:
-    """Whether the norm is computed for every row; else by power iteration for a few."""
+    """Whether the norm has a closed form, so that it is computed for every row."""
     map_ = type(normalizer.map)
     structured = map_ in THRESHOLD or map_ in KEY_BY_KEY or (map_ is Kernel and normalizer.sink is None)
     return structured and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
 
 
 def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> Tensor | None:
-    """The norm of each row, (..., h, r); None where this map has no closed form."""
+    """Return the norm of each row, (..., h, r); None if this normalizer has no closed form."""
     if not has_closed_form(normalizer):
         return None
     map_ = normalizer.map
@@ -65,7 +69,7 @@ def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> 
 
 
 def sampled_norm(normalizer: Normalizer, block: RowsBlock) -> Tensor:
-    """The norm by power iteration in float64, for rows (..., h, r) of any map; NaN where it has no gradient."""
+    """Return the norm of rows (..., h, r) of any map by power iteration in float64; NaN if it has no gradient."""
     precise = replace(block, logits=block.logits.double())
     generator = torch.Generator(block.logits.device).manual_seed(0)
 
@@ -88,7 +92,7 @@ def _gain(normalizer: Normalizer, block: RowsBlock) -> Tensor | None:
 
 
 def _threshold(normalizer: Normalizer, prepared: Block, weights: Tensor) -> Tensor:
-    """u = phi'(phi^-1(p)) of every key and of the sink, if there is one."""
+    """Return the norm from u = phi'(phi^-1(p)) of every key, and of the sink if there is one."""
     map_ = normalizer.map
     if isinstance(map_, Hard):
         weights = prepared.hide(torch.softmax(prepared.filled_low(), -1))
@@ -124,7 +128,7 @@ def _key_by_key(map_: Map, prepared: Block) -> Tensor:
 
 
 def _slope_of_each(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """The derivative of a function of each number alone."""
+    """Return the derivative of an elementwise function."""
     with torch.inference_mode(False), torch.enable_grad():
         point = at.clone().requires_grad_()
         (slopes,) = torch.autograd.grad(function(point).sum(), point)
@@ -140,15 +144,15 @@ def measure_sensitivity(
     epsilons: Sequence[float],
     generator: torch.Generator | Sequence[Source] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """By normalizer: "jacobian_norm", "bound" and "gain_EPS", each (B, H, R, len(temperatures)).
+    """Return normalizer -> "jacobian_norm", "bound" and "gain_EPS", each (B, H, R, len(temperatures)).
 
-    Logits are divided by T on top of the model's own scale; learned sinks are not. gain_EPS is how far the weights move
-    over eps, in one random direction per row, the same for every T, eps and normalizer. bound is K/T with K the
-    Lipschitz constant of the normalizer at the row's n: the norm never exceeds it, and a gain never min{K/T,
-    sqrt(2)/eps}. NaN where K is not known.
+    Logits are divided by T in addition to the model's own scale; learned sinks are not. gain_EPS is the change of the
+    weights over eps, in one random direction per row, which is the same for every T, eps and normalizer. bound is K/T
+    with K the Lipschitz constant of the normalizer at the row's n, NaN if K is unknown. The norm never exceeds it, and
+    a gain never exceeds min{K/T, sqrt(2)/eps}.
 
-    generator: several for a call that has the heads of so many layers, equally many each (`stack_calls` of call.py).
-    What `directions_ahead` has drawn may stand for a generator.
+    generator: random generator, or what `directions_ahead` has drawn; one per layer if the call has the heads of
+    several layers (`stack_calls` of call.py).
     """
     if not temperatures or min(temperatures) <= 0:
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
@@ -185,9 +189,9 @@ def _numbers(
     epsilons: Sequence[float],
     few: range,
 ) -> Tensor:
-    """The norm and the gains of every row at every temperature, (1 + E, h, r, T).
+    """Return norm and gains of every row at every temperature, (1 + E, h, r, T).
 
-    few: the rows of the block whose norm is found by power iteration where the map has no closed form.
+    few: rows of the block for power iteration, if the map has no closed form.
     """
     logits = view.logits[0]
     steps, T = (_column(values, logits) for values in ((0.0, *epsilons), temperatures))
@@ -210,12 +214,12 @@ def _numbers(
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """(values, 1, 1, 1)"""
+    """Return the values with shape (values, 1, 1, 1)."""
     return sent_to(like.device, torch.tensor(values, dtype=like.dtype))[:, None, None, None]
 
 
 def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Tensor, few: range) -> Tensor:
-    """The norm of each row for logits and weights of several temperatures (T, h, r, w)."""
+    """Return the norm of each row for logits and weights of several temperatures (T, h, r, w)."""
     cooled = view.with_logits(logits)
     assert isinstance(cooled, RowsBlock)
     norms = jacobian_norm(normalizer, cooled, weights)
@@ -231,13 +235,13 @@ def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Ten
 
 
 def directions_ahead(call: AttentionCall, rows: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """What measure_sensitivity draws for a layer; one array for each item of the batch."""
+    """Draw the random directions that measure_sensitivity needs for a layer, one array per item of the batch."""
     batch, heads = call.query_BHQD.shape[:2]
     return [_drawn(heads, len(rows), call.key_BGKD.shape[-2], generator, generator.device) for _ in range(batch)]
 
 
 def _drawn(heads: int, rows: int, keys: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Normal numbers (heads, rows, keys), row after row for all keys, so that the size of a block does not matter."""
+    """Draw normal numbers (heads, rows, keys), row by row for all keys, so that the block size has no effect."""
     numbers = torch.empty(rows, heads, keys, device=device)
     for row in numbers:
         torch.randn(row.shape, generator=generator, out=row)
@@ -245,7 +249,7 @@ def _drawn(heads: int, rows: int, keys: int, generator: torch.Generator | None, 
 
 
 def _directions(block: LogitBlock, view: RowsBlock, keys: int, sources: Sequence[Source]) -> Tensor:
-    """A random direction for each row among its visible keys, of length 1; rows without any get zeros."""
+    """Return a random unit direction over the visible keys of each row; zeros for rows without any."""
     heads, rows, width = view.logits.shape[1:]
 
     def draw(source: Source) -> Tensor:

@@ -1,6 +1,6 @@
-"""Per-row numbers summarised per head: mean and quantiles over the rows whose n lies in a bin, the batch pooled.
+"""Summarise statistics of rows per head: mean and quantiles over all rows of the batch whose n is in a bin.
 
-On a GPU without sorting where Triton runs, else by one sort.
+On a GPU with Triton a kernel finds the quantiles; otherwise the numbers are sorted once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Summary:
-    """Per head and bin; NaN where no row of the bin has a number."""
+    """Mean and quantiles per head and bin; NaN if no row of the bin has a number."""
 
     mean: np.ndarray  # (H, bins)
     quantiles: np.ndarray  # (H, bins, len(quantiles))
@@ -35,9 +35,9 @@ def summarise_all(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> dict[str, Summary]:
-    """`summarise` for several numbers of the same rows at once.
+    """Apply `summarise` to several numbers of the same rows at once.
 
-    Numbers on a GPU are summarised there. Their summary is complete once device_sync.arrival has been waited for.
+    Numbers on a GPU are summarised there. Wait with device_sync.arrival before reading the summaries.
     """
     names = list(values)
     if n.device.type != "cpu":
@@ -58,9 +58,9 @@ def summarise(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> Summary:
-    """values, n and broken: (B, H, R). NaN is left out; an infinite value stays one, and makes the mean infinite.
+    """Summarise values of rows. values, n and broken: (B, H, R). bins: (low, high), inclusive, not overlapping.
 
-    Bins do not overlap.
+    NaN is left out. An infinite value makes the mean infinite.
     """
     numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
     heads = len(numbers)
@@ -86,7 +86,7 @@ def _summarise_on_device(
     broken: Tensor,
     quantiles: Sequence[float],
 ) -> dict[str, Summary]:
-    """What travels to the CPU is the summary alone; see device_sync.arrival."""
+    """Summarise on the GPU and copy only the summaries to the CPU; see device_sync.arrival."""
     shape = next(iter(values.values())).shape
     heads = shape[1]
     keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))
@@ -109,7 +109,7 @@ def _per_head(values: Tensor) -> np.ndarray:
 
 
 def _quantiles(ordered: np.ndarray, count: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Between the two nearest of the first `count` numbers of each row; infinite ones are not interpolated."""
+    """Return quantiles of the first `count` numbers of each row, interpolated unless one of them is infinite."""
     last = count[:, None] - 1
     rank = np.asarray(shares) * last
     below = np.floor(rank).astype(np.int64)
@@ -122,7 +122,7 @@ def _quantiles(ordered: np.ndarray, count: np.ndarray, shares: Sequence[float]) 
 
 @dataclass(frozen=True)
 class Binned:
-    """Per list and bin; NaN where no member of the bin has a number."""
+    """Mean and quantiles per list of numbers and bin; NaN if no member of the bin has a number."""
 
     mean: Tensor  # (lists, bins), float64
     quantiles: Tensor  # (lists, bins, len(shares)), float64
@@ -130,7 +130,7 @@ class Binned:
 
 
 def bin_ids(keys: Tensor, bins: Sequence[tuple[int, int]], left_out: Tensor) -> Tensor:
-    """The index of the bin (low, high), both included, that each of the keys falls into; -1 for none or left out."""
+    """Return the index of the bin (low, high), inclusive, of each entry; -1 for no bin or for those left out."""
     order = sorted(range(len(bins)), key=lambda index: bins[index])
     columns = torch.tensor([[bins[i][0] for i in order], [bins[i][1] for i in order], order])
     low, high, index = sent_to(keys.device, columns).unbind()
@@ -141,9 +141,9 @@ def bin_ids(keys: Tensor, bins: Sequence[tuple[int, int]], left_out: Tensor) -> 
 
 
 def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> Binned:
-    """Lists of numbers (lists, M) divided by ids (heads, M) into bins from 0 to bins - 1, -1 for none.
+    """Summarise lists of numbers (lists, M) by bins. ids (heads, M): bin of each number, -1 for none.
 
-    List i has the ids of head i modulo heads. NaN is left out. Quantiles lie between the two nearest numbers.
+    List i has the ids of head i modulo heads. NaN is left out. Quantiles are interpolated.
     """
     solve = _by_kernel if runs_triton(numbers.device) else _by_sorting
     mean, below, above, count, members = solve(numbers.contiguous(), ids.contiguous(), bins, shares)
@@ -183,7 +183,7 @@ def _by_kernel(
 def _by_sorting(
     numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One sort of all numbers by bin and value."""
+    """Summarise by one sort of all numbers by bin and value."""
     numbers = numbers.double()
     where = (ids.long() % (bins + 1)).repeat(len(numbers) // len(ids), 1)
     ones = torch.ones_like(numbers)
@@ -205,5 +205,5 @@ def _by_sorting(
 
 
 def _per_bin(where: Tensor, values: Tensor, bins: int) -> Tensor:
-    """Sums of values (lists, M) over the members of each bin, (lists, bins)."""
+    """Return the sum of values (lists, M) over the members of each bin, (lists, bins)."""
     return values.new_zeros(len(values), bins + 1).scatter_add_(1, where, values)[:, :bins]

@@ -1,9 +1,8 @@
-"""What the weights do with the vectors they mix: distances and separability of the N heaviest keys, and their bounds.
+"""`measure_vectors`: distances and separability of the N heaviest keys among the vectors that attention mixes.
 
-The formulas are theory's (distance.py, geometry.py); nested_sets.py has them for several N. Here: which vectors, one
-selection of the heaviest keys for all N, heads divided among threads, and the null, in which the same weights are
-permuted among the visible keys at random. And the papers' assumptions about these vectors, checked: do they point
-everywhere, are any two equal?
+nested_sets.py has the formulas. This file chooses the vectors (values or layer inputs), selects the heaviest keys once
+for all N, divides heads among threads, and draws the null: the same weights, randomly permuted among the visible keys.
+`isotropy` checks assumptions of the papers about the vectors: do they point in all directions, are any two equal?
 """
 
 from collections.abc import Sequence
@@ -24,14 +23,13 @@ from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, 
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
 from attnorm.theory.selection import SelectedRows, at_least_float32
 
-# Pairs are compared among this many vectors of each head, so that no K x K array arises.
+# Number of vectors per head among which pairs are compared, so that no K x K array is needed.
 PAIRED_VECTORS = 512
 CHECKED_VECTORS = 8
 Vectors = Literal["values", "inputs"]
-# Separability and its null are compared on the same rows, so many of them: every permutation costs as much as all the
-# rest.
+# Number of rows for separability and its null: every permutation takes as long as all other metrics together.
 NULL_ROWS = 16
-# Weights that are permuted at a time: of one set of vectors on a CPU, of several on a GPU.
+# Number of weights to permute at a time: for one set of vectors on a CPU, for several on a GPU.
 NULL_ELEMENTS = 2**19
 GPU_NULL_ELEMENTS = 2**23
 NUMBERS = (
@@ -62,14 +60,14 @@ def measure_vectors(
     *,
     permutations: int = 20,
 ) -> dict[str, dict[str, Tensor]]:
-    """By normalizer and name (NUMBERS and NULLS): (B, H, R, len(top_n)); NaN where n <= N or the row is broken.
+    """Return normalizer -> name (NUMBERS and NULLS) -> (B, H, R, len(top_n)); NaN if n <= N or the row is broken.
 
-    Separability, its bounds and its null use the same rows, at most NULL_ROWS of them, NaN on the others. The null
-    is a mean over permutations; its low and high are the 5 % and 95 % quantiles of the permutations' means over these
-    rows, the same number in each of them.
+    Separability, its bounds and its null use the same rows, at most NULL_ROWS; they are NaN on the others. The null is
+    a mean over permutations. Its low and high are the 5 % and 95 % quantiles of the permutations' means over these
+    rows, so they are the same number in each row.
 
-    generator: several for a call that has the heads of so many layers, equally many each (`stack_calls` of call.py).
-    What `permutations_ahead` has drawn may stand for a generator.
+    generator: random generator, or what `permutations_ahead` has drawn; one per layer if the call has the heads of
+    several layers (`stack_calls` of call.py).
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
@@ -114,7 +112,7 @@ def measure_vectors(
 def permutations_ahead(
     call: AttentionCall, rows: Tensor, generator: torch.Generator, *, permutations: int = 20
 ) -> list[Tensor]:
-    """What measure_vectors draws for a layer without a mask, on a GPU; one array for each item of the batch."""
+    """Draw the permutations that measure_vectors needs for a layer without a mask, one array per item of the batch."""
     n = known_n(call, rows[evenly_spaced(torch.arange(len(rows)), NULL_ROWS)])
     if n is None:
         raise ValueError(f"expected a call without a mask, got layer {call.layer} with one. Pass a generator.")
@@ -126,14 +124,17 @@ def permutations_ahead(
 def _targets(
     block: LogitBlock, local: Tensor, before: int, permutations: int, dtype: torch.dtype, source: Source
 ) -> Tensor:
-    """The new key of every key of the local rows, (d, 1 or h, l, w); `before` of the drawn rows are in other blocks."""
+    """Return the new index of every key of the local rows, (d, 1 or h, l, w).
+
+    before: number of drawn rows in earlier blocks.
+    """
     if isinstance(source, list):
         return source[block.item][:, :, before : before + len(local), : block.logits.shape[-1]]
     return draw_permutations(block.visible_on_cpu(local), permutations, source, dtype)
 
 
 def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
-    """(B, G, K, E), or (B, 1, K, C) where all heads share them."""
+    """Return the vectors (B, G, K, E), or (B, 1, K, C) if all heads share them."""
     if vectors == "values":
         return at_least_float32(call.value_BGKE)
     if vectors != "inputs":
@@ -158,7 +159,7 @@ def _in_block(
     targets: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """NUMBERS (numbers, h, r, N), and (h, l, N, 2, d): separability, raw and on the sphere, in each draw.
+    """Return NUMBERS (numbers, h, r, N), and separability in each draw, raw and on the sphere, (h, l, N, 2, d).
 
     weights and their logarithms (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared
     with the null. targets (d, s, l, w): the new key of every key; h / s heads have the same ones.
@@ -193,12 +194,12 @@ def _of_groups(
     owner: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The same as _in_block for heads that are divided evenly among the sets of vectors x."""
+    """Compute the same as `_in_block` for heads that are divided evenly among the sets of vectors x."""
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
     # Rows that mix the same vectors are grouped, as in theory.
     weights, visible = (t.reshape(len(x), -1, keys) for t in (weights.to(dtype), visible))
-    # Keys that no row sees may hold NaN, and 0 times NaN is NaN.
+    # Hidden keys may hold NaN, and 0 times NaN is NaN.
     x = torch.where(visible.any(-2).unsqueeze(-1), x.to(dtype), 0.0)
     if logs is not None:
         logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
@@ -226,7 +227,7 @@ def _of_groups(
 
 
 def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
-    """Separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
+    """Return separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
 
     targets (d, s, l, w): the new key of every key; owner (g p,): which of the s each head has.
     """
@@ -263,7 +264,7 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:
-    """From separability (B, H, R, N, 2, permutations) of the drawn rows, NaN in the others."""
+    """Return NULLS from the separability of the drawn rows, (B, H, R, N, 2, permutations); NaN for other rows."""
     raw, sphere = draws.nanmean(-1).unbind(-1)
     means = draws[..., 0, :].nanmean(2, keepdim=True)
     low, high = (torch.where(raw.isnan(), torch.nan, means.nanquantile(share, -1)) for share in (0.05, 0.95))
@@ -272,7 +273,7 @@ def _null(draws: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Isotropy:
-    """Per item and key/value head, (B, G); NaN with fewer than two visible vectors."""
+    """How isotropic the vectors of each key/value head are, (B, G); NaN with fewer than two visible vectors."""
 
     mean_cosine: Tensor  # between different vectors; 0 where they are isotropic
     effective_rank: Tensor  # (tr C)^2 / tr C^2 of the second moments C
@@ -281,7 +282,10 @@ class Isotropy:
 
 @torch.no_grad()
 def isotropy(vectors: Tensor, visible: Tensor | None = None, *, seed: int = 0) -> Isotropy:
-    """vectors (B, G, K, E); visible: boolean, broadcastable to (B, G, K). Zero vectors have no cosine."""
+    """Measure the isotropy of vectors (B, G, K, E). visible: boolean, broadcastable to (B, G, K).
+
+    Zero vectors are left out of the cosine.
+    """
     vectors = at_least_float32(vectors)
     seen = torch.ones_like(vectors[..., 0], dtype=torch.bool)
     seen = seen if visible is None else seen & visible

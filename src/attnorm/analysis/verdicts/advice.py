@@ -1,8 +1,7 @@
-"""What to try and what not to expect, each with the numbers that speak for it.
+"""Advice about a model: what to try and what not to expect, each with the numbers behind it.
 
-Where other normalizers were measured on the same logits, advice says what they would do; where not, it gives the
-command that measures them. A what-if is about the logits as they are: a model that trains with another normalizer
-learns other logits.
+If other normalizers were measured on the same logits, the advice says what they change. Otherwise it gives the command
+that measures them. A what-if uses the model's present logits; training with another normalizer would change them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,24 +15,25 @@ from attnorm.analysis.verdicts.what_if import (
     Rows,
     WhatIf,
     advise_normalizer,
-    command,
-    counted,
-    head_of,
-    medians,
-    pairs,
+    compare_medians,
+    count_words,
+    head_key,
+    pair_heads,
     properties_of,
-    with_verdict,
+    repeat_command,
+    select_verdicts,
 )
 
-MANY_PARKED = 0.25  # share of heads on their sink from which it is worth a word
+MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice about them
 
 
 def advise(
     chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
 ) -> list[Advice]:
-    """`chosen`: the judged heads as the model runs, one row each. `tables`: rows of all heads and normalizers.
+    """Return all advice about a model, most important first.
 
-    runs: the normalizer that `chosen` is about, None where it is not known or layers differ.
+    chosen: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by table.
+    runs: the normalizer that the model runs; None if unknown or if layers differ.
     """
     others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
     given = (
@@ -45,11 +45,11 @@ def advise(
         _sinks(chosen, tables["heads"], others, runs),
         _frozen(chosen),
     )
-    return [one for one in given if one is not None] or [_nothing(chosen)]
+    return [one for one in given if one is not None] or [_no_advice(chosen)]
 
 
 def _broken(chosen: Rows) -> Advice | None:
-    broken = with_verdict(chosen, ("broken",))
+    broken = select_verdicts(chosen, ("broken",))
     if not broken:
         return None
     return Advice(
@@ -61,46 +61,48 @@ def _broken(chosen: Rows) -> Advice | None:
 
 
 def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = _blurred(chosen, DISPERSED)
+    concerned = _unselective(chosen, DISPERSED)
     if not concerned:
         return None
     title = "Keep top-k sub-linear in the length"
-    measured = _of_heads(top_n, concerned)
+    measured = _same_heads(top_n, concerned)
     longest = max(row["n_high"] for row in chosen)
     sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})
     small, large = sizes[-2:] if len(sizes) > 1 else (0, 0)
-    both = pairs([row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large])
+    both = pair_heads(
+        [row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large]
+    )
     change = f"top {large} instead of top {small}"
-    what_if = medians(change, "weight of the row", "mass", both)
-    if not what_if:  # fewer than two sizes, or merged runs that share none
+    what_if = compare_medians(change, "weight of the row", "mass", both)
+    if not what_if:  # fewer than two sizes N, or merged runs without a common one
         return Advice(
             title=title,
             text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
             "loses was not measured.",
             heads=len(concerned),
-            command=command(manifest, top_n=[5, 20, 100]),
+            command=repeat_command(manifest, top_n=[5, 20, 100]),
         )
-    what_if += medians(change, "keys distinguishable", "separability", both)
+    what_if += compare_medians(change, "keys distinguishable", "separability", both)
     before, after = what_if[0].before, what_if[0].after
     text = (
         f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
-        f"{counted(len(concerned), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly than the "
+        f"{count_words(len(concerned), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly than the "
         "length, and end where the weight does."
     )
     return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
 
 
 def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = _blurred(chosen, ("dispersed-forced",))
+    concerned = _unselective(chosen, ("dispersed-forced",))
     if not concerned:
         return None
     title = "Broader heads are no way out: more heads reach further"
-    layers = {_layer_of(row) for row in concerned}
+    layers = {_layer_key(row) for row in concerned}
     names = ("per_head", "union", "independent")
     at = [
         row
         for row in coverage
-        if _layer_of(row) in layers
+        if _layer_key(row) in layers
         and row["top_n"] < max(one["n_high"] for one in concerned)
         and all(number(row, name) is not None for name in names)
     ]
@@ -110,7 +112,7 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
             text="Several narrow selections reach more keys than a broad one; how far the heads of a layer overlap was "
             "not measured.",
             heads=len(concerned),
-            command=command(manifest, metrics="all"),
+            command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
     N = min((row["top_n"] for row in at), key=lambda size: abs(size - 20))
@@ -139,28 +141,30 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
 
 
 def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = _blurred(chosen, (*DISPERSED, "sensitive"))
+    concerned = _unselective(chosen, (*DISPERSED, "sensitive"))
     if not concerned:
         return None
     title = "A lower temperature is no way out"
     bounded = any(number(row, "horizon") is not None for row in concerned)
-    measured = [row for row in _of_heads(sensitivity, concerned) if number(row, "jacobian_norm") is not None]
+    measured = [row for row in _same_heads(sensitivity, concerned) if number(row, "jacobian_norm") is not None]
     lower = max((row["temperature"] for row in measured if row["temperature"] < 1), default=None)
     now = [row for row in measured if row["temperature"] == 1]
     then = [row for row in measured if row["temperature"] == lower]
-    what_if = medians(f"T = {lower:g}", "Jacobian norm", "jacobian_norm", pairs(now, then)) if lower else []
+    what_if = (
+        compare_medians(f"T = {lower:g}", "Jacobian norm", "jacobian_norm", pair_heads(now, then)) if lower else []
+    )
     if not what_if:
         return Advice(
             title=title,
             text="It sharpens every row alike, and raises the worst case of the Jacobian norm as 1/T"
             + ("; the horizon moves out without becoming infinite." if bounded else "."),
             heads=len(concerned),
-            command=command(manifest, metrics="all"),
+            command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
-    what_if += medians(what_if[0].change, "its bound", "bound", pairs(now, then))
+    what_if += compare_medians(what_if[0].change, "its bound", "bound", pair_heads(now, then))
     text = (
-        f"Dividing the logits by {lower:g} takes the Jacobian norm of {counted(len(concerned), 'head')} from "
+        f"Dividing the logits by {lower:g} takes the Jacobian norm of {count_words(len(concerned), 'head')} from "
         f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T"
         + (", and the horizon moves out but stays finite." if bounded else ".")
     )
@@ -168,12 +172,12 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
 
 
 def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
-    parked = with_verdict(chosen, ("sink-dominated",))
+    parked = select_verdicts(chosen, ("sink-dominated",))
     if len(parked) < MANY_PARKED * len(chosen) or not parked:
         return None
     what_if: list[WhatIf] = []
     for name, rows in others.items():
-        what_if += medians(name, "sink mass", "sink_mass", pairs(parked, rows))
+        what_if += compare_medians(name, "sink mass", "sink_mass", pair_heads(parked, rows))
     properties = properties_of(runs)
     on_first, windowed = split_by_window(parked, heads)
     rest = f"{len(parked)} of {len(chosen)} heads rest on the first key"
@@ -198,7 +202,7 @@ def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | No
 
 
 def _frozen(chosen: Rows) -> Advice | None:
-    frozen = with_verdict(chosen, ("frozen",))
+    frozen = select_verdicts(chosen, ("frozen",))
     if not frozen:
         return None
     return Advice(
@@ -209,12 +213,12 @@ def _frozen(chosen: Rows) -> Advice | None:
     )
 
 
-def _blurred(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
-    """Heads with one of the verdicts, and those that are shown to be saturated."""
+def _unselective(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
+    """Return heads with one of the verdicts, and heads that are saturated."""
     return [row for row in rows if row["verdict"] in verdicts or row.get("saturation") == "saturated"]
 
 
-def _nothing(chosen: Rows) -> Advice:
+def _no_advice(chosen: Rows) -> Advice:
     horizons = [value for row in chosen if (value := number(row, "horizon")) is not None]
     room = f" Half of the heads have a horizon of {format_keys(median(horizons))} keys or more." if horizons else ""
     return Advice(
@@ -223,19 +227,19 @@ def _nothing(chosen: Rows) -> Advice:
 
 
 def _other_normalizers(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:
-    """The same heads under what else was measured on their logits."""
-    wanted = {head_of(row): row["normalizer"] for row in chosen}
+    """Return the rows of the same heads with the other measured normalizers, by name."""
+    wanted = {head_key(row): row["normalizer"] for row in chosen}
     found: dict[str, list[Row]] = {}
     for row in heads:
-        if wanted.get(head_of(row), row["normalizer"]) != row["normalizer"]:
+        if wanted.get(head_key(row), row["normalizer"]) != row["normalizer"]:
             found.setdefault(row["normalizer"], []).append(row)
     return found
 
 
-def _of_heads(rows: Rows, heads: Rows) -> list[Row]:
-    wanted = {(*head_of(row), row["normalizer"]) for row in heads}
-    return [row for row in rows if (*head_of(row), row["normalizer"]) in wanted]
+def _same_heads(rows: Rows, heads: Rows) -> list[Row]:
+    wanted = {(*head_key(row), row["normalizer"]) for row in heads}
+    return [row for row in rows if (*head_key(row), row["normalizer"]) in wanted]
 
 
-def _layer_of(row: Row) -> tuple[Any, ...]:
+def _layer_key(row: Row) -> tuple[Any, ...]:
     return row["text"], row["length"], row["normalizer"], row["kind"], row["layer"]

@@ -7,8 +7,8 @@ from typing import Any
 from attnorm.analysis.tables import QUANTILES
 from attnorm.suggest import did_you_mean
 
-# The first that holds is the head's verdict; all that hold are its flags. A head frozen onto its first key is
-# parked there, which is the more useful word; a head that disperses has no selection left to be judged further.
+# The first verdict that applies is the verdict of the head; all that apply are its flags. The order: a head that is
+# frozen on its first key is called sink-dominated, and a dispersed head selects nothing that could be judged further.
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
     "sink-dominated": "most of the weight on the first key (behind a window: its first): the head is parked",
@@ -27,7 +27,7 @@ UNDECIDED, DIFFERS = "undecided", "differs"
 DISPERSED = ("dispersed-forced", "dispersed-by-choice", "dispersed")
 SELECTING = ("healthy", "sensitive", "frozen")
 
-# Judged apart from the verdict, since it needs the optional group "vectors" and evidence of its own.
+# Saturation is judged separately, because it needs the optional metric group "vectors".
 SATURATION: dict[str, str] = {
     "saturated": "its keys are shown to be distinguishable hardly better than with permuted values",
     "distinguishes": "its keys are shown to be distinguishable, most of them or more than with permuted values",
@@ -98,7 +98,7 @@ class Thresholds:
         return asdict(self)
 
     def changed(self, words: Iterable[str]) -> "Thresholds":
-        """With some of them set as a person writes them: "dispersed_entropy=0.95"."""
+        """Return a copy with some thresholds changed, given as text such as "dispersed_entropy=0.95"."""
         values: dict[str, float] = {}
         for word in words:
             name, equals, value = (part.strip() for part in word.partition("="))
@@ -112,13 +112,13 @@ class Thresholds:
         return replace(self, **values)  # type: ignore[arg-type]  # whole numbers where they belong
 
     def differences(self, others: "Thresholds") -> dict[str, tuple[float, float]]:
-        """Name -> (here, there), of those that differ."""
+        """Return name -> (value here, value in `others`) for thresholds that differ."""
         there = others.as_dict()
         return {name: (value, there[name]) for name, value in self.as_dict().items() if value != there[name]}
 
 
 def thresholds_of(saved: Mapping[str, Any]) -> Thresholds:
-    """Those that a manifest names; one that only another version of attnorm knows is left out."""
+    """Return the thresholds of a manifest; names that this version does not know are ignored."""
     known = {field.name for field in fields(Thresholds)}
     return Thresholds(**{name: value for name, value in saved.items() if name in known})
 

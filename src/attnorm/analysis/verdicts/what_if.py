@@ -1,4 +1,4 @@
-"""What a change would do to the same logits, what another normalizer would do to dispersed heads, how to measure it."""
+"""What-ifs: how numbers and verdicts of heads change if another normalizer is applied to the same logits."""
 
 import math
 import shlex
@@ -18,12 +18,12 @@ from attnorm.normalizers.registry import available, get
 
 Rows = Sequence[Row]
 
-MIN_CHANGE = 0.005  # of a median that counts as one
+MIN_CHANGE = 0.005  # smaller changes of a median are ignored
 TO_MEASURE = ("ssmax", "entmax15")  # one length-aware, one sparse
 
 _BETTER_FIRST = tuple(name for name in reversed(VERDICTS) if name not in (*DISPERSED, DIFFERS))
 
-# What analyze does where nothing else is asked for.
+# Default options of analyze, which a command need not repeat.
 USUAL: dict[str, Any] = {
     "normalizers": ["model"],
     "rows": "auto",
@@ -38,7 +38,7 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The median over the heads concerned, as the model runs and with the change."""
+    """The median of a quantity over some heads: in the model as it runs, and with a change."""
 
     change: str  # a normalizer, "top 100 instead of top 20", "T = 0.5"
     quantity: str
@@ -51,22 +51,22 @@ class WhatIf:
 class Advice:
     title: str
     text: str
-    heads: int  # concerned
+    heads: int  # number of heads that the advice is about
     what_if: tuple[WhatIf, ...] = ()
-    command: str | None = None  # measures what is missing
-    caution: bool = False  # what not to expect, rather than something to try
+    command: str | None = None  # command that measures missing numbers
+    caution: bool = False  # True: what not to expect. False: something to try
 
     @property
     def heading(self) -> str:
-        """The title with the number of heads."""
-        return f"{self.title} ({counted(self.heads, 'head')})" if self.heads else self.title
+        """Title with the number of heads."""
+        return f"{self.title} ({count_words(self.heads, 'head')})" if self.heads else self.title
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def command(manifest: Mapping[str, Any], **changes: Any) -> str:
-    """What repeats a run with changed options of analyze: a line to type, or a call where Python objects were given."""
+def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:
+    """Return the command that repeats a run with changed options; a Python call if the run had Python objects."""
     settings, model = manifest.get("settings", {}), manifest.get("model", {})
     texts = [text for text in manifest.get("texts", []) if text["name"] not in DEFAULT_TEXTS]
     names = {name.partition(":")[0] for name in changes.get("normalizers") or settings.get("normalizers") or []}
@@ -94,8 +94,8 @@ def command(manifest: Mapping[str, Any], **changes: Any) -> str:
     return shlex.join(words)
 
 
-def medians(change: str, quantity: str, metric: str, pairs: Iterable[tuple[Row, Row]]) -> list[WhatIf]:
-    """The metric's median over pairs (as it runs, with the change) in which both are known; empty where none are."""
+def compare_medians(change: str, quantity: str, metric: str, pairs: Iterable[tuple[Row, Row]]) -> list[WhatIf]:
+    """Return the median of a metric before and after a change, over pairs in which both are known; empty if none."""
     both = [(a, b) for x, y in pairs if (a := number(x, metric)) is not None and (b := number(y, metric)) is not None]
     if not both:
         return []
@@ -103,43 +103,43 @@ def medians(change: str, quantity: str, metric: str, pairs: Iterable[tuple[Row, 
     return [WhatIf(change=change, quantity=quantity, before=before, after=after, heads=len(both))]
 
 
-def pairs(before: Rows, after: Rows) -> list[tuple[Row, Row]]:
-    """The same head in both."""
-    there = {head_of(row): row for row in after}
-    return [(row, there[head_of(row)]) for row in before if head_of(row) in there]
+def pair_heads(before: Rows, after: Rows) -> list[tuple[Row, Row]]:
+    """Return pairs of rows that belong to the same head."""
+    there = {head_key(row): row for row in after}
+    return [(row, there[head_key(row)]) for row in before if head_key(row) in there]
 
 
-def head_of(row: Row) -> tuple[Any, ...]:
+def head_key(row: Row) -> tuple[Any, ...]:
     return row["text"], row["length"], row["kind"], row["layer"], row["head"]
 
 
-def with_verdict(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
+def select_verdicts(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row["verdict"] in verdicts]
 
 
 def advise_normalizer(
     chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
 ) -> list[Advice]:
-    """What makes dispersed heads sharper at this length, and, apart from it, what would make them broader."""
-    dispersed = with_verdict(chosen, DISPERSED)
+    """Return advice about normalizers that make dispersed heads sharper at this length, and a caution about others."""
+    dispersed = select_verdicts(chosen, DISPERSED)
     if not dispersed:
         return []
-    measured = {name: pairs(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
+    measured = {name: pair_heads(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
     measured = {name: both for name, both in measured.items() if both}
-    sharper = {name: both for name, both in measured.items() if _sharpens(both)}
+    sharper = {name: both for name, both in measured.items() if _is_sharper(both)}
     broader = {name: both for name, both in measured.items() if name not in sharper}
     to_measure = ["model", *(name for name in TO_MEASURE if name != runs)]
     given = []
     if sharper or not measured:
-        what_if = [one for name, both in sharper.items() for one in _what_ifs(name, both, sharper, chosen, others)]
+        what_if = [one for name, both in sharper.items() for one in _what_if_rows(name, both, sharper, chosen, others)]
         thresholds = thresholds_of(manifest.get("thresholds", {}))
         given.append(
             Advice(
                 title=_title(runs),
-                text=" ".join([_why(dispersed, runs), *_factors(sharper, thresholds)]),
+                text=" ".join([_explain_dispersed(dispersed, runs), *_describe_factors(sharper, thresholds)]),
                 heads=len(dispersed),
                 what_if=tuple(what_if),
-                command=None if what_if else command(manifest, normalizers=to_measure),
+                command=None if what_if else repeat_command(manifest, normalizers=to_measure),
             )
         )
     if broader:
@@ -155,62 +155,64 @@ def _caution(
     manifest: Mapping[str, Any],
 ) -> Advice:
     names = " and ".join(broader)
-    factors = _factors(broader, thresholds_of(manifest.get("thresholds", {})))
+    factors = _describe_factors(broader, thresholds_of(manifest.get("thresholds", {})))
     return Advice(
         title=f"Not {names} as {'it starts' if len(broader) == 1 else 'they start'}",
         text=" ".join(
             [
                 (
-                    f"On the logits of {counted(len(dispersed), 'dispersed head')} {names} gives no sharper weights at "
-                    "this length: without training it is no cure."
+                    f"On the logits of {count_words(len(dispersed), 'dispersed head')} {names} gives no sharper "
+                    "weights at this length: without training it is no cure."
                 ),
                 *factors,
             ]
         ),
         heads=len(dispersed),
-        what_if=tuple(one for name, both in broader.items() for one in _what_ifs(name, both, broader, chosen, others)),
+        what_if=tuple(
+            one for name, both in broader.items() for one in _what_if_rows(name, both, broader, chosen, others)
+        ),
         caution=True,
     )
 
 
-def _what_ifs(
+def _what_if_rows(
     name: str,
     both: Sequence[tuple[Row, Row]],
     compared: Mapping[str, Sequence[tuple[Row, Row]]],
     chosen: Rows,
     others: Mapping[str, Rows],
 ) -> list[WhatIf]:
-    all_heads = pairs(chosen, others[name])
-    before, after = (len(with_verdict(side, ("frozen",))) for side in zip(*all_heads, strict=True))
+    all_heads = pair_heads(chosen, others[name])
+    before, after = (len(select_verdicts(side, ("frozen",))) for side in zip(*all_heads, strict=True))
     return [
-        *medians(name, "entropy / log n", "entropy_ratio", both),
-        *medians(name, "largest weight", "max_weight", both),
-        *_fates(name, compared),
-        _counts(name, "frozen, of all heads", before, after, len(all_heads)),
-        *medians(name, "Jacobian norm", "jacobian_norm", both),
+        *compare_medians(name, "entropy / log n", "entropy_ratio", both),
+        *compare_medians(name, "largest weight", "max_weight", both),
+        *_verdict_changes(name, compared),
+        _count_change(name, "frozen, of all heads", before, after, len(all_heads)),
+        *compare_medians(name, "Jacobian norm", "jacobian_norm", both),
     ]
 
 
-def _sharpens(both: Sequence[tuple[Row, Row]]) -> bool:
-    """By what is seen at this length: the median entropy of the heads falls, and their largest weight does not."""
-    entropy = medians("", "", "entropy_ratio", both)
-    weight = medians("", "", "max_weight", both)
+def _is_sharper(both: Sequence[tuple[Row, Row]]) -> bool:
+    """Whether the median entropy of the heads falls, and their median largest weight does not fall."""
+    entropy = compare_medians("", "", "entropy_ratio", both)
+    weight = compare_medians("", "", "max_weight", both)
     falls = bool(entropy) and entropy[0].after < entropy[0].before - MIN_CHANGE
     return falls and not (weight and weight[0].after < weight[0].before - MIN_CHANGE)
 
 
 def _title(runs: str | None) -> str:
-    """Not what the model has already."""
+    """Return the title; it does not suggest the normalizer that the model already runs."""
     properties = properties_of(runs)
     aware, sparse = bool(properties and properties.length), bool(properties and properties.exact_zeros)
     kinds = {(True, False): "A sparse", (False, True): "A length-aware", (True, True): "Another length-aware or sparse"}
     return f"{kinds.get((aware, sparse), 'A length-aware or sparse')} normalizer"
 
 
-def _why(dispersed: Rows, runs: str | None) -> str:
-    """What is known of the dispersed heads, and no more."""
-    count = {name: len(with_verdict(dispersed, (name,))) for name in DISPERSED}
-    heads, who = counted(len(dispersed), "dispersed head"), runs or "what the model runs"
+def _explain_dispersed(dispersed: Rows, runs: str | None) -> str:
+    """Describe why the heads are dispersed, as far as it is known."""
+    count = {name: len(select_verdicts(dispersed, (name,))) for name in DISPERSED}
+    heads, who = count_words(len(dispersed), "dispersed head"), runs or "what the model runs"
     if forced := count["dispersed-forced"]:
         properties = properties_of(runs)
         further = "further up" if properties and properties.length else "up with the length"
@@ -224,13 +226,13 @@ def _why(dispersed: Rows, runs: str | None) -> str:
     return f"How sharp {who} could be on the logits of {heads} is not known; another normalizer on them shows more."
 
 
-def _factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
-    sentences = (_factor(name, both, thresholds) for name, both in sharper.items())
+def _describe_factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
+    sentences = (_describe_factor(name, both, thresholds) for name, both in sharper.items())
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
-    """By what a rescaled softmax multiplies the logits, and by what it would have to."""
+def _describe_factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
+    """Describe the factor by which a rescaled softmax multiplies the logits, and the factor that would be needed."""
     known = [
         (math.log(a - 1), math.log(b - 1), before["n_high"])
         for before, after in both
@@ -253,34 +255,37 @@ def _factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) 
     )
 
 
-def _fates(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]) -> list[WhatIf]:
-    """What the dispersed heads become: every verdict that any of the normalizers gives them, for each of them."""
+def _verdict_changes(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]) -> list[WhatIf]:
+    """Return how many of the dispersed heads get each verdict with this normalizer.
+
+    All normalizers list the same verdicts: those that any of them gives.
+    """
     verdicts = {change: Counter(other["verdict"] for _, other in both) for change, both in sharper.items()}
     mine, heads = verdicts[name], verdicts[name].total()
     fates = [one for one in (*_BETTER_FIRST, None) if any(counts[one] for counts in verdicts.values())]
     return [
-        _counts(name, "dispersed heads", heads, sum(mine[one] for one in DISPERSED), heads),
-        *(_counts(name, f"of these {one or 'not judged'}", 0, mine[one], heads) for one in fates),
+        _count_change(name, "dispersed heads", heads, sum(mine[one] for one in DISPERSED), heads),
+        *(_count_change(name, f"of these {one or 'not judged'}", 0, mine[one], heads) for one in fates),
     ]
 
 
-def _counts(change: str, quantity: str, before: int, after: int, heads: int) -> WhatIf:
+def _count_change(change: str, quantity: str, before: int, after: int, heads: int) -> WhatIf:
     return WhatIf(change=change, quantity=quantity, before=before, after=after, heads=heads)
 
 
 def _may_sharpen(name: str) -> bool:
-    """Length-aware or with exact zeros, as the normalizer declares; one that is not registered is taken to be."""
+    """Whether the normalizer declares a length rule or exact zeros; True if it is not registered."""
     properties = properties_of(name)
     return properties is None or bool(properties.length) or properties.exact_zeros
 
 
 def properties_of(name: str | None) -> Properties | None:
-    """None for a normalizer that is not registered, or that its name alone does not make."""
+    """Return the properties of a normalizer; None if it is not registered or needs options."""
     try:
         return None if name is None else get(name).properties
     except (ValueError, TypeError):
         return None
 
 
-def counted(count: int, noun: str) -> str:
+def count_words(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
