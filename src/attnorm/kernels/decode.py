@@ -34,7 +34,10 @@ def decode_parts(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """part_out (B, H, Q, splits, E), total_out and peak_out (B, H, Q, splits): the state of each row over a part."""
+    """Compute the state of each row over one part of the keys.
+
+    Writes part_out (B, H, Q, splits, E), total_out and peak_out (B, H, Q, splits).
+    """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     M: tl.constexpr = MapConstants(
         MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
@@ -80,7 +83,7 @@ def join_parts(
     part, total, peak, sink, out, reference_out, heads, queries, v_width, splits, floor,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, SINK: tl.constexpr, LIFT: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row: its output, and log2 of its denominator where the map is scaled."""
+    """Join the parts of one row: its output, and log2 of its denominator if the map is scaled."""
     row = tl.program_id(0).to(tl.int64)
     values = tl.arange(0, V_WIDTH)
     part += row * splits * v_width
@@ -127,7 +130,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and reference of one_pass_attention.forward, for few queries."""
+    """Return output and reference like one_pass_attention.forward, for few queries."""
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
     batch, heads, queries, keys, width = *q.shape[:3], k.shape[2], v.shape[-1]
     rows, columns, warps, stages = tile(q, v, heads // k.shape[1] * queries)

@@ -1,18 +1,18 @@
-"""What distinguishes one map from another in the one-pass kernels: a few lines of Triton each.
+"""The maps of the one-pass kernels: two device functions and one row of the table MAPS for each.
 
-A row of weights is w_j = a(z_j) / D, where D is the sum of b(z_j) over the row, or 1 where a map has no denominator. A
-map gives
+A row of weights is w_j = a(z_j) / D, where D is the sum of b(z_j) over the row, or 1 for maps without a denominator. A
+map defines
 
     weights(z, r, P, FAST) -> a, b                     numerator and denominator
-    slopes(z, r, P, FAST)  -> a, da/dz, db/dz          what backward needs
+    slopes(z, r, P, FAST)  -> a, da/dz, db/dz          for the backward pass
 
-with z in bits (natural logits times log2 e, so that exp is exp2) and slopes with respect to natural logits. Scaled maps
-return everything divided by 2^r, so that nothing overflows or vanishes: r follows the largest logit of the row in
-forward and is log2 of D in backward, where a is then the weight itself. P is the map's constant, known when the kernel
-is compiled. FAST allows approximate instructions, in half precision.
+z is in bits (natural logits times log2 e, so that exp is exp2); slopes are with respect to natural logits. Scaled maps
+return everything divided by 2^r, so that nothing overflows or underflows. In the forward pass r follows the largest
+logit of the row; in the backward pass it is log2 of D, so that a is the weight itself. P is a compile-time constant of
+the map. FAST allows approximate instructions, in half precision.
 
-A rule changes logits in front of the map: rule(z, t, p, FAST) -> its value and its derivative by z, where t is the
-distance to the key and p a number.
+A rule changes logits before the map: rule(z, t, p, FAST) -> its value and its derivative by z, where t is the distance
+to the key and p a number.
 """
 
 from enum import IntEnum
@@ -27,7 +27,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):
-    """log2; FAST: the instruction of the GPU, exact to 2^-22, where tl.log2 is a dozen of them."""
+    """log2. FAST: one GPU instruction, exact to 2^-22; tl.log2 takes a dozen instructions."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -157,7 +157,7 @@ def elu1_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def self_adjusted_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
-    """Softmax times the logit. P = 2: times its distance from the smallest, 0 there but for rounding."""
+    """Softmax times the logit. P = 2: softmax times the distance from the smallest logit."""
     p = tl.exp2(z - r)
     x = z * LN2
     if P == 2:
@@ -191,7 +191,7 @@ def linear_rule(z, t, p, FAST: tl.constexpr):
 
 
 class Reference(IntEnum):
-    """Which r a scaled map takes from the largest logit m of its row."""
+    """How a scaled map computes r from the largest logit m of its row."""
 
     NONE = 0  # not scaled
     LARGEST = 1  # m

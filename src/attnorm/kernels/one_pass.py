@@ -1,6 +1,6 @@
-"""Attention by any map of kernels/maps.py in one pass over the keys: the matrix of weights never leaves the chip.
+"""Forward kernel of attention by any map of kernels/maps.py: one pass over the keys, no matrix of weights in memory.
 
-Forward folds tiles of logits into the output and the denominator of each row. The logits of a row are
+The kernel adds tiles of keys to the output and the denominator of each row. The logits of a row are
 
     z = rule(factor * cap(scale <q, k>) + shift),   cap(s) = c tanh(s / c)
 
@@ -26,7 +26,7 @@ from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows, logits, s
 
 @triton.jit
 def reference_of(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
-    """The r of maps.Reference for the largest logits so far; 0 for rows that have seen no key."""
+    """Return r of maps.Reference from the largest logits so far; 0 for rows without a key so far."""
     if MAY_BE_EMPTY:
         peak = tl.where(peak == float("-inf"), 0.0, peak)
     if REFERENCE == 2:
@@ -47,7 +47,7 @@ def fold(
     acc, total, peak, start, stop, q_tile, k, v, rows, row, sight, scale, cap, parameter,
     C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Output, denominator and peak of a block of queries, with the keys from start to stop added."""
+    """Add the keys from start to stop to output, denominator and peak of a block of queries."""
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
         k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)

@@ -1,4 +1,4 @@
-"""Launch the one-pass kernels: shapes, strides, tiles."""
+"""Launch the one-pass kernels (kernels/one_pass.py, kernels/one_pass_backward.py): shapes, strides, tiles."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Which kernel a call needs, beyond its tensors: the map and rule by name, and their numbers."""
+    """Everything that a launch needs besides tensors: map and rule by name, and their constants."""
 
     map: str
     power: int = 1  # of relu and polynomial; the variant of self_adjusted
@@ -31,14 +31,14 @@ class Form:
 
 
 class Saved(NamedTuple):
-    """What backward needs of each row; empty tensors where a map has none."""
+    """Numbers of each row that the backward pass needs; empty tensors if a map has none."""
 
     reference: Tensor  # log2 of the denominator of a scaled map
     inverse: Tensor  # 1 / denominator of another normalised map
 
 
 class RowEntropy(NamedTuple):
-    """The entropy of softmax over each row, of which the row's factor is a function. All are (B, H, Q) in float32."""
+    """Entropy of softmax over each row, of which the row's factor is a function. All (B, H, Q) in float32."""
 
     factor: Tensor | None  # of the logits of this softmax
     entropy: Tensor
@@ -50,10 +50,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Output, in float32 if precise, and the state of each row.
+    """Return the output, in float32 if precise, and what the backward pass needs.
 
-    factor, shift, least: (B, H, Q) in float32; sink, parameters of the rule: (H,). Logits below least, which is in
-    bits, are hidden.
+    factor, shift, cutoff: (B, H, Q) in float32; sink, parameters of the rule: (H,). Logits below the cutoff, which is
+    in bits, are hidden.
     """
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
@@ -74,13 +74,13 @@ def backward(
     sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
     sharpened: RowEntropy | None = None, *, grad_of_factor: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty where there is none.
+    """Return gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty if there is none.
 
-    of_factor: whether that of the factor is wanted.
+    grad_of_factor: whether to compute the gradient of the factor.
     """
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
     grad = in_rows(grad)
-    grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # a precise output has a gradient in float32
+    grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # the gradient of a precise output is float32
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     grad_of_factor = grad_of_factor and factor is not None
@@ -123,7 +123,7 @@ def backward(
 def extreme_logits(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, form: Form
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The smallest and the largest logit of each row, (B, H, Q), 0 in rows that see none, and the first such keys."""
+    """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
     low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
     low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     _search(extremes.extreme_logits, q, k, mask, factor, (low_key, high_key, low, high), form)
@@ -131,7 +131,7 @@ def extreme_logits(
 
 
 def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
-    """(B, G, K, D): for each key the sum of the rows (B, H, Q, D) that have its index, over `groups` heads each."""
+    """Return for each key the sum of the rows (B, H, Q, D) with its index, over `groups` heads: (B, G, K, D)."""
     rows = in_rows(rows)
     batch, heads, queries, width = rows.shape
     sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
@@ -146,7 +146,7 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 
 
 def top_k_cutoff(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
-    """What a logit must exceed to be among the `count` largest of its row, (B, H, Q), in bits; -inf: all are kept."""
+    """Return the number that the `count` largest logits of a row exceed, (B, H, Q), in bits; -inf: all are kept."""
     cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), cutoff), form)
     return cutoff

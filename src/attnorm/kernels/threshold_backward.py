@@ -1,9 +1,9 @@
-"""Gradients of the threshold kernels.
+"""Backward kernels of attention by a threshold map: gradients of q (backward_queries), and of k and v (backward_keys).
 
-Weights are computed again from the peak and the threshold of each row. With dp_j = <dO, v_j> the gradient of a logit is
-slope u (dp - delta), where delta, the mean of dp under u, is <dO, mean of the values under u>: a second output of the
-forward pass. Both kernels visit only tiles that hold a weight. No two programs add to the same number: results are
-deterministic.
+Weights are computed again from the peak and the threshold of each row. With dp_j = <dO, v_j>, the gradient of a logit
+is slope u (dp - delta). delta is the mean of dp under u, which equals <dO, mean of the values under u>; this mean is a
+second output of the forward pass. Both kernels read only tiles that hold a weight. No two programs add to the same
+number, so results are deterministic.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from attnorm.kernels.threshold_tiles import ThresholdConstants, list_tiles, minu
 
 @triton.jit
 def _by_alpha(x, u, a):
-    """How p changes with alpha at a fixed threshold, times -a^2: u (1 - x + x log x), a series near x = 1."""
+    """Return dp / d alpha at a fixed threshold, times -a^2: u (1 - x + x log x); as a series near x = 1."""
     e = x - 1.0
     series = e * e * (0.5 - e * (1.0 / 6.0 - e * (1.0 / 12.0 - e * 0.05)))
     logarithm = tl.log(tl.where(x > 0, x, 1.0)) * x - e
@@ -110,7 +110,7 @@ def backward_queries(
     found_factor = tl.zeros([ROWS], tl.float32)
     found_parameter = tl.zeros([ROWS], tl.float32)
     factor_of = (factor * unit)[:, None]
-    # The gradients ds of a row sum to 0 but for the rounding of delta, which products far from 0 would multiply.
+    # The gradients ds of a row sum to 0 except for the rounding of delta, which products far from 0 would amplify.
     middle = tl.where(factor == 0, 0.0, peak / tl.where(factor == 0, 1.0, factor * unit))[:, None]
     for edge in tl.static_range(2):
         found, found_factor, found_parameter = _fold_queries(
@@ -128,7 +128,7 @@ def backward_queries(
 
 
 class RowPointers(NamedTuple):
-    """Where the numbers of all rows lie."""
+    """Pointers to the numbers of all rows."""
 
     factor: Any
     parameter: Any
@@ -142,7 +142,7 @@ def _fold_keys(
     PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lie with the keys as rows here."""
+    """Add the gradients of a block of keys from the listed tiles; here the keys are the rows of a tile."""
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
@@ -188,7 +188,7 @@ def backward_keys(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of one key head, for all query heads that share it."""
+    """Compute the gradients of one block of keys of a key head, from all query heads that share it."""
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT)
     own = block_of_keys(keys, heads, groups, COLUMNS)

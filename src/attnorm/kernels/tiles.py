@@ -1,4 +1,4 @@
-"""Logits of a tile: some queries against some keys, with a cap, a factor, a shift and a rule."""
+"""Device functions for the logits of a tile of queries and keys: softcap, factor, shift, rule and cutoff."""
 
 from collections import namedtuple
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from attnorm.kernels.maps import LOG2E
 
 @triton.jit
 def capped(s, cap, CAPPED: tl.constexpr):
-    """cap tanh(s / cap) for s and cap in bits; its slope."""
+    """Return cap tanh(s / cap) and its slope, for s and cap in bits."""
     slope = 1.0
     if CAPPED:
         x = s / cap
@@ -27,14 +27,14 @@ def capped(s, cap, CAPPED: tl.constexpr):
 
 
 class LogitRows(NamedTuple):
-    """Numbers of each row, or pointers to those of all rows."""
+    """Numbers of each row of a block, or pointers to those of all rows."""
 
     factor: Any  # multiplies the logits
     shift: Any  # is added, in bits
     cutoff: Any  # logits below it are hidden
 
 
-# What is known of a map and the logits in front of it when a kernel is compiled.
+# Compile-time constants of a map and of the logits before it.
 MapConstants = namedtuple(
     "MapConstants",
     "MAP SLOPES RULE P FAST REFERENCE NORMALISED RULED CAPPED FACTORED SHIFTED SELECTED PLAIN LIFT",
@@ -50,7 +50,7 @@ def logit_rows(pointers, at, inside, M: tl.constexpr):
 
 @triton.jit
 def factored(dot, s, factor, scale, CAPPED: tl.constexpr, FACTORED: tl.constexpr):
-    """factor * s for the capped logits s of products; without a cap one multiplication per logit, not two."""
+    """Return factor * s for the capped logits s of products; without a cap, one multiplication per logit."""
     if FACTORED and not CAPPED:
         return dot * (factor * scale)
     if FACTORED:
@@ -60,7 +60,10 @@ def factored(dot, s, factor, scale, CAPPED: tl.constexpr, FACTORED: tl.constexpr
 
 @triton.jit
 def logits(dot, i, j, offset, row, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
-    """z in bits of products, the capped logits in front of it, and the slopes of cap and rule; AXIS: of the keys."""
+    """Return z of products in bits, the capped logits before it, and the slopes of cap and rule.
+
+    AXIS: dimension of the keys.
+    """
     s, cap_slope = capped(dot * scale, cap, M.CAPPED)
     z = factored(dot, s, tl.expand_dims(row.factor, AXIS), scale, M.CAPPED, M.FACTORED)
     if M.SHIFTED:
@@ -76,7 +79,7 @@ def plain_logits(
     q_tile, k, columns, factor, scale, cap,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """z in bits of a tile of keys, without shift and rule."""
+    """Return z in bits for a tile of keys, without shift and rule."""
     k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
     dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
     s, _slope = capped(dot * scale, cap, CAPPED)

@@ -31,7 +31,7 @@ NOT_THE_MODEL = (
 
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
+    """Describe a model with plain values, ready for JSON."""
     model = loaded.model
     config = text_config(model)
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
@@ -59,7 +59,7 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """sha256 of the configuration, and of names, shapes and some values of all weights: fine-tuned weights differ."""
+    """Return the SHA-256 of the configuration and of names, shapes and sampled values of all weights."""
     digest = hashlib.sha256(json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str).encode())
     add_weights(digest, model)
     for path, module in model.named_modules():
@@ -75,7 +75,7 @@ def _plain(config: Any) -> Any:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of these that is a number for the whole model."""
+    """Return the first of these config entries that is a number for the whole model."""
     return next((int(found) for name in names if isinstance(found := _stated(config, name), int)), None)
 
 
@@ -93,7 +93,7 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max
 
 
 def longest_context(model: PreTrainedModel) -> tuple[int | None, bool]:
-    """Positions that the model was made for (None: any number), and whether going beyond is impossible."""
+    """Return the number of positions of the model (None: unlimited), and whether longer inputs are impossible."""
     config = text_config(model)
     stated = next((int(getattr(config, name)) for name in LIMITS if getattr(config, name, None)), None)
     kind, table = _positions(model)
@@ -108,12 +108,12 @@ def position_kind(model: PreTrainedModel) -> PositionKind:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The part of a nested configuration that is about text (the decoder, where there are two)."""
+    """Return the text part of a nested configuration (the decoder, if there are two)."""
     return model.config.get_text_config(decoder=True)
 
 
 def _positions(model: PreTrainedModel) -> tuple[PositionKind, int | None]:
-    """The kind, and the rows of the table that can be used where it is one."""
+    """Return the kind of positions, and the usable rows if they are an embedding table."""
     modules = [(path.rsplit(".", 1)[-1], module) for path, module in model.named_modules()]
     if any("Rotary" in type(module).__name__ for _, module in modules):
         return "rotary", None
@@ -131,7 +131,7 @@ def _positions(model: PreTrainedModel) -> tuple[PositionKind, int | None]:
 
 
 def _offset(table: nn.Embedding) -> int:
-    """Rows at the start that no token uses."""
+    """Return the number of rows at the start of the table that no token uses."""
     offset = getattr(table, "offset", None)
     if isinstance(offset, int):
         return offset

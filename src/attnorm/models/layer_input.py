@@ -1,12 +1,11 @@
-"""Mechanisms that read the layer's input inside a patched attention module: `forget` and `differential_v2`.
+"""Give mechanisms the layer input inside a patched attention module: `forget` and `differential_v2` need it.
 
-Attention functions of transformers receive queries, keys and values, not the hidden states that they come from. A hook
-in front of the attention module computes the log gates of the new tokens, or the second queries, and hands them on
-among the arguments.
+Attention functions of transformers receive queries, keys and values, but not the hidden states. A forward pre-hook of
+the attention module computes the log gates of the new tokens, or the second queries, and adds them to the arguments.
 
-Decoding with a cache needs the gates of all earlier tokens. They are stored as further columns of the values, so that
-whatever the cache does with values (reorder for beams, crop, repeat, slide, fixed size) it does with the gates. Columns
-have the dtype of the values: in half precision a gate is split into its rounded value and the rest.
+Decoding with a cache needs the gates of all earlier tokens. They are stored as additional columns of the values. So
+everything that a cache does with values (reorder for beams, crop, repeat, slide) it also does with the gates. Columns
+have the dtype of the values: in half precision a gate is split into its rounded value and the remainder.
 """
 
 import inspect
@@ -23,21 +22,21 @@ from attnorm.models.dispatch import running_normalizer
 from attnorm.models.private_names import rotary_files
 from attnorm.normalizers.contract import Mechanism
 
-READ = "attnorm_read"  # the argument
+READ = "attnorm_read"  # name of the argument that the hook adds
 HOOK = "attnorm_hook"  # attribute of a patched module that reads its input
 INPUT, CACHE, ROTATION = "hidden_states", "past_key_values", "position_embeddings"
-# Queries of these are a projection of the input, rotated or not, and nothing else.
+# Models whose queries are a projection of the input, with or without rotation, and no further step.
 PLAIN_QUERIES = ("GPT2Attention", "LlamaAttention", "SmolLM3Attention")
 
 
 class KeyGates:
-    """Log gates of all keys, (B, H, K); before the cache has added the earlier ones: of the new tokens."""
+    """Log gates of all keys, (B, H, K). Before the cache adds the earlier ones: gates of the new tokens only."""
 
     def __init__(self, log_gates: Tensor) -> None:
         self.log_gates = log_gates
 
     def columns(self, value_BGKE: Tensor) -> Tensor:
-        """The gates as columns of values, (B, G, K, columns): each key head has those of its query heads."""
+        """Return the gates as columns of values, (B, G, K, columns); a key head has those of its query heads."""
         by_head = self.log_gates.unflatten(1, (value_BGKE.shape[1], -1)).mT
         rounded: Tensor = by_head.to(value_BGKE.dtype)
         if rounded.dtype.itemsize >= by_head.dtype.itemsize:
@@ -45,7 +44,7 @@ class KeyGates:
         return torch.cat([rounded, (by_head - rounded).to(rounded.dtype)], -1)
 
     def read(self, columns: Tensor) -> None:
-        """Replace the gates by those of all keys, from the columns that a cache returns."""
+        """Read the gates of all keys from the columns that a cache returns."""
         heads, working = self.log_gates.shape[1] // columns.shape[1], self.log_gates.dtype
         parts = columns.to(device=self.log_gates.device, dtype=working).split(heads, -1)
         self.log_gates = torch.stack(parts).sum(0).mT.flatten(1, 2)
@@ -57,12 +56,12 @@ class SecondQueries:
     hidden_states: Tensor  # from which lambda is read
 
     def paired(self, query_BHQD: Tensor) -> Tensor:
-        """First and second query of each head, one after the other, (B, 2H, Q, D)."""
+        """Return first and second query of each head, alternating, (B, 2H, Q, D)."""
         return torch.stack([query_BHQD, self.query_BHQD.to(query_BHQD.dtype)], 2).flatten(1, 2)
 
 
 class CacheWithGates:
-    """The cache of a model as one attention module sees it: its values have the gates as further columns."""
+    """Wraps the cache of a model for one attention module: stores the gates as additional columns of the values."""
 
     def __init__(self, cache: Any, gates: KeyGates) -> None:
         self._cache, self._gates = cache, gates
@@ -89,7 +88,7 @@ class CacheWithGates:
 
 
 def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place: str) -> None:
-    """Raise ValueError where the attention module cannot hand its input on, or has another width."""
+    """Raise ValueError if the attention module does not pass its input on, or has another width."""
     parameters = inspect.signature(module.forward).parameters
     others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if INPUT not in parameters or not others:
@@ -111,7 +110,7 @@ def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place:
 
 
 def read_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """Pre-forward hook of an attention module: add what its mechanism reads, and a place for it in the cache."""
+    """Forward pre-hook of an attention module: add what its mechanism reads, and wrap the cache."""
     names = inspect.signature(module.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **options}
     mechanism: Any = running_normalizer(module)
@@ -140,7 +139,7 @@ def _rotated(module: nn.Module, query: Tensor, rotation: Any) -> Tensor:
 
 
 def watch_input(module: nn.Module) -> None:
-    """Let a patched module read its input, if its normalizer does."""
+    """Register the hook on a patched module, if its normalizer reads the layer input."""
     mechanism = running_normalizer(module)
     if isinstance(mechanism, Mechanism) and mechanism.reads_hidden_states:
         setattr(module, HOOK, module.register_forward_pre_hook(read_input, with_kwargs=True))

@@ -24,7 +24,7 @@ LONGEST_SIDE = 160  # pixels in the report
 
 
 def with_model_inputs(text: Text, loaded: LoadedModel) -> Text:
-    """An image or sound as the model's inputs; any other text as it is."""
+    """Convert an image or sound to model inputs; return any other text unchanged."""
     if not isinstance(text.content, Media):
         return text
     return replace(text, content=_model_inputs(text.content, loaded))
@@ -84,7 +84,7 @@ def _read_image(path: Path) -> Any:
 
 
 def _read_sound(path: Path, rate: int) -> np.ndarray:
-    """One channel in float32 at the rate of the model."""
+    """Read a sound as one channel in float32, at the sampling rate of the model."""
     from scipy.signal import resample_poly
 
     samples, own_rate = _samples(path)
@@ -99,7 +99,7 @@ def _read_sound(path: Path, rate: int) -> np.ndarray:
 
 
 def _samples(path: Path) -> tuple[np.ndarray, int]:
-    """(samples,) or (samples, channels) between -1 and 1, and the sampling rate."""
+    """Return samples between -1 and 1, (samples,) or (samples, channels), and the sampling rate."""
     if not path.is_file():
         raise ValueError(f"cannot read the sound {path}: there is no such file")
     if path.suffix.lower() != ".wav":
@@ -131,7 +131,7 @@ def _other_samples(path: Path) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class PatchPicture:
-    """The patches are the last rows x columns tokens; class and register tokens come before them."""
+    """An image and its grid of patches, which are the last rows x columns tokens of the model's input."""
 
     png: str  # a data URI
     rows: int

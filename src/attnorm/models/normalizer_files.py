@@ -1,4 +1,4 @@
-"""Find the normalizers of a saved model: in its weights, or in the two files that earlier versions wrote beside them.
+"""Read the normalizers of a saved model: from its weights, or from the two files that earlier versions wrote.
 
     *.attnorm_recipe.json           bytes of JSON: {"format": 2, "path", "normalizer", "options", "heads"}
     *.attnorm_normalizer.*          values of the normalizer; in adapters of PEFT: *.attnorm_recipe.values.*
@@ -64,9 +64,9 @@ class SavedNormalizer:
 def read_normalizers(
     directory: Any, *, variant: str | None = None, pickles: bool = False, digest: Any = None, **where: Any
 ) -> list[SavedNormalizer]:
-    """The normalizers of a folder or hub repository; none for an ordinary model.
+    """Return the normalizers of a folder or hub repository; none for an unpatched model.
 
-    digest: of `values_digest`, if one was saved. pickles: also read weights that are not safetensors.
+    digest: saved result of `values_digest`, if any. pickles: also read weights that are not safetensors.
     """
     found = read_weights(directory, OURS, variant=variant, pickles=pickles, **where)
     groups = _groups(found)
@@ -92,7 +92,7 @@ def read_normalizers(
 def read_weights(
     directory: Any, pattern: re.Pattern[str], *, variant: str | None = None, pickles: bool = False, **where: Any
 ) -> dict[str, Tensor]:
-    """The weights of a folder or hub repository whose names match; no others are read."""
+    """Return the weights of a folder or hub repository whose names match; other weights are not read."""
     found: dict[str, Tensor] = {}
     for file in _weight_files(directory, pattern, variant, pickles, where):
         found |= _tensors_of(file, pattern)
@@ -100,7 +100,7 @@ def read_weights(
 
 
 def values_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the recipes and values in a state dict, whatever the names of the modules around them."""
+    """Return the SHA-256 of the recipes and values in a state dict; it does not depend on module names."""
     digest = hashlib.sha256()
     for content, values in sorted(_groups(state), key=lambda group: group[0].tolist()):
         for key, value in (("", content), *sorted(values.items())):
@@ -111,7 +111,7 @@ def values_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def _groups(state: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Recipe and values of each attention module in a state dict."""
+    """Return recipe and values of each attention module in a state dict."""
     recipes: dict[str, Tensor] = {}
     values: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
@@ -127,7 +127,7 @@ def _groups(state: Mapping[str, Tensor]) -> list[tuple[Tensor, dict[str, Tensor]
 def _weight_files(
     directory: Any, pattern: re.Pattern[str], variant: str | None, pickles: bool, where: Mapping[str, Any]
 ) -> Iterator[Path]:
-    """The files that can hold such weights; of a model in several files those that do by its index."""
+    """Yield the files that can hold matching weights; the index of a sharded model names them."""
     named = f".{variant}" if variant else ""
     kinds = [("model", "safetensors"), ("adapter_model", "safetensors")]
     for stem, suffix in [*kinds, *([("pytorch_model", "bin"), ("adapter_model", "bin")] if pickles else [])]:
@@ -145,7 +145,7 @@ def _indexed(index: Path, pattern: re.Pattern[str]) -> set[str]:
 
 
 def _tensors_of(file: Path, pattern: re.Pattern[str]) -> dict[str, Tensor]:
-    """The weights of a file whose names match; nothing else is read."""
+    """Return the weights of a file whose names match; other weights are not read."""
     if file.suffix == ".bin":
         state = torch.load(file, map_location="cpu", weights_only=True)
         return {key: value for key, value in state.items() if pattern.search(key)}

@@ -1,11 +1,10 @@
-"""Output gates: how much of each head's attention output a model lets pass, o_h times sigmoid(W x).
+"""Output gates: the share of each head's attention output that a model lets pass, o_h times sigmoid(W x).
 
-Qiu et al. 2025, https://arxiv.org/abs/2505.06708; Qwen3-Next, AFMoE and other families of transformers have such gates,
-each in its own code. Gates are measured: in modules whose code mentions one, what the attention function returned is
-compared with what the output projection receives. It counts as gated where every entry shrank without changing its
-sign; a gate by softplus may also enlarge. Where a module of the layer changes the output before the gate (a norm in
-MuseSpark), what that module returns is compared. A head may put all of its weight on the first key while its gate is
-closed; then nothing of that sink reaches the model.
+Qiu et al. 2025, https://arxiv.org/abs/2505.06708. Qwen3-Next, AFMoE and other model families have such gates, each in
+its own code, so we measure them. In modules whose code mentions a gate, we compare the result of the attention function
+with the input of the output projection. It is gated if every entry became smaller without changing its sign; a softplus
+gate may also enlarge it. If a module changes the output before the gate (a norm in MuseSpark), we compare the result of
+that module. A head may put all of its weight on the first key while its gate is closed; then this sink has no effect.
 """
 
 import inspect
@@ -49,7 +48,7 @@ class OutputGates:
 
 @contextmanager
 def output_gates(model: nn.Module) -> Iterator[OutputGates]:
-    """Inside, the gates of every attention module are measured as it runs; without gates nothing is found."""
+    """Within the with statement, measure the gates of every attention module that runs and has gates."""
     found = OutputGates()
     waiting: dict[nn.Module, list[tuple[AttentionCall, Tensor]]] = {}
     running: list[nn.Module] = []
@@ -92,7 +91,7 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
 
 
 def _projection_of(module: nn.Module) -> nn.Module | None:
-    """The output projection of an attention module, its own or that of a part of it (NeoMME)."""
+    """Return the output projection of an attention module, or of a part of it (NeoMME)."""
     for holder in (module, *module.children()):
         for name in PROJECTIONS:
             if isinstance(projection := getattr(holder, name, None), nn.Module):
@@ -101,14 +100,14 @@ def _projection_of(module: nn.Module) -> nn.Module | None:
 
 
 def _code_of(module: nn.Module) -> list[nn.Module]:
-    """The modules whose code may apply a gate: the attention module and the part that holds the projection."""
+    """Return the modules whose code may apply a gate: the attention module and the owner of the projection."""
     projection = _projection_of(module)
     return [module, *(part for part in module.children() if any(each is projection for each in part.children()))]
 
 
 @lru_cache(maxsize=1000)
 def _mentions(word: str, forward: Callable[..., Any], unknown: bool = True) -> bool:
-    """unknown: the answer where there is no source code; True to look at the numbers."""
+    """Whether the source code of a forward mentions a word. unknown: result if there is no source code."""
     try:
         return word in inspect.getsource(forward)
     except (OSError, TypeError):
@@ -125,9 +124,10 @@ def _is_output(output: Tensor, args: tuple[Any, ...]) -> bool:
 
 @torch.no_grad()
 def _gates(call: AttentionCall, output: Tensor, projected: Tensor, *, may_grow: bool = False) -> HeadGates | None:
-    """output: (B, Q, H, E) of the attention function. projected: what the output projection receives.
+    """Compute the gates of a call; None if its output is not gated.
 
-    may_grow: the gate may be above 1.
+    output: result of the attention function, (B, Q, H, E). projected: input of the output projection. may_grow: whether
+    the gate may exceed 1.
     """
     if projected.numel() != output.numel() or projected.data_ptr() == output.data_ptr():
         return None

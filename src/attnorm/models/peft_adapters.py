@@ -1,9 +1,9 @@
-"""Adapters of a patched model keep its normalizers when PEFT saves them.
+"""Save the normalizers of a patched model together with its PEFT adapters.
 
-PEFT saves the weights of adapters, and of every AuxiliaryTrainingWrapper what its `adapter_state_dict` returns. Where
-PEFT is installed, the recipe of a patched module is such a module: recipe and values are in adapter_model.safetensors.
-A plain load by PEFT ignores them. So that it warns, the configuration of the adapters gets a key that PEFT does not
-know: PEFT prints its name, also in a process without attnorm.
+PEFT saves the weights of adapters, and for every AuxiliaryTrainingWrapper the result of its `adapter_state_dict`. If
+PEFT is installed, the recipe of a patched module is such a wrapper, so recipe and values are in
+adapter_model.safetensors. If PEFT loads the adapters without attnorm, it ignores them. To get a warning there, we add a
+key that PEFT does not know to the configuration of the adapters: PEFT prints its name.
 """
 
 import types
@@ -60,6 +60,6 @@ class AdapterRecipe(SavedRecipe, AuxiliaryTrainingWrapper):  # type: ignore[misc
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The adapters' configuration with the mark, once: it is set anew at every save of a patched model."""
+    """Return the adapters' configuration with the additional key, which is set again at every save."""
     vars(config).pop("to_dict", None)
     return {**config.to_dict(), MARK: "recipe and values are in the adapter weights"}

@@ -1,16 +1,18 @@
-"""How an attention module makes queries and keys: its projections, the weights of each head, states before rotation.
+"""Find how an attention module computes queries and keys: projections, weights per head, states before rotation.
 
-Projections: the matrices that make queries and keys from a layer's input, where a model stores them as plain weights.
+Projections (`projections`): the matrices that compute queries and keys from the layer input, if a model has them as
+plain weights.
 
 Rotation (RoPE, https://arxiv.org/abs/2104.09864): attention modules of transformers call the function
-`apply_rotary_pos_emb` of their own file. While a model is watched, that function also keeps its arguments. Every way of
-pairing coordinates is covered, because nothing is inverted.
+`apply_rotary_pos_emb` of their own file. Inside `before_rotation` that function also stores its arguments. We do not
+invert the rotation, so every way of pairing coordinates is supported.
 
-Rotations change no norm of q and k, so both are checked by norms: where these differ, the result is None.
+A rotation does not change the norms of q and k. Therefore both results are checked by norms, and are None if these
+differ.
 
-Weights of each head, to scale them in place: two matrices, or one for queries, keys and values, in blocks (GPT-2,
-Phi-3) or head by head (GPT-NeoX). Layouts are not trusted by name, but by these norms. Latent attention (DeepSeek,
-Kimi) has a part without positions in every head, and a rotated key that all heads share.
+Weights of each head (`query_key_weights`), to scale them in place: two matrices, or one for queries, keys and values,
+in blocks (GPT-2, Phi-3) or head by head (GPT-NeoX). The layout is identified by these norms, not by names. Latent
+attention (DeepSeek, Kimi) has a part without positions in every head, and a rotated key that all heads share.
 """
 
 import threading
@@ -47,10 +49,10 @@ class Projections:
 
 
 def projections(module: nn.Module, call: AttentionCall) -> Projections | None:
-    """The projections of an attention module, checked on one of its calls; None where q and k need more than them.
+    """Return the projections of an attention module, checked on one of its calls; None if there are further steps.
 
-    The call must have its layer input. Norms are compared, which a rotation does not change: a module that normalizes q
-    and k after the projection is not mistaken for a plain one.
+    The call must have its layer input. The check compares norms, which a rotation does not change; it fails for modules
+    that normalize q and k after the projection.
     """
     if call.inputs_BKC is None:
         return None
@@ -89,7 +91,7 @@ def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
 
 
 def _of(part: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias; GPT-2's Conv1D holds the transposed matrix."""
+    """Return weight (out, in) and bias; GPT-2's Conv1D stores the transposed matrix."""
     weight, bias = part.weight.detach().float(), part.bias  # type: ignore[operator]
     assert isinstance(weight, Tensor)
     weight = weight if isinstance(part, nn.Linear) else weight.T
@@ -105,7 +107,7 @@ def projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) -
 
 
 class BeforeRotation:
-    """Queries and keys that were given to the last rotation."""
+    """The queries and keys before the most recent rotation."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor] | None = None
@@ -114,9 +116,9 @@ class BeforeRotation:
         self._kept = query, key
 
     def of(self, call: AttentionCall) -> AttentionCall | None:
-        """The call with its queries and keys before the rotation; None if they were not rotated, or changed further.
+        """Return the call with queries and keys before the rotation; None if not rotated, or changed afterwards.
 
-        Ask during the call: the rotation of the next layer replaces this one's.
+        Use it during the call: the next layer replaces the stored states.
         """
         kept, self._kept = self._kept, None
         if kept is None or kept[0].shape != call.query_BHQD.shape or kept[1].shape != call.key_BGKD.shape:
@@ -128,7 +130,7 @@ class BeforeRotation:
 
 @contextmanager
 def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
-    """While inside, keep what the attention modules rotate, one layer at a time."""
+    """Within the with statement, store what the attention modules rotate, one layer at a time."""
     before = BeforeRotation()
     with _lock:
         originals = rotary_files([*attention_sites(model)])
@@ -157,7 +159,7 @@ def _same_norms(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The outputs of a projection that belong to each head, (heads, width), and the share of gamma that scales them."""
+    """The rows of a projection that belong to each head, (heads, width), and the power of gamma that scales them."""
 
     projection: nn.Linear | Conv1D
     rows: Tensor
@@ -177,7 +179,7 @@ class HeadRows:
             bias.copy_(bias * factors)
 
     def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Weights (heads, width, inputs) and bias (heads, width) in float32."""
+        """Return weights (heads, width, inputs) and bias (heads, width) in float32."""
         weight, bias = self.projection.weight.detach().float(), self.projection.bias
         assert isinstance(weight, Tensor)
         weight = weight.T if isinstance(self.projection, Conv1D) else weight
@@ -207,9 +209,9 @@ class QueryKeyWeights:
 
 
 def query_key_weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights | None:
-    """The weights of an attention module, checked on one of its calls; None where they are not known.
+    """Return the weights of an attention module, checked on one of its calls; None if they are unknown.
 
-    So for modules that normalize q and k after the projection: there no factor of a projection reaches the logits.
+    They are None for modules that normalize q and k after the projection: scaling a projection has no effect there.
     """
     latent = _latent(module)
     if latent is not None:
@@ -258,7 +260,7 @@ def _makes(weights: QueryKeyWeights, call: AttentionCall) -> bool:
 
 
 def _latent(module: nn.Module) -> QueryKeyWeights | None:
-    """DeepSeek's attention. As in Kimi K2, the shared rotated key keeps its weights; its queries take all of gamma."""
+    """Return the weights of DeepSeek's attention. As in Kimi K2, gamma scales the queries of the shared rotated key."""
     query = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
     key, nope, rope = (getattr(module, name, None) for name in ("kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim"))
     if not (isinstance(query, nn.Linear) and isinstance(key, nn.Linear) and nope and rope):

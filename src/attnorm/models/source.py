@@ -1,6 +1,6 @@
-"""Where a model is: in this package, in a folder, in a .gguf file or on the Hugging Face hub.
+"""Find a model by its name: in this package, in a folder, in a .gguf file or on the Hugging Face hub.
 
-Nothing heavy is imported here, so that a wrong name is reported at once. Transformers dequantizes the weights of a
+This file imports no large package, so that a wrong name is reported quickly. Transformers dequantizes the weights of a
 .gguf file (llama.cpp's format), so that the quantized model is measured at full arithmetic precision.
 """
 
@@ -22,7 +22,7 @@ CACHED = "models--"  # prefix of a model's folder in the hub's cache; its name f
 
 
 class CannotLoad(ValueError):  # noqa: N818 - as UnsupportedModel
-    """Raised where a model or its tokenizer cannot be read."""
+    """Raised if a model or its tokenizer cannot be read."""
 
 
 class Source(NamedTuple):
@@ -32,7 +32,7 @@ class Source(NamedTuple):
 
 
 def find(model: str | Path) -> Source:
-    """The folder or hub name that a user means.
+    """Return the folder or hub name that a model name stands for.
 
     Raises:
         CannotLoad: There is no such folder, or it can only be on the hub and the hub cannot be reached.
@@ -76,7 +76,7 @@ def unreachable(name: str) -> str:
 
 
 def did_you_mean(name: str) -> str:
-    """A question that ends in '? ' and names similar models at hand, or an empty text."""
+    """Return "did you mean ...? " with similar names of available models, or an empty text."""
     beside = Path(name).expanduser().parent
     folders = [str(config.parent) for config in beside.glob("*/config.json")] if name.strip() else []
     close = difflib.get_close_matches(os.path.normpath(name), [BUNDLED, *folders, *cached()], n=2, cutoff=0.75)
@@ -84,7 +84,7 @@ def did_you_mean(name: str) -> str:
 
 
 def cached() -> list[str]:
-    """Hub names in the cache, whether complete or not."""
+    """Return the hub names in the cache, complete or not."""
     folders = Path(constants.HF_HUB_CACHE).glob(f"{CACHED}*")
     return [folder.name.removeprefix(CACHED).replace("--", "/", 1) for folder in folders]
 
@@ -100,7 +100,7 @@ def _bundled() -> Path:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached; without a network transformers retries for half a minute."""
+    """Whether the hub can be reached. Checked first, because transformers retries for half a minute."""
     if constants.HF_HUB_OFFLINE:
         return False
     hub = urlsplit(constants.ENDPOINT)
@@ -111,7 +111,7 @@ def hub_answers() -> bool:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit that the cache has of a model on the hub, whose folder is called by it."""
+    """Return the commit of a hub model in the cache; the name of its folder is the commit."""
     config = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(config).parent.name if isinstance(config, str) else None
 
@@ -134,7 +134,7 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def in_its_folder(file: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder and the options by which transformers' from_pretrained finds a .gguf file.
+    """Return the folder and the options with which from_pretrained reads a .gguf file.
 
     Raises:
         CannotLoad: A package is missing, or the file is something else.

@@ -1,7 +1,7 @@
-"""A text as tokens, and windows of it as model inputs: each window carries the special tokens that the tokenizer adds.
+"""Tokenize a text and cut it into windows, each with the special tokens that the tokenizer adds.
 
-`bos` decides about the token that starts a text: None leaves it to the tokenizer, True adds one that is missing, False
-removes it. Token ids are measured as they are given.
+`bos` decides about the token that starts a text: None leaves it to the tokenizer, True adds a missing one, False
+removes it. Texts that are given as token ids do not change.
 """
 
 import inspect
@@ -13,21 +13,21 @@ from torch import Tensor
 from attnorm.models.inputs import Text, needs_tokenizer, ready
 from attnorm.models.load import LoadedModel
 
-# Tokenizing a book takes many seconds, so of a longer text only pieces are tokenized, spread from its start to its end.
+# Tokenizing a book takes many seconds, so only pieces of a longer text are tokenized, evenly spaced over it.
 WHOLE_CHARACTERS = 400_000
 PIECES = 8
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """All tokens of a text without special ones, and the special ones around them."""
+    """The tokens of a text without special tokens, and the special tokens before and after them."""
 
     ids: Tensor  # (B, T)
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     names: tuple[str, ...] = ("input_ids",)  # the inputs that the tokenizer makes
-    piece_ends: tuple[int, ...] = ()  # where `ids` are pieces of the text: the end of each; empty for the whole text
-    share: float = 1.0  # of the text that `ids` hold
+    piece_ends: tuple[int, ...] = ()  # end of each piece, if `ids` are pieces of the text; empty for the whole text
+    share: float = 1.0  # share of the text that `ids` contain
 
     @property
     def special(self) -> int:
@@ -39,13 +39,13 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Tokens of the whole text as one input; an estimate where only pieces were tokenized."""
+        """Number of tokens of the whole text as one input; an estimate if only pieces were tokenized."""
         return round(int(self.ids.shape[1]) / self.share) + self.special
 
     def starts(self, windows: int, length: int) -> list[int] | None:
-        """Where disjoint windows of that length start in `ids`: the first at the start, the last up to the end.
+        """Return the starts of disjoint windows of that length in `ids`, evenly spaced from start to end.
 
-        None where they do not fit.
+        None if they do not fit.
         """
         body, held = length - self.special, int(self.ids.shape[1])
         ends = self.piece_ends or (held,)
@@ -64,7 +64,7 @@ class Tokens:
 def tokens_of(
     text: Text, loaded: LoadedModel, bos: bool | None = None, *, whole: bool = False, pieces: int = PIECES
 ) -> Tokens:
-    """whole: tokenize all of a long text, not pieces of it. pieces: how many of them."""
+    """Tokenize a text. whole: tokenize all of a long text instead of pieces. pieces: number of pieces."""
     if isinstance(text.content, Tensor):
         if bos is not None:
             raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
@@ -99,7 +99,7 @@ def tokens_of(
 
 
 def _pieces(content: str, count: int) -> list[str]:
-    """Equal parts of the text, spread from its start to its end, each starting at a word."""
+    """Return pieces of equal size, evenly spaced over the text, each starting at a word."""
     size = WHOLE_CHARACTERS // count
     pieces = []
     for place in range(count):
@@ -111,7 +111,7 @@ def _pieces(content: str, count: int) -> list[str]:
 
 
 def window_inputs(text: Text, tokens: Tokens, loaded: LoadedModel, start: int, length: int) -> dict[str, Tensor]:
-    """The model's inputs for `length` tokens, special ones counted, from token `start` of the text on."""
+    """Return the model inputs for `length` tokens, including special ones, from token `start` of the text."""
     body = tokens.ids[:, start : start + length - tokens.special]
     batch = body.shape[0]
     around = [torch.tensor(ids, dtype=torch.long).expand(batch, -1) for ids in (tokens.before, tokens.after)]
@@ -125,7 +125,7 @@ def window_inputs(text: Text, tokens: Tokens, loaded: LoadedModel, start: int, l
 
 
 def bos_id(loaded: LoadedModel) -> int | None:
-    """The token that starts a text by the tokenizer's or the model's configuration."""
+    """Return the BOS token of the tokenizer's or the model's configuration."""
     config = loaded.model.config
     for found in (getattr(loaded.tokenizer, "bos_token_id", None), getattr(config, "bos_token_id", None)):
         if isinstance(found, int):
@@ -134,9 +134,9 @@ def bos_id(loaded: LoadedModel) -> int | None:
 
 
 def bos_problem(tokens: Tokens, loaded: LoadedModel) -> str | None:
-    """A note where a causal model's BOS is not the first token, although it is a token of its own.
+    """Return a note if a causal model has a BOS token of its own that is not the first token of the text.
 
-    A BOS that is also the EOS (GPT-2, SmolLM2) separates documents, and models read texts without it.
+    If BOS and EOS are the same token (GPT-2, SmolLM2), it separates documents, and models read texts without it.
     """
     bos, tokenizer = bos_id(loaded), loaded.tokenizer
     eos = {getattr(tokenizer, "eos_token_id", None), getattr(loaded.model.config, "eos_token_id", None)}

@@ -1,8 +1,9 @@
 """Search for counterexamples to every claim: random rows, structured rows, and ascent on the violation itself.
 
-A round is a function of (claim, seed, round number): any counterexample can be made again from these three and its row.
-Ascent is gradient ascent on the log of the ratio where the claim is differentiable, otherwise keeping random changes
-that help. How many rounds fit into the budget depends on the machine; what a round finds does not.
+A round is a function of (claim, seed, round number), so any counterexample can be reproduced from these three and its
+row. Ascent is gradient ascent on the log of the ratio if the claim is differentiable; otherwise random changes that
+increase the ratio are kept. The number of rounds within the time budget depends on the machine; the result of a round
+does not.
 """
 
 import math
@@ -18,7 +19,7 @@ from attnorm.engines.threads import one_thread
 from attnorm.theory.catalogue import Claim, ClaimCase, claims
 from attnorm.theory.catalogue.claim import draw_case
 
-ROUNDING = 1e-9  # a ratio this little above 1 is float64 rounding
+ROUNDING = 1e-9  # ratios above 1 by no more than this are rounding errors of float64
 FIRST_ROUNDS = 9  # every strategy three times, whatever the budget
 ENOUGH_VIOLATIONS = 1000  # after which a refuted claim is not searched further
 ASCENT_STEPS = 30
@@ -30,7 +31,7 @@ STRATEGIES = ("random", "structured", "ascent")
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The smallest case found on which the claim fails; `replay` makes it again."""
+    """The smallest case found for which the claim fails; `replay` computes it again."""
 
     claim: str
     seed: int
@@ -50,7 +51,7 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the search found on one claim."""
+    """The result of the search for one claim."""
 
     claim: Claim
     tried: int = 0  # rows; an ascent counts as the row it ends at
@@ -64,7 +65,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """What the search says; in capitals where it contradicts the table."""
+        """The result in words; in capitals if it contradicts the table."""
         claim = self.claim
         if not claim.searched:
             return "argument"
@@ -87,7 +88,7 @@ class Finding:
 
 
 class SearchInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `verify`; `findings` holds what was found until then."""
+    """Raised by Ctrl-C during `verify`; `findings` holds the results so far."""
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("the search was interrupted")
@@ -149,7 +150,7 @@ def _search_all(
 
 
 def replay(claim: Claim, seed: int, round_number: int) -> tuple[ClaimCase, Tensor]:
-    """The case of one round and its ratios, as the search saw them."""
+    """Return the case of one round and its ratios, as in the search."""
     if not claim.searched:
         raise ValueError(f"{claim.id} is an argument, not a number: there is no round to make again; see {claim.proof}")
     if round_number < 0:
@@ -164,7 +165,7 @@ def table_stands(findings: Sequence[Finding]) -> bool:
 
 
 class _Search:
-    """The running totals of one claim."""
+    """The state of the search for one claim."""
 
     def __init__(self, claim: Claim, seed: int) -> None:
         self.claim, self.seed = claim, seed
@@ -175,12 +176,12 @@ class _Search:
         self.smallest: Counterexample | None = None
 
     def case_of(self, round_number: int) -> tuple[ClaimCase, Tensor]:
-        """What the round tries, and its ratios (rows, bounds)."""
+        """Return the case of a round, and its ratios (rows, bounds)."""
         cycle, step = divmod(round_number, len(STRATEGIES))
         strategy = STRATEGIES[step]
         # Ascents start from structured and from random rows in turn.
         structured = strategy == "structured" or (strategy == "ascent" and cycle % 2 == 0)
-        # Not the claim's name: a claim and its correction meet the same rows, so that they can be compared.
+        # The seed does not depend on the claim's name: a claim and its correction get the same rows.
         seed = zlib.crc32(f"{self.seed}/{round_number}".encode())
         case = draw_case(seed, self.claim.sizes, structured=structured)
         if strategy == "ascent":
@@ -263,7 +264,7 @@ def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
 
 
 def _ascend(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase) -> ClaimCase:
-    """Gradient ascent on log ratio in all numbers of the case; the best point of each row is kept."""
+    """Maximise the log ratio by gradient ascent over all numbers of the case; keep the best point of each row."""
     free = [t.clone().requires_grad_() for t in _numbers(case)]
     optimizer = torch.optim.Adam(free, lr=0.1)
     best, best_ratio = case, torch.full_like(case.dial, -torch.inf)
@@ -284,7 +285,7 @@ def _ascend(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase) -> ClaimCase:
 
 
 def _climb(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase, seed: int) -> ClaimCase:
-    """Random changes of each row, kept where they raise the ratio."""
+    """Change each row at random, and keep changes that increase the ratio."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def drawn(like: Tensor, size: Tensor) -> Tensor:
@@ -307,7 +308,7 @@ def _climb(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase, seed: int) -> 
 
 
 def _numbers(case: ClaimCase) -> list[Tensor]:
-    """What an ascent may move, each free of constraints."""
+    """Return the numbers of a case that an ascent may change, without constraints."""
     return [case.logits, case.vectors, case.dial.log(), case.matrices]
 
 
@@ -322,7 +323,7 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, found: Tensor) -> tuple[ClaimCase, Tensor]:
-    """Row by row the case with the higher ratio."""
+    """Return for each row the case with the higher ratio."""
     gain = torch.nan_to_num(found, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
     merged = replace(
         best,

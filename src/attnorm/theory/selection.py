@@ -1,4 +1,4 @@
-"""What a row of attention selects: its weights, the vectors they mix, its N heaviest keys and their context vector.
+"""`SelectedRows`: rows of attention with their weights, vectors, N heaviest keys and the context vector of these keys.
 
 Notation of Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821: weights a_i and vectors x_i of the n visible keys,
 y_i = a_i x_i, I the top-N set, A = sum of a_i over I, s = sum of y_i over I (the context vector).
@@ -47,7 +47,7 @@ class SelectedRows:
 
     @cached_property
     def n(self) -> Tensor:
-        """Visible keys of each row, in the dtype of the weights."""
+        """Number of visible keys of each row, in the dtype of the weights."""
         return self.visible.sum(-1, dtype=self.weights.dtype)
 
     @cached_property
@@ -101,7 +101,7 @@ class SelectedRows:
         return self.distances_to(self.context, self.weights, self.along_context)
 
     def distances_to(self, points: Tensor, coefficients: Tensor, along: Tensor | None = None) -> Tensor:
-        """||c_i x_i - p|| for one point per row; along: x_i . p where it is known."""
+        """Return ||c_i x_i - p|| for one point per row; along: x_i . p if known."""
         return scaled_distances(coefficients, self.vectors, points, self.squares, along)
 
     @cached_property
@@ -124,24 +124,24 @@ class SelectedRows:
         return self.n > self.top_n
 
     def with_indices(self, indices: Int[Tensor, "*rows N"]) -> "SelectedRows":
-        """The same rows with another selected set (visible keys, none twice)."""
+        """Return the same rows with another selected set (distinct visible keys)."""
         rows = replace(self, indices=indices)
-        # What does not depend on the set has been computed once for all sets.
+        # Copy the cached properties that do not depend on the selected set.
         rows.__dict__.update({name: self.__dict__[name] for name in _OF_ALL_SETS if name in self.__dict__})
         return rows
 
     def per_row(self, value: Tensor, where: Tensor | None = None) -> Tensor:
-        """One number per row in the caller's layout: NaN where the row has n <= N or `where` is False."""
+        """Return one number per row in the caller's layout; NaN if the row has n <= N or `where` is False."""
         applies = self.applies if where is None else self.applies & where
         value = torch.where(applies, value, torch.nan)
         return value.squeeze(-1) if self.one_row_per_set else value
 
     def per_key(self, value: Tensor) -> Tensor:
-        """One value per key (or selected key) of each row, in the caller's layout."""
+        """Return one value per key (or selected key) of each row, in the caller's layout."""
         return value.squeeze(-2) if self.one_row_per_set else value
 
     def row_value(self, given: Tensor | float) -> Tensor:
-        """A number per row, as the caller gave it, ready to meet this record's rows."""
+        """Reshape a number per row from the caller's layout to that of this record."""
         value = torch.as_tensor(given, dtype=self.weights.dtype, device=self.weights.device)
         return value.unsqueeze(-1) if self.one_row_per_set and value.dim() else value
 
@@ -153,7 +153,7 @@ def select(
     mask: Bool[Tensor, "..."] | None = None,
     log_weights: Float[Tensor, "*rows L"] | None = None,
 ) -> SelectedRows:
-    """The rows with their true top-N set: the N heaviest visible keys, ties to the earlier key.
+    """Return rows with their top-N set: the N heaviest visible keys; of equal weights, the earlier key.
 
     log_weights: log a_i up to a constant per row (for softmax, its logits); they order keys whose weights underflow.
     """
@@ -180,14 +180,14 @@ def select(
         weights, visible = weights.unsqueeze(-2), visible.unsqueeze(-2)
         log_weights = None if log_weights is None else log_weights.unsqueeze(-2)
     if mask is not None:
-        # A key that no row sees may hold anything, NaN included: 0 * NaN must not reach the sums.
+        # Keys that no row sees may hold NaN, and 0 * NaN is NaN.
         vectors = torch.where(visible.any(-2).unsqueeze(-1), vectors, 0.0)
     heaviest = top_n_indices(weights if log_weights is None else log_weights, top_n, visible)
     return SelectedRows(weights, vectors, visible, heaviest, one_row_per_set, log_weights)
 
 
 def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask, broadcast to the weights; all True where there is none."""
+    """Return the mask, broadcast to the weights; all True without a mask."""
     if mask is None:
         return torch.ones_like(weights, dtype=torch.bool)
     if mask.dtype != torch.bool:
@@ -199,12 +199,14 @@ def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
-    """Indices of the N heaviest visible keys, heaviest first, ties to the earlier key; hidden ones where n < N."""
+    """Return indices of the N heaviest visible keys, heaviest first, then by position; if n < N, also hidden keys."""
     weights = torch.where(visible, weights, -torch.inf)
-    if runs_asynchronously(weights):  # sorting all keys takes less time than asking whether there are ties
+    if runs_asynchronously(
+        weights
+    ):  # sorting all keys is faster than waiting for the GPU to know whether there are ties
         return weights.sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
     values, indices = weights.topk(min(top_n, weights.shape[-1]), dim=-1)
-    # topk orders ties as it likes, and takes any of those with the least weight.
+    # topk returns equal weights in any order.
     last = values[..., -1:]
     if bool(((weights == last).sum(-1) > (values == last).sum(-1)).any()):
         return weights.sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
@@ -215,7 +217,7 @@ def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
 def top_n_set(
     weights: Float[Tensor, "*rows L"], top_n: int, mask: Bool[Tensor, "..."] | None = None
 ) -> Bool[Tensor, "*rows L"]:
-    """True at the N heaviest visible keys of each row, ties to the earlier key; all visible keys where n <= N."""
+    """Return a mask of the N heaviest visible keys of each row (all if n <= N); of equal weights, the earlier key."""
     if top_n < 1:
         raise ValueError(f"top_n must be at least 1, got {top_n}")
     visible = visible_keys(weights, mask)
@@ -227,10 +229,10 @@ def scaled_distances(
 ) -> Tensor:
     """||a_i x_i - p|| for weights (..., Q, L), vectors (..., L, d) and points (..., Q, d): (..., Q, L).
 
-    From inner products, so that no (Q, L, d) tensor arises; pairs so close that the subtraction would lose more than
-    half of the digits are computed again from their difference, but not in float64 on a GPU, which would have to be
-    asked for them: there half of the digits are those of float32. squares and along: ||x_i||^2 and x_i . p where they
-    are known.
+    Uses inner products, so that no (Q, L, d) tensor is needed. Pairs so close that the subtraction would lose more than
+    half of the digits are computed again from their difference. In float64 on a GPU they are not, because finding them
+    would synchronize, and half of the digits are as many as float32 has. squares, along: ||x_i||^2 and x_i . p, if
+    known.
     """
     squares = vectors.square().sum(-1) if squares is None else squares
     along = points @ vectors.mT if along is None else along
@@ -251,7 +253,7 @@ def scaled_distances(
 
 
 def safe_sqrt(squared: Tensor) -> Tensor:
-    """sqrt with gradient 0 at 0, where a norm has no derivative but 0 is a subgradient; 0 below."""
+    """Return the square root, 0 for negative numbers, with gradient 0 at 0."""
     if not squared.requires_grad:
         return squared.clamp(min=0).sqrt()
     positive = ~(squared <= 0)
@@ -259,7 +261,7 @@ def safe_sqrt(squared: Tensor) -> Tensor:
 
 
 def sum_where(values: Tensor, where: Tensor) -> Tensor:
-    """The sum of values, all finite, over the keys where `where` holds."""
+    """Return the sum of values, all finite, over the keys in `where`."""
     total: Tensor = torch.linalg.vecdot(values, where.to(values.dtype))
     return total
 
@@ -269,7 +271,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def relative_weights(weights: Tensor, reference: Tensor, log_weights: Tensor | None = None) -> Tensor:
-    """a_i over the largest |a_j| of the keys where `reference` holds, with a magnitude of at least `floor`.
+    """Return a_i over the largest |a_j| of the keys in `reference`, with a magnitude of at least `floor`.
 
     A weight of 0 stays 0. log_weights: log a_i up to a constant per row, for weights >= 0. The magnitude is clamped
     from both sides: a ratio so extreme decides a comparison by the sign of the other factor alone.
@@ -286,14 +288,14 @@ def relative_weights(weights: Tensor, reference: Tensor, log_weights: Tensor | N
 
 
 def near_one(vectors: Tensor) -> Tensor:
-    """The vectors of each set times a power of two, so that squares neither overflow nor underflow: no rounding."""
+    """Multiply the vectors of each set by a power of two, so that squares neither overflow nor underflow."""
     largest = vectors.abs().amax((-2, -1), keepdim=True) if vectors.numel() else vectors.sum()
     exponent = torch.frexp(torch.where(largest.isfinite(), largest, 1.0)).exponent.clamp(-120, 120)
     return vectors * torch.ldexp(torch.ones_like(largest), -exponent)
 
 
 def closeness(rows: SelectedRows) -> Tensor:
-    """q_i of every key in units that are common to its row (..., Q, L); NaN where a weight or vector is not finite."""
+    """Return q_i of every key in a unit of its row, (..., Q, L); NaN if a weight or vector is not finite."""
     x = near_one(rows.vectors)
     shares = relative_weights(rows.weights, rows.visible, rows.log_weights)
     along = (shares * rows.chosen) @ x @ x.mT
@@ -302,7 +304,7 @@ def closeness(rows: SelectedRows) -> Tensor:
 
 
 def as_near_as_outsiders(rows: SelectedRows) -> tuple[Tensor, Tensor]:
-    """True at the selected keys no farther from s than every visible key outside I; and at rows with finite numbers."""
+    """Return two masks: selected keys that are at least as close to s as every visible key outside; finite rows."""
     q = closeness(rows)
     nearest = q.masked_fill(~rows.outside, -torch.inf).amax(-1, keepdim=True)
     known = q.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
