@@ -238,9 +238,9 @@ def measure_cuda_analysis(*, quick: bool = False, notes: list[str]) -> Iterator[
 
 
 def random_llama(shape: LlamaShape) -> Any:
-    from transformers import LlamaConfig
-    from transformers import LlamaForCausalLM as Model
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    make: Any = LlamaForCausalLM  # typed in some releases of transformers and untyped in others
     hidden = shape.heads * shape.width
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
@@ -252,7 +252,7 @@ def random_llama(shape: LlamaShape) -> Any:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"), torch.no_grad():
-            model: Any = Model(config)  # type: ignore[no-untyped-call]
+            model = make(config)
             model.eval()
             for layer in model.model.layers:
                 for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
