@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jaxtyping
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
 import torch
+from matplotlib.figure import Figure
 
 from tests import shape_checks
 from tests.shape_checks import check_shapes_in
@@ -30,6 +32,18 @@ if not torch.cuda.is_available():
     if find_spec("triton") is not None:
         importlib.import_module("triton.language")  # reads the variable once; a test may change the environment
 
+_savefig = Figure.savefig
+_coarse = True
+
+
+def _savefig_coarsely(figure: Figure, *given: Any, **options: Any) -> None:
+    """Few pixels, not packed as tightly as possible: that takes longer than to draw the figure."""
+    if _coarse and "dpi" in options:
+        options = {**options, "dpi": 40, "pil_kwargs": None}
+    _savefig(figure, *given, **options)
+
+
+Figure.savefig = _savefig_coarsely  # type: ignore[method-assign]
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # an analysis would wait for the disk 100 times
 
@@ -57,13 +71,15 @@ jaxtyping.config.update("jaxtyping_disable", DISABLED or ROOT not in CHECKING)
 
 @pytest.fixture(autouse=True)
 def _ground_rules(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seeds, registrations that end with the test, shape checks: one fixture, since each costs 0.1 ms per test."""
+    """Seeds, registrations that end with the test, checks, pictures: one fixture, since each costs 0.1 ms per test."""
+    global _coarse
     _seed()
     before = jaxtyping.config.jaxtyping_disable
     shape_checks.start_counting()
     checking = any(request.path.is_relative_to(path) for path in CHECKING)
-    plain = not checking or request.node.get_closest_marker("as_installed") is not None
-    jaxtyping.config.update("jaxtyping_disable", DISABLED or plain)
+    as_installed = request.node.get_closest_marker("as_installed") is not None
+    jaxtyping.config.update("jaxtyping_disable", DISABLED or not checking or as_installed)
+    _coarse = not as_installed
     registered = registry._registered
     registry._registered = dict(registered)
     yield

@@ -46,13 +46,17 @@ def _checked(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _checked_unless_compiling(plain: Callable[..., Any], typechecker: Callable[..., Any]) -> Callable[..., Any]:
-    checked = jaxtyped(plain, typechecker=typechecker)
+    made: list[Callable[..., Any]] = []  # with the first checked call: to read all annotations takes a second
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if jaxtyping.config.jaxtyping_disable or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
         _calls[plain] += 1
-        return checked(*args, **kwargs) if _calls[plain] <= most_calls else plain(*args, **kwargs)
+        if _calls[plain] > most_calls:
+            return plain(*args, **kwargs)
+        if not made:
+            made.append(jaxtyped(plain, typechecker=typechecker))
+        return made[0](*args, **kwargs)
 
     return call

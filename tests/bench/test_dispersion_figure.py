@@ -42,6 +42,7 @@ def texts(dispersion: Dispersion) -> str:
     return "\n".join(text.get_text() for axes in figure.axes for text in axes.texts)
 
 
+@pytest.mark.as_installed
 def test_both_files_are_valid_and_not_empty(tmp_path: Path) -> None:
     """And the same numbers give the same file."""
     svg, png = save_dispersion_figure(ORDINARY, tmp_path / "deep" / "er")

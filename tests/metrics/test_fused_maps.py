@@ -118,16 +118,19 @@ def longest_products(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def call_of(kind: str, length: int) -> AttentionCall:
+    """One item, but for padding; test_every_call has several."""
     if kind == "huge":
         return huge_call(length)
     size = {"random": 2.0, "peaked": 12.0, "nearly equal": 1e-3, "padded": 2.0}[kind]
+    if kind != "padded":
+        return make_call(length, batch=1, size=size, seed=3)
     padded = torch.arange(length) >= torch.tensor([0, 20])[:, None]
-    return make_call(length, size=size, seed=3, mask=padded[:, None, None] if kind == "padded" else None)
+    return make_call(length, size=size, seed=3, mask=padded[:, None, None])
 
 
 def huge_call(length: int) -> AttentionCall:
     """Logits up to 2^14 or so, whole multiples of 2^8, which float32 holds exactly; many are equal."""
-    call = make_call(length, size=2.0, seed=3, scale=0.25)
+    call = make_call(length, batch=1, size=2.0, seed=3, scale=0.25)
     return replace(call, query_BHQD=2.0**10 * call.query_BHQD.round(), key_BGKD=(2 * call.key_BGKD).round())
 
 
@@ -141,7 +144,7 @@ def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
 @pytest.mark.parametrize("name", [name for name in MAPS if name != "softpick"])
 def test_logits_far_from_zero_keep_their_differences(name: str) -> None:
     """Of softpick the kernel rounds logits, in bits, before it subtracts the largest one."""
-    call = make_call(63, size=2.0, seed=3, scale=0.25)
+    call = make_call(63, batch=1, size=2.0, seed=3, scale=0.25)
     call.query_BHQD.round_()[..., 0] = 32.0
     call.key_BGKD.mul_(2).round_().div_(2)[..., 0] = 1024.0
     assert dense_logits(call).median() > 8000
@@ -169,7 +172,7 @@ def test_a_negative_factor_turns_the_order_of_the_keys_around(map_: str) -> None
 
 @pytest.mark.parametrize("name", often(["entmax15", "kneemax", "entmax", "sigmoid"]))
 def test_equal_keys_at_the_top(name: str) -> None:
-    call = make_call(80, size=4.0)
+    call = make_call(80, batch=1, size=4.0)
     call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]
     call.query_BHQD.copy_(call.key_BGKD[:, :, 6:7].repeat_interleave(2, 1) + 0.1 * call.query_BHQD)
     assert_close_to_float64(call, make(name))

@@ -9,13 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.fresh import run_fresh
+from tests.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
-USE = """
+# Only transformers and torch stay as they were imported: a new interpreter would take seconds to import them.
+ANEW = """
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "attnorm"]:
+    del sys.modules[name]
+sys.path.insert(0, sys.argv[3])
+"""
+USE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import attnorm
@@ -78,8 +84,9 @@ def run(copy: Path, *arguments: str) -> str:
 def test_it_is_checked_computed_patched_saved_and_listed(copy: Path, tmp_path: Path) -> None:
     """And the command of step 3 passes every check."""
     (command,) = re.findall(r'^python -c "(.*check_normalizer.*)"$', CONTRIBUTING, flags=re.MULTILINE)
-    script = f"import sys; sys.path.insert(0, {str(copy / 'src')!r})\n{USE}"
-    listed, report = run_fresh(script, str(tmp_path / "saved"), command).stdout.split("\n", 1)
+    with forked(ANEW + USE, str(tmp_path / "saved"), command, str(copy / "src")) as child:
+        listed, _, report = child.stdout.read().partition("\n")
+        assert child.wait() == 0
     assert re.match(r"taylor: (\d+) of \1 checks passed", report)
     name, paper, url, summary, promises = listed.split("|")
     assert (name, paper, url) == ("taylor", "de Brebisson & Vincent 2016", "https://arxiv.org/abs/1511.05042")
