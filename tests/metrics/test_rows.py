@@ -46,7 +46,7 @@ def same(found: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
 
 def check(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | None, tolerance: float) -> None:
     queries = call.query_BHQD.shape[-2]
-    some = torch.tensor(sorted({*range(min(4, queries)), *range(0, queries, queries // 4 + 1), queries - 1}))
+    some = torch.tensor(sorted({*range(min(3, queries)), queries // 2, queries - 1}))
     expected = reference.dense_statistics(call, normalizer, some, TOP_N)
     assert torch.equal(result.n[..., some].double(), expected.pop("n"))
     assert set(result.values) == set(PER_ROW)
