@@ -10,6 +10,7 @@ import torch
 import attnorm
 from attnorm.engines import flex
 from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.threads import in_new_thread
 from attnorm.normalizers import Mechanism
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -141,3 +142,19 @@ def test_a_graph_contains_the_kernel_that_eager_mode_runs(name: str) -> None:
     call = partial(attnorm.attention, normalizer=attnorm.get(name).cuda(), causal=True)
     torch.compile(call, backend=read, fullgraph=True)(q, k, v)
     assert any(operator.startswith("attnorm.") and "attention" in operator for operator in operators), operators
+
+
+def test_a_new_thread_works_on_the_stream_of_the_caller() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert in_new_thread(lambda: torch.cuda.current_stream(device), device) == stream
+
+
+def test_compiled_statistics_of_a_map_without_a_kernel() -> None:
+    q, k, _, _ = _inputs((100, 100), (4, 2), "none", torch.float32)
+    for name in ("topk", "alibi"):
+        normalizer = attnorm.get(name).cuda()
+        measure = partial(attnorm.attention_statistics, normalizer=normalizer, causal=True)
+        found = torch.compile(measure, fullgraph=True, backend="aot_eager")(q, k)
+        torch.testing.assert_close(found, measure(q, k), equal_nan=True)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import attnorm
 from attnorm.metrics import attention_statistics as metrics_of_rows
@@ -237,6 +238,87 @@ def test_compiled_statistics_follow_the_normalizer_and_its_parameters(monkeypatc
         for parameter in learned.parameters():
             parameter.add_(1.0)
     torch.testing.assert_close(compiled(learned), measure(learned))
+
+
+def test_layers_share_one_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives up on a function after 8 graphs; a model has more layers than that."""
+    monkeypatch.setattr(metrics_of_rows, "runs_kernels", lambda q: False)
+    torch.compiler.reset()
+    q, k = draw()
+    counter = CompileCounter()
+
+    def measure(normalizer: attnorm.Normalizer) -> torch.Tensor:
+        return attnorm.attention_statistics(q, k, normalizer, causal=True).entropy
+
+    compiled = torch.compile(measure, fullgraph=True, backend=counter)
+    layers = [attnorm.get("topk", k=1 + layer % 5) for layer in range(12)]
+    for normalizer in layers:
+        torch.testing.assert_close(compiled(normalizer), measure(normalizer))
+    assert counter.frame_count == 1
+
+
+def test_compiled_statistics_see_parameters_that_the_graph_changes_or_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled graph writes a changed parameter back at its end, after the operator."""
+    monkeypatch.setattr(metrics_of_rows, "runs_kernels", lambda q: False)
+    q, k = draw()
+    learned = attnorm.compose("entmax15", scale=attnorm.get("ssmax", heads=H))
+    (parameter,) = learned.parameters()
+    start = parameter.detach().clone()
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            parameter.add_(0.5)
+        return attnorm.attention_statistics(q, k, learned, causal=True).entropy
+
+    before = attnorm.attention_statistics(q, k, learned, causal=True).entropy
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(parameter.detach(), start + 0.5)
+    expected = attnorm.attention_statistics(q, k, learned, causal=True).entropy
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(found, expected)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normalizer = learned
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return attnorm.attention_statistics(q, k, self.normalizer, causal=True).entropy
+
+    layer = Layer()
+    (name,) = (name for name, _ in layer.named_parameters())
+
+    def call(value: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, {name: value}, (q,))
+
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(start), before)
+
+
+def test_an_exported_graph_has_no_normalizer_of_this_process() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.normalizer = attnorm.get(name)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return attnorm.attention_statistics(q, k, self.normalizer, causal=True).entropy
+
+    q, k = draw()
+    ssmax = Layer("ssmax")
+    torch.testing.assert_close(torch.export.export(ssmax, (q, k)).module()(q, k), ssmax(q, k))
+    with pytest.raises(ValueError, match=r"torch.export, got 'topk'"):
+        torch.export.export(Layer("topk"), (q, k), strict=False)
+
+
+@pytest.mark.parametrize("name", ["softpick", "alibi", "sa_softmax"])
+def test_inference_mode_has_jacobian_norms_too(name: str) -> None:
+    mask = torch.rand(Q, K, generator=torch.Generator().manual_seed(5)) < 0.7
+    expected = attnorm.attention_statistics(*draw(), name, mask=mask)
+    assert expected.jacobian_norm.isfinite().any()
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            attnorm.attention_statistics(*draw(), name, mask=mask.clone()), expected, equal_nan=True
+        )
 
 
 def test_output_and_statistics_are_one_graph() -> None:

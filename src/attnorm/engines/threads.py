@@ -53,6 +53,21 @@ def in_threads(measure: Callable[[range], None], parts: int, device: torch.devic
         torch.set_num_threads(threads)
 
 
+def in_new_thread(work: Callable[[], Result], device: torch.device) -> Result:
+    """Return work(), computed in a new thread on the current stream of this device."""
+    if device.type != "cuda":
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+    stream = torch.cuda.current_stream(device)  # a new thread does not inherit it
+
+    def work_on_stream() -> Result:
+        with torch.cuda.stream(stream):
+            return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work_on_stream).result()
+
+
 def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Return work(item) for all items, computed in threads. Meant for work that is a few torch operations."""
     if len(items) == 1:

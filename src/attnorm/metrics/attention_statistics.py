@@ -3,28 +3,29 @@
 Under torch.compile they are one of three operators of torch.library, so that the graph stays whole. Softmax with its
 rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors alone: what the rules
 multiply the logits by, the sink's logit, and the other numbers of each row are computed before. All other normalizers
-are called by their id.
+are called by a handle.
 """
 
+import copy
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
+from attnorm.engines.threads import in_new_thread
 from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
-from attnorm.normalizers.block import Positions
-from attnorm.normalizers.by_id import normalizer_by_id
+from attnorm.normalizers.block import Positions, is_exporting
+from attnorm.normalizers.by_id import normalizer_of
 from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
@@ -343,17 +344,17 @@ def row_statistics_operator(
     query_positions: Tensor | None,
     key_positions: Tensor | None,
     hidden_states: Tensor | None,
-    learned: Sequence[Tensor],
-    normalizer: int,
+    normalizer: Tensor,
+    state: Sequence[Tensor],
     scale: float,
     causal: bool,
     softcap: float | None,
     names: str,
     top_n: Sequence[int],
 ) -> list[Tensor]:
-    """The same for any normalizer, given by its id.
+    """The same for any normalizer, given by its handle.
 
-    learned: its parameters, so that whatever changes them in the same graph comes before.
+    state: its parameters and buffers. The graph may have changed them, or may have been called with others.
     """
     positions = None
     if query_positions is not None and key_positions is not None:
@@ -362,16 +363,30 @@ def row_statistics_operator(
         0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap, positions=positions,
         inputs_BKC=hidden_states,
     )  # fmt: skip
-    chosen = normalizer_by_id(normalizer)
-    assert isinstance(chosen, Normalizer)
+    chosen = _with_state(normalizer_of(normalizer), state)
     measure = partial(
         measure_rows, call, [chosen], torch.arange(q.shape[-2]), tuple(top_n),
         names=names.split(), mass_rows=None,
     )  # fmt: skip
     # An operator runs below autograd, which the Jacobian norm of some maps needs. In another thread autograd is active.
-    with ThreadPoolExecutor(1) as thread:
-        (found,) = thread.submit(measure).result().values()
+    (found,) = in_new_thread(measure, q.device).values()
     return _as_tensors(found, names)
+
+
+def _state(normalizer: nn.Module) -> list[Tensor]:
+    return [*normalizer.parameters(), *normalizer.buffers()]
+
+
+def _with_state(normalizer: nn.Module, state: Sequence[Tensor]) -> Normalizer:
+    """The normalizer, or a copy of it if these are not its own parameters and buffers."""
+    assert isinstance(normalizer, Normalizer)
+    own = _state(normalizer)
+    if all(one.data_ptr() == given.data_ptr() for one, given in zip(own, state, strict=True)):
+        return normalizer
+    replacements: dict[int, Tensor] = {}
+    for one, given in zip(own, state, strict=True):
+        replacements[id(one)] = nn.Parameter(given, requires_grad=False) if isinstance(one, nn.Parameter) else given
+    return copy.deepcopy(normalizer, replacements)
 
 
 @row_statistics_operator.register_fake
@@ -382,8 +397,8 @@ def _row_shapes(
     query_positions: Tensor | None,
     key_positions: Tensor | None,
     hidden_states: Tensor | None,
-    learned: Sequence[Tensor],
-    normalizer: int,
+    normalizer: Tensor,
+    state: Sequence[Tensor],
     scale: float,
     causal: bool,
     softcap: float | None,
@@ -397,12 +412,18 @@ def compiled_row_statistics(
     inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
 ) -> list[Tensor]:
     """n, the numbers of these names and the masses, for any normalizer."""
+    if is_exporting():
+        raise ValueError(
+            f"expected softmax or a rescaling of it in torch.export, got {normalizer.name!r}: an exported graph cannot "
+            "hold the normalizer that its statistics need. Measure them outside the exported model."
+        )
     positions = _positions(inputs)
     states = _states(inputs)
     n, numbers, masses = torch.ops.attnorm.row_statistics(
         inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), _mask(inputs),
         None if positions is None else positions.query, None if positions is None else positions.key,
-        None if states is None else states.detach(), [one.detach() for one in normalizer.parameters()],
-        id(normalizer), inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
+        None if states is None else states.detach(), normalizer.handle,
+        [one.detach() for one in _state(normalizer)], inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
+        list(top_n),
     )  # fmt: skip
     return [n, *numbers.unbind(), masses]

@@ -70,16 +70,18 @@ def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> 
 
 def sampled_norm(normalizer: Normalizer, block: RowsBlock) -> Tensor:
     """Return the norm of rows (..., h, r) of any map by power iteration in float64; NaN if it has no gradient."""
-    precise = replace(block, logits=block.logits.double())
     generator = torch.Generator(block.logits.device).manual_seed(0)
+    with torch.inference_mode(False):  # tensors of inference mode have no gradient, copies of them have
+        mask, states = (None if t is None else t.clone() for t in (block.mask, block.hidden_states))
+        precise = replace(block, logits=block.logits.clone().double(), mask=mask, hidden_states=states)
 
-    def row_map(logits: Tensor) -> Tensor:
-        return normalizer.weights(precise.with_logits(precise.hide(logits))).to(logits.dtype)
+        def row_map(logits: Tensor) -> Tensor:
+            return normalizer.weights(precise.with_logits(precise.hide(logits))).to(logits.dtype)
 
-    try:
-        return power_iteration_norm(row_map, precise.logits, mask=block.mask, generator=generator)
-    except (ValueError, RuntimeError):
-        return block.logits.new_full(block.logits.shape[:-1], math.nan)
+        try:
+            return power_iteration_norm(row_map, precise.logits, mask=mask, generator=generator)
+        except (ValueError, RuntimeError):
+            return block.logits.new_full(block.logits.shape[:-1], math.nan)
 
 
 def _gain(normalizer: Normalizer, block: RowsBlock) -> Tensor | None:

@@ -1,18 +1,22 @@
-"""Find a normalizer by its id, while it exists.
+"""Find a normalizer by a handle, a tensor with its id, while it exists.
 
-An operator of torch.library takes tensors and numbers, no objects; torch.compile guards that the id stays the same.
+An operator of torch.library takes tensors and numbers, no objects. torch.compile would compile once more for every
+number; a tensor is an input of the graph, so that all layers share one.
 """
 
 from weakref import WeakValueDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _normalizers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-def remember(normalizer: nn.Module) -> None:
+def remember(normalizer: nn.Module) -> Tensor:
+    """Return the handle of this normalizer, on the CPU."""
     _normalizers[id(normalizer)] = normalizer
+    return torch.tensor(id(normalizer), device="cpu")
 
 
-def normalizer_by_id(number: int) -> nn.Module:
-    return _normalizers[number]
+def normalizer_of(handle: Tensor) -> nn.Module:
+    return _normalizers[int(handle)]

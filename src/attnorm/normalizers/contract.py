@@ -204,11 +204,11 @@ class Normalizer(nn.Module):
         self.select = nn.ModuleList(select)
         self.map = map
         self.sink = sink
-        remember(self)
+        self.handle = remember(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is another object
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        remember(self)
+        self.handle = remember(self)
 
     def forward(
         self,
