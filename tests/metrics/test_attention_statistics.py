@@ -137,6 +137,20 @@ def test_positions_are_those_that_the_caller_gives(name: str) -> None:
         assert not torch.allclose(found.entropy, counted.entropy)
 
 
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "sigmoid", "relu", "softpick"])
+def test_jacobian_norms_take_the_positions_that_the_caller_gives(name: str) -> None:
+    normalizer = attnorm.compose(name, scale=attnorm.get("log_scaled", train_length=8))
+    q, k = (0.3 * t.double() for t in draw(3))
+    positions = 50 * torch.arange(K)[-Q:]
+    found = attnorm.attention_statistics(q, k, normalizer, causal=True, positions=positions)
+    z = (q @ k.repeat_interleave(H // G, 1).mT * D**-0.5)[0, 0]
+    visible = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)
+    derivative = torch.autograd.functional.jacobian(lambda z: normalizer(z, visible, positions=positions)[-1], z)
+    norm = torch.linalg.matrix_norm(derivative[:, -1], 2)
+    assert norm > 1e-3
+    torch.testing.assert_close(found.jacobian_norm[0, 0, -1], norm, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15", "sigmoid", "topk", "alibi"])
 @pytest.mark.parametrize("engine", ["auto", "blocked"])
 def test_attention_returns_them_with_its_output(name: str, engine: str) -> None:

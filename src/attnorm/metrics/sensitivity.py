@@ -86,9 +86,10 @@ def sampled_norm(normalizer: Normalizer, block: RowsBlock) -> Tensor:
 
 def _gain(normalizer: Normalizer, block: RowsBlock) -> Tensor | None:
     gain = None
+    positions = None if block.given_positions is None else block.positions.query[..., None]
     for rule in normalizer.rules:
         assert isinstance(rule, ScaleRule)
-        factor = rule.factor(block.n, None, block.hidden_states).abs()
+        factor = rule.factor(block.n, positions, block.hidden_states).abs()
         gain = factor if gain is None else gain * factor
     return gain
 
