@@ -123,7 +123,7 @@ def measure_circuits(
     pieces: list[dict[str, Any]] = []
     for number, (length, probe) in enumerate(probes):
         progress(number, len(probes))
-        pieces += _measured(loaded, normalizers, length, probe, check=number == 0)
+        pieces += _measure_probe(loaded, normalizers, length, probe, check=number == 0)
     progress(len(probes), len(probes))
     if not pieces:
         raise ValueError(f"{loaded.name} has no causal attention; circuits are defined for causal heads only")
@@ -212,7 +212,7 @@ def _ids(tokenizer: Any, words: str) -> Tensor:
     return torch.tensor(tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _measured(
+def _measure_probe(
     loaded: LoadedModel,
     normalizers: Mapping[str, Normalizer | None],
     length: int,

@@ -79,11 +79,11 @@ def row_columns(found: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> d
             "broken_rows": found.broken,
             "n_low": bins[0][0],
             "n_high": bins[0][1],
-            **_of_longest(found.metrics),
+            **_longest_bin_columns(found.metrics),
             **_slopes(found.metrics, n.mean),
             "forced_share": found.means["forced"].mean[:, 0],
         },
-        "by_length": _by_length(found.metrics, n, bins),
+        "by_length": _length_columns(found.metrics, n, bins),
         "top_n": _masses(found.means, top_n),
         "blocks": found.blocks(),
     }
@@ -104,7 +104,7 @@ def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Su
     return found
 
 
-def _of_longest(summaries: Mapping[str, Summary]) -> Columns:
+def _longest_bin_columns(summaries: Mapping[str, Summary]) -> Columns:
     columns: Columns = {}
     for name, summary in summaries.items():
         columns[name] = summary.quantiles[:, 0, _MEDIAN]
@@ -113,7 +113,7 @@ def _of_longest(summaries: Mapping[str, Summary]) -> Columns:
     return columns
 
 
-def _by_length(summaries: Mapping[str, Summary], n: Summary, bins: list[tuple[int, int]]) -> Columns:
+def _length_columns(summaries: Mapping[str, Summary], n: Summary, bins: list[tuple[int, int]]) -> Columns:
     """Return one row per head and bin that has rows, shortest first."""
     heads = len(n.rows)
     low, high = np.array(bins).T
@@ -189,7 +189,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     ids = torch.where(inside & many, block, -1).int()
     found = {
         name: tuple(sent_to_cpu(t).numpy() for t in (quantiles, members))
-        for name, quantiles, members in _of_blocks(rows, ids, heads)
+        for name, quantiles, members in _summarise_blocks(rows, ids, heads)
     }
     counts = sent_to_cpu(count)
 
@@ -211,7 +211,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     return columns
 
 
-def _of_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _summarise_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield for each metric its median and upper quartile, (heads, BLOCKS, 2), and the rows of each block."""
     for dtype in {rows.values[name].dtype for name in BLOCK_METRICS}:
         names = [name for name in BLOCK_METRICS if rows.values[name].dtype == dtype]

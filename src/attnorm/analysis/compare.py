@@ -67,7 +67,7 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     """
     if not analyses:
         raise ValueError("expected at least one analysis, got none")
-    chosen = _chosen(analyses)
+    chosen = _label_analyses(analyses)
     if len(chosen) < 2:
         (label,) = analyses
         raise ValueError(
@@ -77,8 +77,8 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     rows = {
         label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()
     }
-    sides = [_side(label, *chosen[label], rows[label]) for label in chosen]
-    first, *others = (_by_head(rows[label]) for label in chosen)
+    sides = [_make_side(label, *chosen[label], rows[label]) for label in chosen]
+    first, *others = (_index_by_head(rows[label]) for label in chosen)
     labels = list(chosen)[1:]
     matched = {label: heads for label, heads in zip(labels, others, strict=True) if heads.keys() == first.keys()}
     changes = [_change(label, key, first[key], heads[key]) for label, heads in matched.items() for key in heads]
@@ -95,19 +95,19 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
 def sides_of(analysis: Analysis) -> list[Side]:
     """Summarize an analysis, one side per normalizer."""
     return [
-        _side(name, run, normalizer, representative_rows(head_rows(run.heads), normalizer)[0])
-        for name, (run, normalizer) in _chosen({"": analysis}).items()
+        _make_side(name, run, normalizer, representative_rows(head_rows(run.heads), normalizer)[0])
+        for name, (run, normalizer) in _label_analyses({"": analysis}).items()
     ]
 
 
-def _chosen(analyses: Mapping[str, Analysis]) -> dict[str, tuple[Analysis, str | None]]:
+def _label_analyses(analyses: Mapping[str, Analysis]) -> dict[str, tuple[Analysis, str | None]]:
     if len(analyses) > 1:
         return {label: (run, None) for label, run in analyses.items()}
     ((_, run),) = analyses.items()
     return {name: (run, name) for name in dict.fromkeys(run.heads["normalizer"].to_pylist())}
 
 
-def _side(label: str, run: Analysis, normalizer: str | None, heads: Sequence[Row]) -> Side:
+def _make_side(label: str, run: Analysis, normalizer: str | None, heads: Sequence[Row]) -> Side:
     counts = Counter(row["verdict"] for row in heads)
     return Side(
         label=label,
@@ -128,7 +128,7 @@ def _quartiles(values: Sequence[float | None]) -> tuple[float, float, float] | N
     return float(low), float(middle), float(high)
 
 
-def _by_head(rows: Sequence[Row]) -> dict[tuple[str, int, int], Row]:
+def _index_by_head(rows: Sequence[Row]) -> dict[tuple[str, int, int], Row]:
     return {(row["kind"], row["layer"], row["head"]): row for row in rows}
 
 
@@ -172,12 +172,12 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
         ("model", "dtype", "the dtype differs"),
         ("model", "device", "the device differs"),
     ):
-        found = {label: _plain(run.manifest[section].get(name)) for label, run in runs.items()}
+        found = {label: _text_or_differs(run.manifest[section].get(name)) for label, run in runs.items()}
         if len(set(found.values())) > 1:
             notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in found.items())}")
     return notes
 
 
-def _plain(value: Any) -> str:
+def _text_or_differs(value: Any) -> str:
     """None: the value differs between merged runs."""
     return "several" if value is None else " + ".join(value) if isinstance(value, list) else str(value)

@@ -230,21 +230,21 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one manifest for merged tables: lists are joined, settings that differ are None, see `merged`."""
     first = manifests[0]
-    settings = {name: _joined([m["settings"].get(name) for m in manifests]) for name in first["settings"]}
+    settings = {name: _join_values([m["settings"].get(name) for m in manifests]) for name in first["settings"]}
     return {
         **first,
         "created": now(),
         "finished": all(m["finished"] for m in manifests),
-        "texts": _joined([m["texts"] for m in manifests]),
-        "parts": _joined([m["parts"] for m in manifests]),
+        "texts": _join_values([m["texts"] for m in manifests]),
+        "parts": _join_values([m["parts"] for m in manifests]),
         "settings": settings,
         "reading": {text: one for m in manifests for text, one in (m.get("reading") or {}).items()},
-        "notes": _joined([m["notes"] for m in manifests]),
+        "notes": _join_values([m["notes"] for m in manifests]),
         "merged": [original for m in manifests for original in m.get("merged", [m])],
     }
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _join_values(values: Sequence[Any]) -> Any:
     if all(isinstance(value, dict) for value in values):
         return {name: entry for value in values for name, entry in value.items()}
     if not all(isinstance(value, list) for value in values):
@@ -280,11 +280,11 @@ def _difference(name: str, there: Any, here: Any) -> str:
     if name == "texts":
         there, here = ([text[0] for text in texts or []] for texts in (there, here))
         if there == here:
-            return f"texts: other content under the name {_plain(here)}"
-    return f"{name.replace('_', ' ')}: {_plain(there)} there, {_plain(here)} here"
+            return f"texts: other content under the name {_format_value(here)}"
+    return f"{name.replace('_', ' ')}: {_format_value(there)} there, {_format_value(here)} here"
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     if value in (None, [], ""):
         return "none"

@@ -87,7 +87,7 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
             continue
         stacked = np.full((len(known), int(slot.max(initial=0)) + 1), np.nan)
         stacked[owner, slot] = _floats(table, field.name)
-        reduced = _reduced(field.name, stacked)
+        reduced = _reduce_windows(field.name, stacked)
         if field.name in _ERRORS:
             stacked[owner, slot] = _floats(table, "separability") - _floats(table, "separability_null")
             reduced = np.fmax(reduced, _error_between_windows(stacked))
@@ -108,7 +108,7 @@ def _error_between_windows(values: np.ndarray) -> np.ndarray:
     return np.where(count >= ENOUGH_WINDOWS, spread / np.sqrt(np.maximum(count, 1)), np.nan)
 
 
-def _reduced(name: str, values: np.ndarray) -> np.ndarray:
+def _reduce_windows(name: str, values: np.ndarray) -> np.ndarray:
     """Reduce axis 1 without NaN; NaN if nothing is left."""
     with warnings.catch_warnings(), np.errstate(invalid="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN

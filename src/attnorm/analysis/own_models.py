@@ -224,12 +224,12 @@ def _layer_notes(layers: Sequence[ObservedLayer]) -> list[str]:
             stack = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.path)
             stacks.setdefault((layer.kind, stack, layer.function), []).append(layer.layer)
     return [
-        f"{kind} layer{'s' * (len(found) > 1)} {_numbers(found)}: {path} ({function})"
+        f"{kind} layer{'s' * (len(found) > 1)} {_layer_ranges(found)}: {path} ({function})"
         for (kind, path, function), found in stacks.items()
     ]
 
 
-def _numbers(layers: list[int]) -> str:
+def _layer_ranges(layers: list[int]) -> str:
     if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     return ", ".join(map(str, layers))

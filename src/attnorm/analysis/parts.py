@@ -78,7 +78,7 @@ def measure_parts(
     for part, entry in zip(plan.parts, manifest["parts"], strict=True):
         state = replace(state, text=part.text.name, length=part.length, layers_done=0, layers_found=0, resumed=False)
         progress(state)
-        found, damaged = _on_disk(folder, entry["key"]) if folder is not None and resume else (None, False)
+        found, damaged = _read_finished_part(folder, entry["key"]) if folder is not None and resume else (None, False)
         if found is None:
             layers = None if folder is None else FinishedLayers(folder, entry["key"])
             if layers is not None and not resume:
@@ -97,7 +97,7 @@ def measure_parts(
     return done
 
 
-def _on_disk(folder: Path, key: str) -> tuple[store.Part | None, bool]:
+def _read_finished_part(folder: Path, key: str) -> tuple[store.Part | None, bool]:
     """Return the finished part or None, and whether there is a damaged one, which is measured again."""
     try:
         return store.read_part(folder, key), False
@@ -128,7 +128,7 @@ def _measure(
         texts = token_texts(part.model_inputs, job.loaded.tokenizer, encoder_decoder=encoder_decoder)
     collector = Collector(settings, job.normalizers, tokens, after_layer, texts, layers)
     with (
-        _kept_on_errors(layers),
+        _write_layers_on_error(layers),
         observe(job.loaded.model, collector, inputs=job.settings.vectors == "inputs"),
         output_gates(job.loaded.model) as gates,
     ):
@@ -172,7 +172,7 @@ def with_gates(heads: pa.Table, gates: OutputGates) -> pa.Table:
 
 
 @contextlib.contextmanager
-def _kept_on_errors(layers: FinishedLayers | None) -> Iterator[None]:
+def _write_layers_on_error(layers: FinishedLayers | None) -> Iterator[None]:
     """Write the finished layers if an error or Ctrl-C stops the pass."""
     try:
         yield

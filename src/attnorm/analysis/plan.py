@@ -93,7 +93,7 @@ def plan(
             parts += [PartPlan(text, one, prepared(text, loaded, one)) for one in valid_lengths or (None,)]
             continue
         tokens = tokens_of(text, loaded, bos)
-        chosen = valid_lengths or (_own_length(text, tokens, longest, windows, budget),)
+        chosen = valid_lengths or (_default_length(text, tokens, longest, windows, budget),)
         count, starts, tokens = _window_starts(text, tokens, loaded, max(chosen), windows, budget, bos)
         parts += [
             PartPlan(text, length, window_inputs(text, tokens, loaded, start, length), window, start)
@@ -102,7 +102,7 @@ def plan(
         ]
         measured = count * (max(chosen) - tokens.special) + tokens.special
         coverage[text.name] = TextCoverage(tokens.count, tokens.count - measured, count)
-        notes += _left_out(text, coverage[text.name], max(chosen), tokens.whole)
+        notes += _coverage_note(text, coverage[text.name], max(chosen), tokens.whole)
         problem = bos_problem(tokens, loaded) if bos is None and isinstance(text.content, str) else None
         notes += [problem] if problem and problem not in notes else []
     return AnalysisPlan(tuple(parts), tuple(notes), coverage)
@@ -139,7 +139,7 @@ def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | 
     return tuple(sorted(set(given)))
 
 
-def _own_length(text: Text, tokens: Tokens, longest: int | None, windows: Windows, budget: int) -> int:
+def _default_length(text: Text, tokens: Tokens, longest: int | None, windows: Windows, budget: int) -> int:
     """Return the whole length if the text fits, else an eighth of the budget, or the model's limit if shorter."""
     if tokens.count < SHORTEST:
         raise ValueError(
@@ -183,7 +183,7 @@ def _window_starts(
     )
 
 
-def _left_out(text: Text, coverage: TextCoverage, length: int, exact: bool) -> list[str]:
+def _coverage_note(text: Text, coverage: TextCoverage, length: int, exact: bool) -> list[str]:
     if coverage.left_out <= 0:
         return []
     about, several = "" if exact else "about ", f"{coverage.windows} windows" if coverage.windows > 1 else "1 window"

@@ -143,17 +143,17 @@ class Analysis:
         wanted: dict[str, Any] = {"layer": layer, "head": head}
         given = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
         wanted |= {name: value for name, value in given.items() if value is not None}
-        rows = _where(self.heads, wanted)
+        rows = _filter_rows(self.heads, wanted)
         if not rows.num_rows:
             asked = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-            known = "; ".join(f"{name} {_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY)
+            known = "; ".join(f"{name} {_format_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY)
             raise KeyError(f"no measured head has {asked}. Measured: {known}")
         first = rows.slice(0, 1).to_pylist()[0]
-        rest = _where(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
+        rest = _filter_rows(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
         numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
         key = {name: numbers[name] for name, _ in HEAD_KEY}
         tables = (self.by_length, self.top_n, self.sensitivity, self.reads)
-        return Head(numbers, *(_where(table, key) for table in tables))
+        return Head(numbers, *(_filter_rows(table, key) for table in tables))
 
     def top_keys(self, layer: int, head: int, *, row: int = -1, **choice: Any) -> TopKeys:
         """Return the heaviest keys of one row of a head; `choice` as in `head`.
@@ -290,14 +290,14 @@ def reject_other_models(models: Sequence[Mapping[str, Any]]) -> None:
     raise ValueError(f"expected {found}, or compare them with `attnorm compare`.")
 
 
-def _where(table: pa.Table, values: Mapping[str, Any]) -> pa.Table:
+def _filter_rows(table: pa.Table, values: Mapping[str, Any]) -> pa.Table:
     for name, value in values.items():
         if value is not None:
             table = table.filter(pc.equal(table[name], value))
     return table
 
 
-def _some(values: list[Any]) -> str:
+def _format_some(values: list[Any]) -> str:
     shown = ", ".join(repr(value) for value in values[:12])
     return shown if len(values) <= 12 else f"{shown}, ..."
 
@@ -313,7 +313,7 @@ def _needs(package: str, method: str) -> Any:
 
 
 def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVerdict) -> str:
-    lines = [verdict.headline, "", *_about(heads, manifest), "", _counts(verdict)]
+    lines = [verdict.headline, "", *_describe_run(heads, manifest), "", _counts(verdict)]
     lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
     for title, cautions in (("What to try:", False), ("What not to expect:", True)):
         given = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
@@ -328,7 +328,9 @@ def notebook_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: Mode
     rows = "".join(
         "<tr>" + "".join(f"<td>{_escaped(str(row[name]))}</td>" for name in _SHOWN) + "</tr>" for row in _worst(heads)
     )
-    about = "<br>".join(_escaped(line) for line in [*_about(heads, manifest), _counts(verdict), *manifest["notes"]])
+    about = "<br>".join(
+        _escaped(line) for line in [*_describe_run(heads, manifest), _counts(verdict), *manifest["notes"]]
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
     return f"<div><p><b>{_escaped(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
 
@@ -336,7 +338,7 @@ def notebook_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: Mode
 def measured_on(heads: pa.Table, manifest: Mapping[str, Any]) -> str:
     """Return the number of windows and their lengths: "8 windows of 1,024 tokens"."""
     most = max((text.get("windows") or 1 for text in manifest["texts"]), default=1)
-    lengths = _listed([f"{length:,}" for length in sorted(set(heads["length"].to_pylist()))])
+    lengths = _list_values([f"{length:,}" for length in sorted(set(heads["length"].to_pylist()))])
     return f"{f'{most} windows of ' if most > 1 else ''}{lengths} tokens"
 
 
@@ -344,11 +346,11 @@ def _escaped(value: Any) -> str:
     return html.escape(visible(str(value)))
 
 
-def _about(heads: pa.Table, manifest: Mapping[str, Any]) -> list[str]:
+def _describe_run(heads: pa.Table, manifest: Mapping[str, Any]) -> list[str]:
     model, settings = manifest["model"], manifest["settings"]
     revision = f" at {model['revision'][:12]}" if model.get("revision") else ""
-    texts = _listed([text["name"] for text in manifest["texts"]])
-    measured = f"{texts}; {measured_on(heads, manifest)}; {_listed(settings['normalizers'])}"
+    texts = _list_values([text["name"] for text in manifest["texts"]])
+    measured = f"{texts}; {measured_on(heads, manifest)}; {_list_values(settings['normalizers'])}"
     rows = settings["rows"] or "different between runs"  # None: merged
     return [
         f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",
@@ -367,6 +369,6 @@ def _worst(heads: pa.Table) -> list[Row]:
     return sorted(unhealthy, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
 
 
-def _listed(values: list[Any], limit: int = 6) -> str:
+def _list_values(values: list[Any], limit: int = 6) -> str:
     shown = ", ".join(str(value) for value in values[:limit])
     return shown if len(values) <= limit else f"{shown} and {len(values) - limit} more"

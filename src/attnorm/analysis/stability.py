@@ -78,7 +78,7 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
     judged = [head for head, names in given.items() if names]
     kept = [head for head in judged if len(given[head]) == 1]
     first = [_first_windows(run) for run in runs.values()]
-    again, uncontradicted = _over_pairs(list(found.values()), len(runs))
+    again, uncontradicted = _agreement_over_pairs(list(found.values()), len(runs))
     return Stability(
         runs=len(runs),
         heads=len(found),
@@ -108,7 +108,7 @@ def same_numbers(run: Analysis, window: Analysis) -> bool:
     return bool(there) and all(str(here.get(key)) == str(row) for key, row in there.items())  # NaN equals NaN as text
 
 
-def _over_pairs(verdicts: list[list[str | None]], runs: int) -> tuple[float, float]:
+def _agreement_over_pairs(verdicts: list[list[str | None]], runs: int) -> tuple[float, float]:
     """`again` and `uncontradicted`: over ordered pairs of runs, the first of which judges the head."""
     pairs = [
         (names[one], names[other])

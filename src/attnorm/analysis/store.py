@@ -264,7 +264,7 @@ class FinishedLayers:
             return None
         try:
             about, body = _read(path)
-            if any(about.get(name) != value for name, value in self._about(number, call).items()):
+            if any(about.get(name) != value for name, value in self._layer_facts(number, call).items()):
                 return None
             return MeasuredLayer(int(about["longest"]), _tables(about["sizes"], body))
         except (DamagedFileError, pa.ArrowException, KeyError, ValueError) as error:
@@ -275,7 +275,7 @@ class FinishedLayers:
         streams = {name: _stream(table) for name, table in layer.tables.items()}
         body = b"".join(streams.values())
         about = {
-            **self._about(number, call),
+            **self._layer_facts(number, call),
             "longest": layer.longest,
             "sizes": {name: len(stream) for name, stream in streams.items()},
             "digest": digest_of(body),
@@ -296,7 +296,7 @@ class FinishedLayers:
         self._waiting.clear()
         shutil.rmtree(self._path, ignore_errors=True)
 
-    def _about(self, number: int, call: AttentionCall) -> dict[str, Any]:
+    def _layer_facts(self, number: int, call: AttentionCall) -> dict[str, Any]:
         shapes = [list(tensor.shape) for tensor in (call.query_BHQD, call.key_BGKD, call.value_BGKE)]
         return {**self._belongs, "call": number, "kind": call.kind, "layer": call.layer, "shapes": shapes}
 

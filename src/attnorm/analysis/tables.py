@@ -42,7 +42,7 @@ _KEY = [
 HEAD_KEY = [*_KEY, ("head", pa.int64())]
 
 
-def _numbers(*names: str) -> list[tuple[str, pa.DataType]]:
+def _number_fields(*names: str) -> list[tuple[str, pa.DataType]]:
     return [(name, pa.float64()) for name in names]
 
 
@@ -62,8 +62,8 @@ HEADS = pa.schema(
         ("broken_rows", pa.int64()),  # rows with logits or weights that are not finite; no number includes them
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
-        *_numbers(*(column for name in PER_ROW for column in with_quantiles(name))),
-        *_numbers(*PER_HEAD, "gap_slope_error", "worst_norm"),  # worst_norm: bound on the Jacobian norm at n_high
+        *_number_fields(*(column for name in PER_ROW for column in with_quantiles(name))),
+        *_number_fields(*PER_HEAD, "gap_slope_error", "worst_norm"),  # worst_norm: bound on the Jacobian norm at n_high
     ]
 )
 
@@ -74,7 +74,7 @@ BY_LENGTH = pa.schema(
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
         ("rows", pa.int64()),
-        *_numbers(
+        *_number_fields(
             "n",
             *(f"{name}{suffix}" for name in PER_ROW for suffix in ("", "_mean", "_q25", "_q50", "_q75")),
         ),
@@ -93,7 +93,7 @@ BLOCKS = pa.schema(
         ("window", pa.int64()),
         ("block", pa.int64()),
         ("rows", pa.int64()),
-        *_numbers(*BLOCK_METRICS, BLOCK_NORM),
+        *_number_fields(*BLOCK_METRICS, BLOCK_NORM),
     ]
 )
 
@@ -118,7 +118,7 @@ TOP_N_NUMBERS = (
     "separability_upper",
     "separability_excess_error",  # standard error of separability - null over the compared rows
 )
-TOP_N = pa.schema([*HEAD_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers(*TOP_N_NUMBERS)])
+TOP_N = pa.schema([*HEAD_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_number_fields(*TOP_N_NUMBERS)])
 
 # One row per head and temperature on top of the model's own: how far weights move when logits do.
 SENSITIVITY = pa.schema(
@@ -126,13 +126,13 @@ SENSITIVITY = pa.schema(
         *HEAD_KEY,
         ("temperature", pa.float64()),
         ("rows", pa.int64()),
-        *_numbers("jacobian_norm", "jacobian_norm_max", "bound", "gain_0.001", "gain_0.1", "gain_10"),
+        *_number_fields("jacobian_norm", "jacobian_norm_max", "bound", "gain_0.001", "gain_0.1", "gain_10"),
     ]
 )
 
 # One row per layer and N: the share of keys that the heads cover together, measured and if heads were independent.
 COVERAGE = pa.schema(
-    [*_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_numbers("per_head", "union", "independent")]
+    [*_KEY, ("top_n", pa.int64()), ("rows", pa.int64()), *_number_fields("per_head", "union", "independent")]
 )
 
 # One row per listed query row and key, by rank: the heaviest keys of a head and the text of both positions.
@@ -189,7 +189,7 @@ WINDOWS = pa.schema(
         ("broken_rows", pa.int64()),
         ("n_low", pa.int64()),
         ("n_high", pa.int64()),
-        *_numbers(*WINDOW_NUMBERS, "worst_norm"),
+        *_number_fields(*WINDOW_NUMBERS, "worst_norm"),
         ("verdict", pa.string()),
     ]
 )
@@ -204,7 +204,7 @@ FIXED = ("text", "length", "window")  # the same for all rows of a part
 def layer_table(schema: pa.Schema, pieces: Sequence[Columns]) -> pa.Table:
     """Combine the columns of a layer into one table without the FIXED columns; numbers not measured are NaN."""
     kept = _without_fixed(schema)
-    tables = [pa.Table.from_arrays(_filled(piece, kept), schema=kept) for piece in pieces] or [kept.empty_table()]
+    tables = [pa.Table.from_arrays(_fill_columns(piece, kept), schema=kept) for piece in pieces] or [kept.empty_table()]
     return tables[0] if len(tables) == 1 else pa.concat_tables(tables).combine_chunks()
 
 
@@ -274,7 +274,7 @@ def _without_fixed(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field for field in schema if field.name not in FIXED])
 
 
-def _filled(piece: Columns, schema: pa.Schema) -> list[pa.Array]:
+def _fill_columns(piece: Columns, schema: pa.Schema) -> list[pa.Array]:
     """Return a column of each field; a number that is not in the piece is NaN."""
     size = next(len(value) for value in piece.values() if isinstance(value, np.ndarray))
     unmeasured = pa.array(np.full(size, np.nan))

@@ -129,7 +129,7 @@ def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: f
     """Write names right of the last panel, each connected to the end of its line."""
     top = axes.get_ylim()[1]
     order = list(enumerate(groups))[::-1]
-    ends = [_last(placed.efforts(group[0], weight)) / top for _, group in order]
+    ends = [_last_known(placed.efforts(group[0], weight)) / top for _, group in order]
     texts = [
         [*wrapped([label(name, placed) for name in group], 26), *_length_reached(group[0], placed)]
         for _, group in order
@@ -155,7 +155,7 @@ def _length_reached(name: str, placed: Frontier) -> list[str]:
     return [f"at {longest:,} keys"] if longest < placed.lengths[-1] else []
 
 
-def _last(efforts: list[float]) -> float:
+def _last_known(efforts: list[float]) -> float:
     return next(effort for effort in reversed(efforts) if not math.isnan(effort))
 
 

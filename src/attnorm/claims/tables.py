@@ -174,7 +174,7 @@ def counterexample_text(claim: Claim, case: ClaimCase, row: int, ratio: float) -
     ]
     table = Table("key", "logit", "softmax weight", "vector", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
     for key in range(case.keys):
-        vector = _numbers(case.vectors[row, key])
+        vector = _format_numbers(case.vectors[row, key])
         table.add_row(str(key), _exact(case.logits[row, key]), _exact(case.weights[row, key]), vector)
     matrices = [f"{name}: {_matrix(case.matrices[row, i])}" for i, name in enumerate(("query matrix", "key matrix"))]
     return Group(Text("\n".join(lines)), table, Text("\n".join(matrices)))
@@ -184,12 +184,12 @@ def _exact(value: Tensor) -> str:
     return f"{float(value):.17g}"
 
 
-def _numbers(values: Tensor) -> str:
+def _format_numbers(values: Tensor) -> str:
     return " ".join(f"{float(value):.6g}" for value in values)
 
 
 def _matrix(values: Tensor) -> str:
-    return "; ".join(_numbers(row) for row in values)
+    return "; ".join(_format_numbers(row) for row in values)
 
 
 MEASURED = "*"  # after a name whose Lipschitz constant is measured

@@ -208,14 +208,14 @@ def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "A
 
     bar = ProgressBar("loading the model")
     progress = AnalysisBar(bar)
-    with failures(lambda: _what_is_kept(progress.last, out)), bar:  # the bar ends before a message is printed
+    with failures(lambda: _describe_kept_work(progress.last, out)), bar:  # the bar ends before a message is printed
         analysis = analyze(model, out=out, progress=progress, **options)
     if progress.last is None:
         say(f"{out} holds this run already, finished: nothing was measured again")
     return analysis
 
 
-def _what_is_kept(state: "AnalysisProgress | None", out: Path | None) -> str:
+def _describe_kept_work(state: "AnalysisProgress | None", out: Path | None) -> str:
     if out is None:
         return "Interrupted. Nothing is kept. With --out DIR, finished parts are kept and the run can resume."
     if state is None:

@@ -160,7 +160,7 @@ class TimeLeft:
     def words(self) -> str:
         if self._last is None:
             return ""
-        training, testing = (self._left(self._last, stage) for stage in ("training", "testing"))
+        training, testing = (self._seconds_left(self._last, stage) for stage in ("training", "testing"))
         if training is None:
             return ""
         if testing is None:
@@ -168,7 +168,7 @@ class TimeLeft:
         left = training + testing
         return f"about {duration(left)} left" if left else ""
 
-    def _left(self, state: "RetrievalProgress", stage: str) -> float | None:
+    def _seconds_left(self, state: "RetrievalProgress", stage: str) -> float | None:
         """Return the seconds left in that stage for all normalizers; None if its speed is not known."""
         whole = self._steps if stage == "training" else sum(self._items)
         if state.stage == stage:

@@ -42,7 +42,7 @@ def verify(
         if again is not None:
             _replay(again, as_json)
             return
-        chosen = _named(names or [])
+        chosen = _claims_by_name(names or [])
     from attnorm.claims.tables import findings_as_dict, findings_table
     from attnorm.theory.search import SearchInterrupted, table_stands
     from attnorm.theory.search import verify as search
@@ -75,7 +75,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _named(names: list[str]) -> "list[Claim]":
+def _claims_by_name(names: list[str]) -> "list[Claim]":
     """Return the claims with these names in the order of the table; all if none is named."""
     from attnorm.suggest import did_you_mean
     from attnorm.theory import claims
@@ -97,7 +97,7 @@ def _replay(address: str, as_json: bool) -> None:
         raise ValueError(
             f"--replay: expected CLAIM:SEED:ROUND:ROW from the table, e.g. corollary-3:0:6:29, got {address!r}"
         )
-    (claim,) = _named([name])
+    (claim,) = _claims_by_name([name])
     seed, round_number, row = map(int, numbers)
     if row >= ROWS:
         raise ValueError(f"--replay: expected a row from 0 to {ROWS - 1}, got {row}")

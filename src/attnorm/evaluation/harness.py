@@ -76,7 +76,7 @@ class Harness:
             task = self._documents(item)
             found = evaluate(lm=self._language_model(item), task_dict=task, limit=limit, bootstrap_iters=0)
         samples = next(iter(found["samples"].values()))
-        metric, values = _numbers(item, samples)
+        metric, values = _metric_and_values(item, samples)
         task_object = next(iter(task["tasks"].values()))
         higher = bool(task_object.higher_is_better().get(metric, True))
         documents = [str(sample["doc_hash"])[:16] for sample in samples]
@@ -117,7 +117,7 @@ class Harness:
                 )  # fmt: skip
             else:
                 manager = TaskManager()
-            with _seeded(self._seed), _explained(item), redirect_stderr(io.StringIO()):  # 500 documents, one bar
+            with _seeded(self._seed), _explain_errors(item), redirect_stderr(io.StringIO()):  # 500 documents, one bar
                 self._made[item] = manager.load([item.task])
             if len(self._made[item]["tasks"]) != 1:
                 names = ", ".join(list(self._made[item]["tasks"])[:5])
@@ -125,7 +125,7 @@ class Harness:
         return self._made[item]
 
 
-def _numbers(item: Item, samples: list[dict[str, Any]]) -> tuple[str, list[float]]:
+def _metric_and_values(item: Item, samples: list[dict[str, Any]]) -> tuple[str, list[float]]:
     """The task's first metric, or for RULER the one that carries the length as its name."""
     metric = str(item.length) if item.task in RULER else str(samples[0]["metrics"][0])
     values = [sample.get(metric) for sample in samples]
@@ -164,7 +164,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(item: Item) -> Iterator[None]:
+def _explain_errors(item: Item) -> Iterator[None]:
     try:
         yield
     except (OSError, ConnectionError, LookupError, ImportError, AssertionError) as error:

@@ -248,10 +248,12 @@ class Evaluation:
         """Write the table as one HTML file that works offline."""
         write_text(
             Path(path),
-            render(self.rows, self.sides[0] if self.parts else "", self._about(), self.record.get("command", "")),
+            render(
+                self.rows, self.sides[0] if self.parts else "", self._describe_subject(), self.record.get("command", "")
+            ),
         )
 
-    def _about(self) -> str:
+    def _describe_subject(self) -> str:
         """The model and the documents; empty for several evaluations, whose sides are labelled."""
         run = self.record["run"]
         if "model" not in run:
@@ -287,7 +289,7 @@ def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) 
         style=Markup(style),
         about=about,
         command=command,
-        rows=[{"row": row, "drawn": _drawn(row, _range(row, rows))} for row in rows],
+        rows=[{"row": row, "drawn": _interval_pixels(row, _range(row, rows))} for row in rows],
         first=first,
         width=WIDTH,
         percent=number,
@@ -300,7 +302,7 @@ def number(value: float, metric: str) -> str:
 
 
 def _cell(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> SideScore:
-    drawn, change = _drawn(row, _range(row, rows), PANEL_WIDTH), row.change
+    drawn, change = _interval_pixels(row, _range(row, rows), PANEL_WIDTH), row.change
     moved = "" if change is None else _signed(change.mean, row.metric)
     if change is not None and change.interval is not None:
         moved += f" ({' to '.join(_signed(end, row.metric) for end in change.interval)})"
@@ -328,7 +330,7 @@ def _range(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> tuple[float, fl
     return min(ends), max(ends)
 
 
-def _drawn(row: EvaluationRow, ends: tuple[float, float], width: int = WIDTH) -> dict[str, Any]:
+def _interval_pixels(row: EvaluationRow, ends: tuple[float, float], width: int = WIDTH) -> dict[str, Any]:
     low, high = ends
     left, right = row.interval or (row.mean, row.mean)
     shown = {"left": left, "right": right, "mean": row.mean}

@@ -93,7 +93,7 @@ def evaluate(
     )
     check_model(loaded)
     for side in sides[1:]:
-        with _swapped(loaded, side):
+        with _with_normalizer(loaded, side):
             pass  # one that does not fit this model raises now, not after the parts before it
     warn_of_lengths(loaded, items)
     if content is None:
@@ -198,7 +198,7 @@ def _run_all(
                 parts.append(EvaluationPart.of(saved))
                 continue
             began = time.monotonic()
-            with _swapped(work.loaded, side):
+            with _with_normalizer(work.loaded, side):
                 scores = work.score(item)
             part = EvaluationPart(side, item.task, item.length, scores, round(time.monotonic() - began, 2))
             if path is not None:
@@ -208,7 +208,7 @@ def _run_all(
     return parts
 
 
-def _swapped(loaded: LoadedModel, side: str) -> AbstractContextManager[Any]:
+def _with_normalizer(loaded: LoadedModel, side: str) -> AbstractContextManager[Any]:
     if side == AS_LOADED:
         return nullcontext()
     if is_recipe(side):
@@ -242,7 +242,11 @@ def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         require_only(folder, (), "files, but no evaluation")
     else:
         require_same_run(
-            record["run"], there["run"], f"{folder} holds another evaluation", "Choose a new folder with --out.", _shown
+            record["run"],
+            there["run"],
+            f"{folder} holds another evaluation",
+            "Choose a new folder with --out.",
+            _format_setting,
         )
         there["sides"] = [*map(read_spec, there["sides"])]
         for name in ("sides", "items"):
@@ -251,7 +255,7 @@ def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _shown(setting: Any) -> str:
+def _format_setting(setting: Any) -> str:
     return str(setting["name"]) if isinstance(setting, dict) else str(setting)
 
 

@@ -130,7 +130,7 @@ class Forget(Mechanism):
         inputs = validate_inputs(
             *(t.to(working) for t in (q, k, v)), mask=mask, causal=causal, scale=scale, positions=positions
         )
-        gates = _of_tokens(inputs, log_gates.to(working))
+        gates = _gates_of_visible_keys(inputs, log_gates.to(working))
         # From the last key back: what is near is small, and keeps its digits.
         after = gates.flip(-1).cumsum(-1).flip(-1) - gates  # sum over later keys
         query = pad(inputs.q_BHQD * inputs.scale, (0, 1), value=1.0)
@@ -140,7 +140,7 @@ class Forget(Mechanism):
         return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _of_tokens(inputs: Inputs, log_gates: Tensor) -> Tensor:
+def _gates_of_visible_keys(inputs: Inputs, log_gates: Tensor) -> Tensor:
     """(B, H, K), 0 for keys that no query sees: what stands in padding has no gate."""
     gates = log_gates.expand(*inputs.q_BHQD.shape[:2], inputs.keys)
     return gates if inputs.mask is None else torch.where(inputs.seen(), gates, 0.0)

@@ -71,13 +71,13 @@ class Linear(Mechanism):
             q, k, v, mask=mask, causal=causal, scale=1.0 if scale is None else scale, positions=positions
         )
         per_query = inputs.mask is not None and inputs.mask.shape[-2] > 1
-        output = self._by_blocks(inputs) if per_query else self._by_sums(inputs)
+        output = self._attend_in_blocks(inputs) if per_query else self._attend_by_sums(inputs)
         return output.reshape(*q.shape[:-1], v.shape[-1])
 
-    def _by_blocks(self, inputs: Inputs) -> Tensor:
+    def _attend_in_blocks(self, inputs: Inputs) -> Tensor:
         return blocked(inputs, self._share, scores=_Products(self.feature_map, inputs.scale))
 
-    def _by_sums(self, inputs: Inputs) -> Tensor:
+    def _attend_by_sums(self, inputs: Inputs) -> Tensor:
         with without_autocast(inputs.q_BHQD.device):
             return self._summed(inputs)
 

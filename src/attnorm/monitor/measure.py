@@ -193,13 +193,13 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
     for number, sample in enumerate(samples):
         groups.setdefault(number if sample.group is None else sample.group, []).append(sample)
     for members in groups.values():
-        call = members[0].call if len(members) == 1 else _side_by_side([member.call for member in members])
-        numbers = _numbers(call, members[0].rows, top_n)
+        call = members[0].call if len(members) == 1 else _stack_layers([member.call for member in members])
+        numbers = _measure_call(call, members[0].rows, top_n)
         heads = [member.call.query_BHQD.shape[1] for member in members]
         yield from zip(members, numbers.split(heads, dim=1), strict=True)
 
 
-def _numbers(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
+def _measure_call(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     found = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
     n, broken = found.n[0], found.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
@@ -239,7 +239,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     return torch.cat(found, -1)
 
 
-def _side_by_side(calls: Sequence[AttentionCall]) -> AttentionCall:
+def _stack_layers(calls: Sequence[AttentionCall]) -> AttentionCall:
     """One call with the heads of all calls."""
 
     normalizers = [call.normalizer for call in calls if isinstance(call.normalizer, Normalizer)]

@@ -145,7 +145,7 @@ class AttentionMonitor(TrainerCallback):
             return {}
         self.history.add(step, layers)
         heads = dict(head_keys(layers, self.per_head, PREFIX))
-        self.numbers = _keys(layers) | dict(worst_keys(layers, PREFIX)) | heads | self._judged(layers, step)
+        self.numbers = _keys(layers) | dict(worst_keys(layers, PREFIX)) | heads | self._count_states(layers, step)
         for numbers in self.also_logged:
             self.numbers |= numbers()
         return dict(self.numbers)
@@ -167,7 +167,7 @@ class AttentionMonitor(TrainerCallback):
         if opened is not None:
             opened.close()
 
-    def _judged(self, layers: Layers, step: int) -> dict[str, float]:
+    def _count_states(self, layers: Layers, step: int) -> dict[str, float]:
         """How many layers are in each state; a warning for those that have just entered it."""
         self._measurements += 1
         counts = dict.fromkeys(MEANING, 0)

@@ -114,7 +114,7 @@ class QKClip(TrainerCallback):
         self.close()
         found = []
         several = len({kind for kind, _ in self._names.values()}) > 1
-        for module, largest in _over_all_processes(self._largest).items():
+        for module, largest in _max_over_processes(self._largest).items():
             if not bool((largest > self.tau).any()):
                 continue
             kind, layer = self._names[module]
@@ -271,7 +271,7 @@ def _weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights:
     return found
 
 
-def _over_all_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Tensor]:
+def _max_over_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Tensor]:
     """The largest over all processes of torch.distributed, so that all of them scale alike."""
     if not largest or not (distributed.is_available() and distributed.is_initialized()):
         return largest

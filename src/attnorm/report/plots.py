@@ -135,7 +135,7 @@ def metric_curves(
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7)
     label = f"{about.label} ({about.unit})" if about.unit else about.label
-    axes.set_title(f"{label}\n{_where(chosen, layer, head)}", fontsize=8, loc="left")
+    axes.set_title(f"{label}\n{_describe_choice(chosen, layer, head)}", fontsize=8, loc="left")
     return figure
 
 
@@ -162,7 +162,7 @@ def _median(table: pa.Table, metric: str) -> tuple[list[float], list[float]]:
     return [point[0] for point in points], [point[1] for point in points]
 
 
-def _where(choice: dict[str, Any], layer: int | None, head: int | None) -> str:
+def _describe_choice(choice: dict[str, Any], layer: int | None, head: int | None) -> str:
     parts = [str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None]
     parts += [f"layer {layer}"] if layer is not None else []
     parts += [f"head {head}"] if head is not None else []
@@ -177,12 +177,12 @@ def save_figures(analysis: Analysis, folder: Path) -> list[Path]:
     heads = chosen_rows(analysis.heads, default_choice(analysis))
     if not heads.num_rows:
         raise ValueError("expected at least one measured head, got none")
-    paths = _saved(partial(verdict_map, analysis), folder / "verdicts")
+    paths = _save_formats(partial(verdict_map, analysis), folder / "verdicts")
     for name in PANEL_METRICS:
         if np.isfinite(column(heads, name)).any():
-            paths += _saved(partial(heat_map, analysis, name), folder / f"map-{name}")
+            paths += _save_formats(partial(heat_map, analysis, name), folder / f"map-{name}")
     layer, head = worst_head(heads)
-    return paths + _saved(partial(head_curves, analysis, layer, head), folder / f"layer-{layer}-head-{head}")
+    return paths + _save_formats(partial(head_curves, analysis, layer, head), folder / f"layer-{layer}-head-{head}")
 
 
 def worst_head(heads: pa.Table) -> tuple[int, int]:
@@ -198,7 +198,7 @@ def worst_head(heads: pa.Table) -> tuple[int, int]:
     return row["layer"], row["head"]
 
 
-def _saved(draw: Callable[[], Figure], stem: Path) -> list[Path]:
+def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     svg, pdf = stem.parent / f"{stem.name}.svg", stem.parent / f"{stem.name}.pdf"
     with matplotlib.rc_context(LETTERING):

@@ -49,7 +49,11 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     """Return what `attnorm analyze` prints at the end."""
     heads, _ = representative_rows(head_rows(analysis.heads))
     verdict = analysis.verdict
-    parts: list[RenderableType] = [Text(verdict.headline, style="bold"), Text(_about(analysis), style="dim"), Text()]
+    parts: list[RenderableType] = [
+        Text(verdict.headline, style="bold"),
+        Text(_describe_run(analysis), style="dim"),
+        Text(),
+    ]
     for kind in dict.fromkeys(row["kind"] for row in heads):
         parts += [HeadGrid([row for row in heads if row["kind"] == kind], kind), Text()]
     parts += [_legend(heads), Text(), *(Text(sentence) for sentence in verdict.sentences)]
@@ -181,14 +185,14 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
 
 def what_if_words(what: WhatIf) -> str:
     """entropy / log n 0.93 -> 0.31"""
-    return f"{what.quantity} {_short(what.before)} -> {_short(what.after)}"
+    return f"{what.quantity} {_format_number(what.before)} -> {_format_number(what.after)}"
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:.2g}"
 
 
-def _about(analysis: Analysis) -> str:
+def _describe_run(analysis: Analysis) -> str:
     model, texts = analysis.manifest["model"], analysis.manifest["texts"]
     text = texts[0]["name"] if len(texts) == 1 else f"{len(texts)} texts"
     rows = analysis.manifest["settings"]["rows"] or "different between runs"  # None: merged
@@ -227,7 +231,7 @@ def _sharpness(row: Row) -> float:
 
 
 def comparison_tables(comparison: Comparison) -> RenderableType:
-    parts: list[RenderableType] = [_sides(comparison.sides)]
+    parts: list[RenderableType] = [_sides_table(comparison.sides)]
     for label in comparison.matched:
         changes = [change for change in comparison.changes if change.label == label]
         parts += [_changes(comparison.sides[0], label, changes, comparison.changed_verdicts[label])]
@@ -235,7 +239,7 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     return Group(*parts)
 
 
-def _sides(sides: Sequence[Side]) -> Table:
+def _sides_table(sides: Sequence[Side]) -> Table:
     table = titled_table("Heads per verdict, and median (quartiles) over heads", "")
     for side in sides:
         table.add_column(side.label, justify="right", overflow="fold")

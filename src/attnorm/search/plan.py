@@ -106,7 +106,7 @@ def read_search_plan(path: Path) -> SearchPlan:
     """
     content = read_toml(path)
     try:
-        return _parsed(path, content)
+        return _parse_plan(path, content)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from None
 
@@ -128,7 +128,7 @@ def _complete_space(space: dict[str, Any], complete: Callable[[str], str]) -> di
     return {**found, "options": {completed(name): each for name, each in ranges.items()}} if ranges else found
 
 
-def _parsed(path: Path, content: dict[str, Any]) -> SearchPlan:
+def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
     require_known("plan", content, KEYS)
     space = _table(content, "space")
     require_known("[space]", space, SPACE)

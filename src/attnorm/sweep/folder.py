@@ -89,7 +89,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
         )  # fmt: skip
-        require_same_run(here, there, f"{out} holds another sweep", remedy, _short)
+        require_same_run(here, there, f"{out} holds another sweep", remedy, _shorten)
     write_json(
         out / RECORD, {"format": FORMAT, "command": plan.command, "content": plan.content, "items": items},
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _flat(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{table}.{name}": value for table, values in content.items() for name, value in values.items()}
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "missing" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

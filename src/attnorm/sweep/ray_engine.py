@@ -100,9 +100,9 @@ class RayEngine:
         if error is None:
             answer.set_result(done.result())
         else:
-            answer.set_exception(self._explained(error))
+            answer.set_exception(self._explain_error(error))
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explain_error(self, error: BaseException) -> BaseException:
         errors = self._ray.exceptions
         if isinstance(error, errors.OutOfMemoryError):
             return WorkerDied("Ray ended the worker because its machine ran out of memory")

@@ -34,7 +34,7 @@ def test_maps_and_curves_are_written_as_svg_and_pdf(tmp_path: Path, monkeypatch:
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
         else:
             assert path.read_bytes().startswith(b"%PDF")
-    again = plots._saved(partial(verdict_map, sample()), tmp_path / "again")
+    again = plots._save_formats(partial(verdict_map, sample()), tmp_path / "again")
     assert [path.read_bytes() for path in paths[:2]] == [path.read_bytes() for path in again]
 
 

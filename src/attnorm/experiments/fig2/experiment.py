@@ -80,13 +80,13 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     permuted: Distances | None = None
     for length in lengths:
         layers = _layers(subject, length, progress)
-        distances.append(_over_grid(layers, sizes, progress, f"distances at {length} tokens"))
+        distances.append(_measure_grid(layers, sizes, progress, f"distances at {length} tokens"))
         by_length.append(at_point(layers, PANEL_N, sizes.draws, generator, sizes.heaviest))
         if length == panel_length:
             top_n = [N for N in PANEL_NS if length > N]
             by_n = [at_point(layers, N, sizes.draws, generator, sizes.heaviest) for N in top_n]
             shuffled = [layer.permuted(generator) for layer in layers]
-            permuted = _over_grid(shuffled, sizes, progress, "the same with permuted values")
+            permuted = _measure_grid(shuffled, sizes, progress, "the same with permuted values")
     assert permuted is not None
     at_panel = next(one for one in distances if one.length == panel_length)
     result = Result(
@@ -136,7 +136,7 @@ def _layers(
     return joined(whole(last_rows(subject, length, progress=progress, start=start, vectors=vectors), length))
 
 
-def _over_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
+def _measure_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
     grid = n_grid(layers[0].keys, sizes.ratio)
     return over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
 

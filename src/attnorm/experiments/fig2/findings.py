@@ -77,7 +77,7 @@ def _linear_growth(result: Result) -> ExperimentFinding:
     return ExperimentFinding(
         f"Distance and expectation grow about linearly in L at N = {result.by_length[0].top_n} (Fig. 2a)",
         f"median distance ~ L^{measured.exponent:.2f}, printed expectation ~ L^{printed.exponent:.2f}, "
-        f"corrected expectation (upper end) ~ L^{corrected.exponent:.2f} (L = {_from_to(result)})",
+        f"corrected expectation (upper end) ~ L^{corrected.exponent:.2f} (L = {_format_range(result)})",
         verdict,
         f"The distance is (L - N) ||s|| to within {max(abs(value - 1) for value in relative):.1%} at every L, so its "
         "growth does not depend on selection; a random set does not grow like that.",
@@ -187,8 +187,8 @@ def _sub_linear(result: Result) -> ExperimentFinding:
     )  # fmt: skip
     return ExperimentFinding(
         "The critical N grows sub-linearly, about 0.06 L (Fig. 2c)",
-        f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_from_to(result)}; 95 % intervals "
-        f"from resampled heads){_never(result)}",
+        f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_format_range(result)}; 95 % "
+        f"intervals from resampled heads){_never(result)}",
         verdict,
         ("" if low > 0 else "The exponent's interval holds 0: that it grows at all is not shown. ")
         + "0.06 L itself is linear."
@@ -286,6 +286,6 @@ def _share(value: float) -> str:
     return "more than 99.99 %" if value > 0.9999 else f"{100 * value:.2f} %"
 
 
-def _from_to(result: Result) -> str:
+def _format_range(result: Result) -> str:
     lengths = [point.length for point in result.by_length]
     return f"{lengths[0]} to {lengths[-1]}"

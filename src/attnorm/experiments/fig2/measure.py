@@ -221,7 +221,7 @@ def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Calla
     for index, N in enumerate(grid):
         chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
         for name, number in _NUMBERS.items():
-            columns[name].append(_by_head(chosen, number))
+            columns[name].append(_concatenate_heads(chosen, number))
         progress(index + 1)
     return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
 
@@ -237,16 +237,16 @@ def at_point(
     return Point(
         length=layers[0].keys,
         top_n=top_n,
-        measured=_by_head(chosen, d_tilde),
-        relative=_by_head(chosen, relative_distance),
-        fixed_printed=_by_head(chosen, theorem1_fixed_printed),
-        fixed_tight=_by_head(chosen, theorem1_fixed_tight),
-        printed=_by_head(chosen, theorem1_random_printed),
+        measured=_concatenate_heads(chosen, d_tilde),
+        relative=_concatenate_heads(chosen, relative_distance),
+        fixed_printed=_concatenate_heads(chosen, theorem1_fixed_printed),
+        fixed_tight=_concatenate_heads(chosen, theorem1_fixed_tight),
+        printed=_concatenate_heads(chosen, theorem1_random_printed),
         expected=_flat([one.mean for one in drawn]),
         expected_error=_flat([one.standard_error for one in drawn]),
         lower=_flat([one[0] for one in bounds]),
         upper=_flat([one[1] for one in bounds]),
-        corollary=_by_head(chosen, corollary2_printed),
+        corollary=_concatenate_heads(chosen, corollary2_printed),
     )
 
 
@@ -266,7 +266,7 @@ _NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
 }
 
 
-def _by_head(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
+def _concatenate_heads(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
     return _flat([number(rows) for rows in layers])
 
 

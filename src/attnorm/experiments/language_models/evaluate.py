@@ -43,7 +43,7 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
     model, settings = trained_model(worker, normalizer, seed)
     for instead in wanted:
         began = time.monotonic()
-        with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
+        with _with_normalizer(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
             losses = {
                 name: losses_at(worker.workspace.plan, model, settings, tokens, worker.device)
                 for name, tokens in worker.texts.held_out.items()
@@ -84,7 +84,7 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     worker.check_time()
     tuned = time.monotonic()
     for instead in wanted:
-        with _swapped(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
+        with _with_normalizer(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
             found = find_keys(model, settings, tested, wording, plan.needle, device)
             many = among_many(model, settings, tested, wording, plan.needle, device)
         worker.workspace.add(
@@ -143,7 +143,7 @@ def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[st
 
 
 @contextmanager
-def _swapped(model: Any, instead: str | None, settings: LMSettings) -> Iterator[None]:
+def _with_normalizer(model: Any, instead: str | None, settings: LMSettings) -> Iterator[None]:
     from attnorm.models.patch import swap
 
     chosen: Any = (

@@ -78,11 +78,11 @@ def _losses(axes: Axes, found: Sequence[LMContender], length: int, *, named: boo
 
 def _rows(axes: Axes, found: Sequence[LMContender], *, named: bool) -> None:
     axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_yticks(range(len(found)), _named(found) if named else [""] * len(found))
+    axes.set_yticks(range(len(found)), _names_in_order(found) if named else [""] * len(found))
     tidy(axes)
 
 
-def _named(found: Sequence[LMContender]) -> list[str]:
+def _names_in_order(found: Sequence[LMContender]) -> list[str]:
     return [f"{one.name}  {row}" for row, one in enumerate(found, 1)]
 
 

@@ -87,12 +87,12 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         normalizer,
         at_inference,
         seeds=len(measured),
-        losses={text: _by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
-        found=_by_length([_part(line, "exact") for line in needles]),
-        characters=_by_length([_part(line, "characters") for line in needles]),
+        losses={text: _losses_by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
+        found=_losses_by_length([_part(line, "exact") for line in needles]),
+        characters=_losses_by_length([_part(line, "characters") for line in needles]),
         among_many=_among_many(needles),
         attention=_means(statistics),
-        by_depth=_by_depth(needles),
+        by_depth=_found_by_depth(needles),
         questions=sum(min(each["questions"] for each in line["by_length"].values()) for line in needles),
         learning_rate=main[0]["learning_rate"] if main and trained else None,
         tokens=main[0]["tokens"] if main and trained else None,
@@ -103,7 +103,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     )
 
 
-def _by_length(found: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
+def _losses_by_length(found: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
     if not found:
         return {}
     return {int(length): Spread.of([one[length] for one in found]) for length in found[0]}
@@ -113,7 +113,7 @@ def _part(line: Line, which: str) -> dict[str, float]:
     return {length: figures[which] for length, figures in line["by_length"].items()}
 
 
-def _by_depth(needles: Sequence[Line]) -> dict[int, dict[float, float]]:
+def _found_by_depth(needles: Sequence[Line]) -> dict[int, dict[float, float]]:
     found: dict[int, dict[float, list[float]]] = {}
     for answer in (answer for line in needles for answer in line.get("answers", ())):
         found.setdefault(answer["length"], {}).setdefault(answer["depth"], []).append(answer["exact"])
@@ -180,7 +180,7 @@ def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> li
     """Return the parameters in the order of the runs; with lengths, also the factor on the logits at these lengths."""
     found = []
     for run in (line for line in lines if line["stage"] == "main" and line.get("learned")):
-        heads = _by_parameter(run["learned"])
+        heads = _heads_by_parameter(run["learned"])
         heads |= {f"factor at {n:,} keys": factors for n in lengths if (factors := _factors(heads, n))}
         found += [
             Learned(run["normalizer"], run["seed"], what, mean(values), min(values), max(values))
@@ -189,7 +189,7 @@ def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> li
     return found
 
 
-def _by_parameter(learned: Heads) -> Heads:
+def _heads_by_parameter(learned: Heads) -> Heads:
     found: Heads = {}
     for name, values in learned.items():
         last = name.rpartition(".")[2]

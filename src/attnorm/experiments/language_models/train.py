@@ -181,7 +181,7 @@ def _train(
             "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
             **speed_and_memory(folder / METRICS), "training_seconds": round(run.seconds, 1),
             "wall_seconds": round(time.monotonic() - began, 1), "attention": attention,
-            "course": [_short(entry) for entry in course], "settings": settings.as_dict(),
+            "course": [_log_values(entry) for entry in course], "settings": settings.as_dict(),
             "learned": learned(run.model), **machine(worker.device),
         }
     )  # fmt: skip
@@ -189,7 +189,7 @@ def _train(
     free_memory()
 
 
-def _short(entry: dict[str, float]) -> list[float | None]:
+def _log_values(entry: dict[str, float]) -> list[float | None]:
     return [entry["tokens"], entry["loss"], entry.get("valid_loss")]
 
 

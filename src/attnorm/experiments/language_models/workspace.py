@@ -275,7 +275,7 @@ def prepare_texts(
     texts = read_texts(workspace)
     with workspace.locked("counts"):
         if not workspace.results(stage="texts"):
-            workspace.add({"stage": "texts", **_described(texts)})
+            workspace.add({"stage": "texts", **_describe_texts(texts)})
     return texts
 
 
@@ -296,7 +296,7 @@ def text_name(path: Path) -> str:
     return path.name.removesuffix(".xz").removesuffix(".txt")
 
 
-def _described(texts: Texts) -> dict[str, Any]:
+def _describe_texts(texts: Texts) -> dict[str, Any]:
     corpus = texts.corpus
     bytes_of = token_bytes(corpus.tokenizer)
     return {

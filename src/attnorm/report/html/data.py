@@ -57,11 +57,11 @@ def payload(analysis: Analysis) -> dict[str, Any]:
         "first": default_choice(analysis),
         "kindNames": KINDS,
         "runs": (analysis.manifest.get("model") or {}).get("runs", "softmax"),
-        "metrics": [_described(name) for name in measured],
+        "metrics": [_describe_metric(name) for name in measured],
         "shares": list(SHARES),
         "panelMetrics": [name for name in PANEL_METRICS if name in measured],
         "tableMetrics": [name for name in TABLE_METRICS if name in measured],
-        "verdicts": [vars(word) for word in _words(heads)],
+        "verdicts": [vars(word) for word in _verdict_words(heads)],
         "heads": {
             "count": heads.num_rows,
             **{name: [choices[name].index(value) for value in heads[name].to_pylist()] for name in choices},
@@ -93,7 +93,7 @@ def _keys(table: pa.Table) -> list[tuple[Any, ...]]:
     return list(zip(*(table.column(name).to_pylist() for name in KEY), strict=True))
 
 
-def _described(name: str) -> dict[str, Any]:
+def _describe_metric(name: str) -> dict[str, Any]:
     metric = BY_NAME[name]
     return {
         "name": name,
@@ -107,7 +107,7 @@ def _described(name: str) -> dict[str, Any]:
     }
 
 
-def _words(heads: pa.Table) -> list[VerdictWord]:
+def _verdict_words(heads: pa.Table) -> list[VerdictWord]:
     """Return all verdicts, worst first, then those of the table that this version does not know."""
     known = [word.name for word in VERDICTS]
     others = [name for name in dict.fromkeys(heads["verdict"].to_pylist()) if name not in known]
@@ -115,7 +115,7 @@ def _words(heads: pa.Table) -> list[VerdictWord]:
 
 
 def _judgements(heads: pa.Table) -> dict[str, Any]:
-    index = {word.name: number for number, word in enumerate(_words(heads))}
+    index = {word.name: number for number, word in enumerate(_verdict_words(heads))}
     return {
         "verdict": [index[verdict_word(name).name] for name in heads["verdict"].to_pylist()],
         "flags": [[index.get(flag, flag) for flag in row or []] for row in heads["flags"].to_pylist()],

@@ -31,7 +31,7 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
 
     evaluation: scores of the model before and after a swap, which get a section of their own.
     """
-    style, script = _joined("style", "css", STYLES), _joined("script", "js", SCRIPTS)
+    style, script = _join_files("style", "css", STYLES), _join_files("script", "js", SCRIPTS)
     scores = None if evaluation is None else evaluation.score_table()
     return (
         _templates()
@@ -59,7 +59,7 @@ def save(analysis: Analysis, path: str | Path, evaluation: Evaluated | None = No
 
 
 @cache
-def _joined(folder: str, suffix: str, names: tuple[str, ...]) -> str:
+def _join_files(folder: str, suffix: str, names: tuple[str, ...]) -> str:
     parts = [(HERE / folder / f"{name}.{suffix}").read_text(encoding="utf-8") for name in names]
     text = "\n".join(parts)
     return f'(() => {{\n"use strict";\n{text}\n}})();' if suffix == "js" else text
