@@ -9,9 +9,10 @@ import torch
 
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics import reference
-from attnorm.metrics.attention_statistics import compiled_statistics, statistics_of
+from attnorm.metrics.attention_statistics import statistics_of
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
+from attnorm.metrics.compiled_statistics import compiled_softmax_statistics
 from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.fused_rows import _tile
 from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
@@ -100,7 +101,7 @@ def test_the_operator_of_compiled_functions_gives_the_numbers_of_eager_ones(
     normalizer = compose(scale="ssmax", sink=learned)
     inputs = validate_inputs(q, k, k, mask=mask, causal=True, scale=0.6, positions=None)
     names = ["entropy_nats", "max_logit", "row_sum"]
-    n, *values, mass = compiled_statistics(inputs, normalizer, names, (1, 3))
+    n, *values, mass = compiled_softmax_statistics(inputs, normalizer, names, (1, 3))
     found = statistics_of(inputs, normalizer, (1, 3))
     assert torch.equal(n, found.n)
     assert torch.equal(found.n, inputs.n().squeeze(-1).long().expand(2, 4, queries))

@@ -1,0 +1,238 @@
+"""Statistics under torch.compile: three operators of torch.library, so that the graph stays whole.
+
+Softmax with its rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors
+alone: what the rules multiply the logits by, the sink's logit, and the other numbers of each row are computed before.
+All other normalizers are called by a handle.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnorm.engines.inputs import Inputs, row_factors
+from attnorm.engines.threads import in_new_thread
+from attnorm.engines.triton_support import runs_kernels
+from attnorm.metrics import fused_maps
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.inputs_as_call import mask_of, positions_of, states_of
+from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.normalized import MeasuredNormalizer
+from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
+from attnorm.normalizers.block import Positions, is_exporting
+from attnorm.normalizers.by_id import normalizer_of
+from attnorm.normalizers.contract import KernelForm, Normalizer, ThresholdForm
+
+
+def compiled_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """Return n, the numbers of these names, and the masses of top_n, from one operator."""
+    if MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
+        return compiled_softmax_statistics(inputs, normalizer, names, top_n)
+    form = fused_maps.kernel_form(normalizer)
+    if form is not None and inputs.bias is None and runs_kernels(inputs.q_BHQD):
+        return compiled_map_statistics(inputs, normalizer, form, names, top_n)
+    return compiled_row_statistics(inputs, normalizer, names, top_n)
+
+
+@dataclass(frozen=True)
+class RescaledSoftmax(MeasuredNormalizer):
+    """Softmax of logits times a factor of each row, with a learned sink: given as numbers."""
+
+    factor_BHQ1: Tensor | None = None
+    sink_H: Tensor | None = None
+
+    @property
+    def scaled_softmax(self) -> bool:
+        return True
+
+    @property
+    def rescales(self) -> bool:
+        return self.factor_BHQ1 is not None
+
+    def learned_sink(self, call: AttentionCall, heads: slice) -> Tensor | None:
+        return None if self.sink_H is None else self.sink_H[heads]
+
+    def factor(self, call: AttentionCall, block: LogitBlock) -> Tensor | None:
+        if self.factor_BHQ1 is None:
+            return None
+        return self.factor_BHQ1[block.item, block.heads][:, block.queries]
+
+
+@torch.library.custom_op("attnorm::softmax_statistics", mutates_args=())
+def softmax_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """n (B, H, Q), the numbers of these names (separated by spaces), (names, B, H, Q), the masses (B, H, Q, top_n)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
+    chosen = RescaledSoftmax("softmax", None, factor, sink)
+    (found,) = measure_rows(
+        call, [chosen], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
+    ).values()
+    return _as_tensors(found, names)
+
+
+def _as_tensors(found: RowStatistics, names: str) -> list[Tensor]:
+    # An operator must not return two views of one tensor.
+    return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
+
+
+def _empty(q: Tensor, *others: Any) -> list[Tensor]:
+    """Return tensors of the shapes that an operator with these arguments returns."""
+    *_, names, top_n = others
+    shape = q.shape[:-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return [
+        q.new_empty(shape, dtype=torch.int64),
+        q.new_empty((len(names.split()), *shape), dtype=dtype),
+        q.new_empty((*shape, len(top_n)), dtype=dtype),
+    ]
+
+
+def compiled_softmax_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for inputs whose normalizer is a rescaled softmax."""
+    factor = row_factors(inputs, normalizer)
+    sink = None
+    if normalizer.sink is not None:
+        sink = normalizer.sink.logit.detach().expand(inputs.q_BHQD.shape[1])
+    n, numbers, masses = torch.ops.attnorm.softmax_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs),
+        None if factor is None else factor.detach(), sink, inputs.scale, inputs.causal, inputs.softcap,
+        " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+@torch.library.custom_op("attnorm::map_statistics", mutates_args=())
+def map_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    parameter: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    map: str,
+    power: int,
+    floor: float,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same as softmax_statistics for a map of metrics/fused_maps.py. factor, shift, parameter: (B, H, Q)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
+    chosen = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
+    rows = torch.arange(q.shape[-2])
+    return _as_tensors(measure_map_by_kernel(call, chosen, rows, tuple(top_n), names.split(), mass_rows=None), names)
+
+
+def compiled_map_statistics(
+    inputs: Inputs,
+    normalizer: Normalizer,
+    form: KernelForm | ThresholdForm,
+    names: Sequence[str],
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for a normalizer with this form."""
+    n = inputs.n().float().expand(*inputs.q_BHQD.shape[:3], 1)
+    one = fused_maps.row_map(form, n, row_factors(inputs, normalizer))
+    n, numbers, masses = torch.ops.attnorm.map_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), one.factor, one.shift, one.parameter,
+        inputs.scale, inputs.causal, inputs.softcap, one.map, one.power, one.floor, " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+@torch.library.custom_op("attnorm::row_statistics", mutates_args=())
+def row_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    hidden_states: Tensor | None,
+    normalizer: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same for any normalizer, given by its handle.
+
+    state: its parameters and buffers. The graph may have changed them, or may have been called with others.
+    """
+    positions = None
+    if query_positions is not None and key_positions is not None:
+        positions = Positions(query_positions, key_positions)
+    call = AttentionCall(
+        0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap, positions=positions,
+        inputs_BKC=hidden_states,
+    )  # fmt: skip
+    chosen = _with_state(normalizer_of(normalizer), state)
+    measure = partial(
+        measure_rows, call, [chosen], torch.arange(q.shape[-2]), tuple(top_n),
+        names=names.split(), mass_rows=None,
+    )  # fmt: skip
+    # An operator runs below autograd, which the Jacobian norm of some maps needs. In another thread autograd is active.
+    (found,) = in_new_thread(measure, q.device).values()
+    return _as_tensors(found, names)
+
+
+def _state(normalizer: nn.Module) -> list[Tensor]:
+    return [*normalizer.parameters(), *normalizer.buffers()]
+
+
+def _with_state(normalizer: nn.Module, state: Sequence[Tensor]) -> Normalizer:
+    """The normalizer, or a copy of it if these are not its own parameters and buffers."""
+    assert isinstance(normalizer, Normalizer)
+    own = _state(normalizer)
+    if all(one.data_ptr() == given.data_ptr() for one, given in zip(own, state, strict=True)):
+        return normalizer
+    replacements: dict[int, Tensor] = {}
+    for one, given in zip(own, state, strict=True):
+        replacements[id(one)] = nn.Parameter(given, requires_grad=False) if isinstance(one, nn.Parameter) else given
+    return copy.deepcopy(normalizer, replacements)
+
+
+def compiled_row_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for any normalizer."""
+    if is_exporting():
+        raise ValueError(
+            f"expected softmax or a rescaling of it in torch.export, got {normalizer.name!r}: an exported graph cannot "
+            "hold the normalizer that its statistics need. Measure them outside the exported model."
+        )
+    positions = positions_of(inputs)
+    states = states_of(inputs)
+    n, numbers, masses = torch.ops.attnorm.row_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs),
+        None if positions is None else positions.query, None if positions is None else positions.key,
+        None if states is None else states.detach(), normalizer.handle,
+        [one.detach() for one in _state(normalizer)], inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
+        list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+for operator in (softmax_statistics_operator, map_statistics_operator, row_statistics_operator):
+    operator.register_fake(_empty)
