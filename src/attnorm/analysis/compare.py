@@ -179,5 +179,7 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
 
 
 def _text_or_differs(value: Any) -> str:
-    """None: the value differs between merged runs."""
-    return "several" if value is None else " + ".join(value) if isinstance(value, list) else str(value)
+    """Format a value of the manifest; None means that it differs between merged runs."""
+    if value is None:
+        return "several"
+    return " + ".join(value) if isinstance(value, list) else str(value)

@@ -319,7 +319,9 @@ def _finish_statistics(
     }
     if not {*names} <= {*values}:
         # The limits are those of the rescaled logits. A map that is not softmax has no such limits.
-        gain = found["gain"].squeeze(-1) if "gain" in found else 1.0 if "sums" in found else torch.nan
+        gain: float | Tensor = 1.0 if "sums" in found else torch.nan
+        if "gain" in found:
+            gain = found["gain"].squeeze(-1)
         values |= _softmax_limits(distance * gain, rest * gain, keys)
     return RowStatistics(
         n=n,

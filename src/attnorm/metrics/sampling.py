@@ -50,7 +50,9 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
         raise ValueError(f"there must be at least one query, got {queries}")
     if rows == "all":
         return torch.arange(queries)
-    count = 1 if rows == "last" else AUTO_ROWS if rows == "auto" else rows
+    count = AUTO_ROWS if rows == "auto" else rows
+    if rows == "last":
+        count = 1
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"expected rows as 'auto', 'all', 'last' or a whole number of at least 1, got {rows!r}.")
     if count >= queries:

@@ -167,8 +167,9 @@ def _validate_value(where: str, value: Any, depth: int) -> None:
     }
     if not checks[type(value)](value):
         raise RecipeError(where, f"a finite value, or at most {MAX_ITEMS} of them, {MAX_DEPTH} levels deep", value)
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _validate_value(where, inner, depth - 1)
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _validate_value(where, inner, depth - 1)
 
 
 def _is_count(value: Any, least: int, most: int) -> bool:

@@ -144,8 +144,8 @@ def bos_problem(tokens: Tokens, loaded: LoadedModel) -> str | None:
         return None
     if getattr(tokenizer, "cls_token_id", None) is not None or not loaded.model.can_generate():
         return None
-    first = tokens.before[0] if tokens.before else int(tokens.ids[0, 0]) if tokens.ids.numel() else None
-    if first == bos:
+    start = [*tokens.before, *tokens.ids.flatten()[:1].tolist()]
+    if start[:1] == [bos]:
         return None
     name = tokenizer.convert_ids_to_tokens(bos)
     return (

@@ -116,10 +116,11 @@ class Kneemax(Map):
             )
         if share is not None and knee is not None:
             raise ValueError(f"share={share} puts the knee at share/n and knee={knee} at a fixed weight; give only one")
-        # Pickles of earlier versions have both where a knee was given: the knee decides.
+        # Objects that earlier versions pickled with a knee have both attributes: the knee decides.
         self.share = 1.0 if share is None else float(share)
-        self.knee = None if share is not None else DEFAULT_KNEE if knee is None else float(knee)
+        self.knee: float | None = DEFAULT_KNEE if knee is None else float(knee)
         if share is not None:
+            self.knee = None
             self.properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
     def knees(self, n: Tensor) -> Tensor:

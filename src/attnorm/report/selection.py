@@ -28,7 +28,10 @@ def default_choice(analysis: Analysis) -> dict[str, Any]:
     for name in ("length", "normalizer", "text", "kind"):
         values = distinct(heads, name)  # in the remaining rows: a text may lack a length
         if values:
-            choice[name] = values[-1] if name == "length" else MODEL if MODEL in values else values[0]
+            if name == "length":
+                choice[name] = values[-1]
+            else:
+                choice[name] = MODEL if MODEL in values else values[0]
             heads = chosen_rows(heads, {name: choice[name]})
     return choice
 

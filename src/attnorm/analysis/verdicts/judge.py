@@ -182,10 +182,10 @@ def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation
     unsure = certainty.confidence < thresholds.confidence or certainty.agreement < thresholds.agreement  # False for NaN
     verdict = UNDECIDED if unsure and not settled else judgement.verdict
     words = "" if settled else _describe_certainty(judgement.verdict, certainty, undecided=verdict == UNDECIDED)
-    first = f"Undecided, leaning to {judgement.verdict}: " if verdict == UNDECIDED else ""
-    evidence = (
-        f"{first}{judgement.evidence[:1].lower() if first else judgement.evidence[:1]}{judgement.evidence[1:]}{words}"
-    )
+    evidence = judgement.evidence
+    if verdict == UNDECIDED:
+        evidence = f"Undecided, leaning to {judgement.verdict}: {evidence[:1].lower()}{evidence[1:]}"
+    evidence += words
     return {
         "verdict": verdict,
         "flags": list(judgement.flags),
@@ -212,13 +212,11 @@ def _describe_certainty(verdict: str | None, certainty: Certainty, *, undecided:
         bounds = f"{shown(certainty.low)} to {shown(certainty.high)}"
         limit = f", threshold {shown(certainty.threshold)}" if math.isfinite(certainty.threshold) else ""
         interval = f"95% interval of {certainty.deciding} {bounds}{limit}"
-    other = (
-        f"{certainty.confidence:.0%} of resamples say {verdict}, others {certainty.other}"
-        if undecided and certainty.other
-        else ""
-    )
-    parts = [part for part in (windows, other, interval) if part]
-    return f" {parts[0][0].upper()}{parts[0][1:]}{''.join(f'; {part}' for part in parts[1:])}." if parts else ""
+    other = ""
+    if undecided and certainty.other:
+        other = f"{certainty.confidence:.0%} of resamples say {verdict}, others {certainty.other}"
+    sentence = "; ".join(part for part in (windows, other, interval) if part)
+    return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _format_number(value: float) -> str:

@@ -67,11 +67,11 @@ def headline(
     keeping_up = sum(counts[name] for name in SELECTING) - select
     inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
     view = " without a window" if windowed else ""
-    parts = [
-        f"{select} of {total} heads{view} still select among {longest:,} keys"
-        + (f" on most of {texts} texts" if texts > 2 else " on both texts" if texts else "")
-        + (f" ({', '.join(inside)})" if inside else "")
-    ]
+    where = ""
+    if texts:
+        where = f" on most of {texts} texts" if texts > 2 else " on both texts"
+    details = f" ({', '.join(inside)})" if inside else ""
+    parts = [f"{select} of {total} heads{view} still select among {longest:,} keys{where}{details}"]
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
@@ -81,13 +81,21 @@ def headline(
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
-        who = "none" if not limit.beyond else "all" if limit.beyond == limit.heads else f"{limit.beyond}"
-        if limit.heads < total and limit.beyond:  # the others run what has no ceiling
-            several = f"{who}{'' if who == 'all' else ' of the'} {limit.heads} heads that have one"
-            who = several if limit.heads > 1 else "the only head that has one"
         whose = "the" if runs is None else f"{runs}'s"
-        parts.append(f"{whose} ceiling binds for {who}")
+        parts.append(f"{whose} ceiling binds for {_heads_beyond(limit, total)}")
     return "; ".join(parts) + "."
+
+
+def _heads_beyond(limit: Ceiling, total: int) -> str:
+    """Describe for how many of all heads the ceiling binds; heads may have no ceiling."""
+    if not limit.beyond:
+        return "none"
+    count = "all" if limit.beyond == limit.heads else f"{limit.beyond}"
+    if limit.heads == total:
+        return count
+    if limit.heads == 1:
+        return "the only head that has one"
+    return f"{count}{'' if count == 'all' else ' of the'} {limit.heads} heads that have one"
 
 
 def window_sentences(windowed: Sequence[Row]) -> list[str]:
