@@ -24,8 +24,8 @@ from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions, is_exporting
-from attnorm.normalizers.by_id import normalizer_of
 from attnorm.normalizers.contract import KernelForm, Normalizer, ThresholdForm
+from attnorm.normalizers.handles import normalizer_of
 
 
 def compiled_statistics(

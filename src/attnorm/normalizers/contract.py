@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.by_id import remember
+from attnorm.normalizers.handles import remember
 
 RowSum = Literal["one", "at most one", "free"]
 
