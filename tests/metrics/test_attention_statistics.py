@@ -113,8 +113,35 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=0)
     assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
-    with pytest.raises(ValueError, match="top_n"):
-        attnorm.attention_statistics(q, k, top_n=(0, 3))
+    with pytest.raises(ValueError, match="softcap"):
+        attnorm.attention_statistics(q, k, softcap=math.inf)
+    for top_n in ((0, 3), 5, (2.5,)):
+        with pytest.raises(ValueError, match="top_n"):
+            attnorm.attention_statistics(q, k, top_n=top_n)  # type: ignore[arg-type]
+    for heads in (1, 2, 3, 5):
+        with pytest.raises(ValueError, match=f"for {heads} heads, but q has {H} heads"):
+            attnorm.attention_statistics(q, k, attnorm.get("sink", heads=heads))
+    for heads in (2, 3, 5):
+        with pytest.raises(ValueError, match=f"for {heads} heads, but q has {H} heads"):
+            attnorm.attention_statistics(q, k, attnorm.get("ssmax", heads=heads))
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15"])
+def test_no_rows_have_no_statistics(name: str) -> None:
+    q, k = draw()
+    for queries, keys in ((q[:, :, :0], k), (q[:0], k[:0])):
+        output, found = attnorm.attention(queries, keys, keys, name, return_statistics=True)
+        assert output.numel() == 0
+        assert found.entropy.shape == queries.shape[:-1]
+        found = attnorm.attention_statistics(queries, keys, name, top_n=(1, 5), causal=True)
+        assert found.top_mass.shape == (*queries.shape[:-1], 2)
+        assert found.n.dtype == torch.int64
+
+
+def test_effective_keys_of_many_equal_weights_are_exact() -> None:
+    q, k = torch.full((1, 1, 1, 1), 100.0), torch.ones(1, 1, 4000, 1)
+    found = attnorm.attention_statistics(q, k, "sigmoid")
+    assert abs(float(found.effective_keys) / 4000 - 1) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["local", "alibi", "scale_invariant", "log_scaled", "stick_breaking"])

@@ -1,5 +1,6 @@
 """attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -87,10 +88,10 @@ def attention_statistics(
     chosen = resolve_for_call(normalizer)
     if isinstance(chosen, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {chosen.name!r}, which has no rows of logits.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"expected softcap above 0, got {softcap!r}. Leave it out for no cap.")
-    if any(N < 1 for N in top_n):
-        raise ValueError(f"expected top_n of whole numbers from 1 up, got {tuple(top_n)}.")
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+        raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
+    if not isinstance(top_n, Sequence) or any(isinstance(N, float) or N < 1 for N in top_n):
+        raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
     inputs = validate_inputs(
         q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )

@@ -76,6 +76,8 @@ class MeasuredNormalizer:
         if self.normalizer.sink is None:
             return None
         logit = self.normalizer.sink.logit
+        if logit.dim() == 1:
+            _check_heads(len(logit), call)
         return logit.expand(heads.stop - heads.start) if logit.dim() == 0 else logit[heads]
 
     def factor(self, call: AttentionCall, block: LogitBlock) -> Tensor | None:
@@ -91,7 +93,16 @@ class MeasuredNormalizer:
             assert isinstance(rule, ScaleRule)
             factor = factor * rule.factor(n, positions, states).to(n.dtype)
         factor = factor.reshape(factor.shape[-3:])
-        return factor[block.heads] if factor.shape[0] == call.query_BHQD.shape[1] else factor
+        if len(factor) == 1:
+            return factor
+        _check_heads(len(factor), call)
+        return factor[block.heads]
+
+
+def _check_heads(numbers: int, call: AttentionCall) -> None:
+    heads = call.query_BHQD.shape[1]
+    if numbers != heads:
+        raise ValueError(f"the normalizer has parameters for {numbers} heads, but q has {heads} heads")
 
 
 class NoRowsError(TypeError, ValueError):

@@ -184,6 +184,8 @@ def _measure_in_blocks(
     block_elements: int | None,
     on_weights: OnWeights | None,
 ) -> dict[str, RowStatistics]:
+    if call.query_BHQD.shape[0] * len(rows) == 0:
+        return {one.name: _no_rows(call, len(rows), top_n, names) for one in chosen}
     if not top_n:
         with_mass = _measure_in_blocks(call, chosen, rows, (1,), names, block_elements, on_weights)
         return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in with_mass.items()}
@@ -214,6 +216,12 @@ def _measure_in_blocks(
         one.name: _finish_statistics(limits.values, arrays.values, top_n, names)
         for one, arrays in zip(chosen, found, strict=True)
     }
+
+
+def _no_rows(call: AttentionCall, rows: int, top_n: Sequence[int], names: Sequence[str]) -> RowStatistics:
+    empty = at_least_float32(call.query_BHQD.new_empty((*call.query_BHQD.shape[:2], rows)))
+    masses = empty.new_empty((*empty.shape, len(top_n)))
+    return RowStatistics(empty.long(), dict.fromkeys(names, empty), masses, empty.bool())
 
 
 def _mask_per_head(call: AttentionCall) -> bool:
