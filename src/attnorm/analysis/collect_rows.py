@@ -90,7 +90,7 @@ def row_columns(found: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> d
 
 
 def by_head(values: Tensor) -> np.ndarray:
-    """(B, H, R, ...) -> (H, B x R, ...)"""
+    """Reshape (B, H, R, ...) to (H, B x R, ...)."""
     return np.asarray(values.double().cpu().transpose(0, 1).flatten(1, 2).numpy())
 
 
@@ -232,7 +232,7 @@ def _blocks(rows: RowStatistics, longest_bin: tuple[int, int]) -> Columns:
     chunks = np.array_split(used, count) if count > 1 else []
 
     def over_chunks(measure: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """(heads x chunks,), heads outermost."""
+        """Return one number per head and chunk, (heads x chunks,), heads outermost."""
         return np.stack([measure(chunk) for chunk in chunks], axis=1).ravel() if chunks else np.zeros(0)
 
     columns: Columns = {

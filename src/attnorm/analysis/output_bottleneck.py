@@ -34,7 +34,7 @@ BINDS, ROOM = 0.9, 0.5  # needed rank over width: from here the width binds; bel
 
 @dataclass(frozen=True)
 class RankCurve:
-    """What the approximations of rank r of a model's logits lose, in nats per token."""
+    """Loss of the approximations of rank r of a model's logits, in nats per token."""
 
     model: str
     singular_values: tuple[float, ...]  # of the centred logits, largest first

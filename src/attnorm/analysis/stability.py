@@ -44,7 +44,7 @@ class Stability:
         return self.kept / self.judged if self.judged else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: a rate is null where no head was judged."""
+        """Return plain values for JSON; a rate is None if no head was judged."""
         plain = {**asdict(self), "rate": self.rate}
         return {
             name: None if isinstance(value, float) and math.isnan(value) else value for name, value in plain.items()
@@ -68,7 +68,7 @@ def passages(content: str, count: int) -> dict[str, str]:
 
 
 def stability(runs: Mapping[str, Analysis]) -> Stability:
-    """runs: analyses of one model, by name."""
+    """Compare the verdicts of several analyses of one model, given by name."""
     if len(runs) < 2:
         raise ValueError(f"expected at least two runs to compare, got {len(runs)}")
     verdicts = [_verdicts(run) for run in runs.values()]

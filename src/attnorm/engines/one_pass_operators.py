@@ -192,7 +192,7 @@ def _backward(
     inverse: Tensor, grad_of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """of_factor: whether the gradient of the factor is wanted; it is empty otherwise."""
+    """Return the gradients. grad_of_factor: whether to compute that of the factor; it is empty otherwise."""
     from attnorm.kernels import one_pass_attention
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)

@@ -139,7 +139,7 @@ def _metric_and_values(item: Item, samples: list[dict[str, Any]]) -> tuple[str, 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """lm-eval prints to stdout, where results belong, and warns about models in memory."""
+    """Silence lm-eval, which prints to stdout and warns about models in memory."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -166,7 +166,7 @@ def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:
 
 
 class _Work:
-    """What the parts share: the model, the tokens of the text, the documents of lm-eval."""
+    """Data that all parts share: the model, the tokens of the text, the documents of lm-eval."""
 
     harness: Harness
 

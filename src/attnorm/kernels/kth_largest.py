@@ -56,7 +56,7 @@ def _count(
     cells, above, below, t, start, stop, q_tile, k, rows, factor, sight, scale, cap,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """How many logits lie at or above t, the least of them, and the largest below t, apart by column."""
+    """Count the logits at or above t; also return the smallest of them and the largest below t, per column."""
     for at in range(start, stop, C.COLUMNS):
         z = _logits_of_tile(at, q_tile, k, rows, factor, sight, scale, cap, CAPPED, FACTORED, C, EDGE)
         cells += (z >= t).to(tl.int32)

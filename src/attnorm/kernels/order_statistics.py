@@ -50,7 +50,7 @@ def _load(values, ids, at, stop, wanted):
 
 @triton.jit
 def bin_ranges(ids, begin, end, length, bins, BLOCK: tl.constexpr):
-    """Where the numbers of each bin begin and end: ids (lists, length), begin and end (lists, bins)."""
+    """Find where the numbers of each bin begin and end: ids (lists, length), begin and end (lists, bins)."""
     program = tl.program_id(0).to(tl.int64)
     ids += program // bins * length
     wanted = program % bins

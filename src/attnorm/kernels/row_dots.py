@@ -26,7 +26,7 @@ def _row_dots(
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """(B, H, Q) in float32, of two tensors (B, H, Q, D)."""
+    """Return the dot products of the rows of two tensors (B, H, Q, D), as (B, H, Q) in float32."""
     a, b = in_rows(a), in_rows(b)
     batch, heads, queries, width = a.shape
     found = torch.empty((batch, heads, queries), dtype=torch.float32, device=a.device)

@@ -28,7 +28,7 @@ CLASSES = tl.constexpr(4)
 
 
 class RowInputs(NamedTuple):
-    """What the logits of a block of rows are made of."""
+    """Inputs from which the logits of a block of rows are computed."""
 
     q_tile: Any
     k: Any
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """What every kernel of row statistics knows of the keys so far."""
+    """State of a row over the keys so far, which every kernel of row statistics keeps."""
 
     n: Any  # visible keys, if MASKED
     first: Any  # visible key, the sink
@@ -144,7 +144,7 @@ def rows_of_program(
     mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap,
     C: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads: its rows, which of them exist, and what their logits are made of.
+    """Return the rows of a program, which of them exist, and the inputs of their logits.
 
     unit: what turns the products of a row into its logits z in bits. Where it is negative, q changes its sign instead.
     logit: what turns the products that remain into logits in bits before the factor.

@@ -66,7 +66,7 @@ def _times_ones(x, ones, PART: tl.constexpr):
 
 @triton.jit
 def sum_after(x, PART: tl.constexpr):
-    """For each column, the sum over the columns behind it."""
+    """Return for each column the sum over the columns after it."""
     if PART == tl.float32:  # noqa: SIM300
         return tl.cumsum(x, 1, reverse=True) - x
     at = tl.arange(0, x.shape[1])
@@ -75,7 +75,7 @@ def sum_after(x, PART: tl.constexpr):
 
 @triton.jit
 def sum_up_to(x, PART: tl.constexpr):
-    """For each column, the sum over the columns up to it."""
+    """Return for each column the sum over the columns up to it."""
     if PART == tl.float32:  # noqa: SIM300
         return tl.cumsum(x, 1)
     at = tl.arange(0, x.shape[1])

@@ -18,7 +18,7 @@ NOTHING_LEFT = 1024.0  # bits, for the tiles that a block of queries does not re
 
 @dataclass(frozen=True)
 class Stick:
-    """How a call breaks the stick, beyond its tensors."""
+    """Settings of a stick-breaking call besides its tensors."""
 
     rest: bool  # the query's own key receives what is left
     causal: bool

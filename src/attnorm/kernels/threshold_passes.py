@@ -20,7 +20,7 @@ class ListedTiles(NamedTuple):
 
 
 class SolvedRows(NamedTuple):
-    """What turns the products of a row into x: see threshold_maps.py."""
+    """Numbers of each row that convert its products to x: see threshold_maps.py."""
 
     size: Any  # of the map's unit in products
     peak: Any

@@ -44,7 +44,7 @@ class DifferentialV2(Mechanism):
         self.logit = None if width is not None else per_head_parameter(0.0, heads)
 
     def second_queries(self, hidden_states: Tensor) -> Tensor:
-        """(B, H, Q, D), before any rotation."""
+        """Return the second queries, (B, H, Q, D), before any rotation."""
         assert self.second is not None
         assert self.from_hidden is not None
         queries = self.second(hidden_states)

@@ -104,7 +104,7 @@ class Forget(Mechanism):
         return self.attend(q, k, v, log_gates=gates, mask=mask, causal=causal, scale=scale, positions=positions)
 
     def log_gates(self, hidden_states: Tensor | None = None) -> Tensor:
-        """log f of each token, (B, H, K) or (1, H or 1, 1), in float32 at least."""
+        """Return log f of each token, (B, H, K) or (1, H or 1, 1), in at least float32."""
         if self.weight is None:
             bias = self.bias if self.bias.dim() else self.bias[None]
             return logsigmoid(bias)[None, :, None]
@@ -141,6 +141,6 @@ class Forget(Mechanism):
 
 
 def _gates_of_visible_keys(inputs: Inputs, log_gates: Tensor) -> Tensor:
-    """(B, H, K), 0 for keys that no query sees: what stands in padding has no gate."""
+    """Return the gates (B, H, K), 0 for keys that no query sees: padding has no gate."""
     gates = log_gates.expand(*inputs.q_BHQD.shape[:2], inputs.keys)
     return gates if inputs.mask is None else torch.where(inputs.seen(), gates, 0.0)

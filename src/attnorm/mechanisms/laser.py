@@ -77,7 +77,7 @@ class Laser(Mechanism):
 
 
 def _seen(inputs: Inputs) -> Tensor | None:
-    """(B or 1, G or 1, K): the keys that a query of their group sees; None without a mask."""
+    """Return which keys a query of their group sees, (B or 1, G or 1, K); None without a mask."""
     if inputs.mask is None:
         return None
     seen = inputs.seen()

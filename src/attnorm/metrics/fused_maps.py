@@ -134,7 +134,7 @@ def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: Row
 
 
 def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
-    """(COLUMNS of kernels/map_sums.py, B, H, R)."""
+    """Return the sums of one-pass maps, (COLUMNS of kernels/map_sums.py, B, H, R)."""
     from attnorm.kernels.map_sums import COLUMNS, map_sums
     from attnorm.kernels.maps import MAPS
 
@@ -153,7 +153,7 @@ def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
 
 
 def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
-    """(COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
+    """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
     from attnorm.kernels.map_sums import COLUMNS
     from attnorm.kernels.threshold_attention import EARLY_STEPS, MAX_STEPS
     from attnorm.kernels.threshold_maps import MAPS
@@ -201,8 +201,11 @@ def _threshold_tile(q: Tensor) -> Tile:
 
 
 def _tolerances(dtype: torch.dtype) -> tuple[float, float, float]:
-    """How far the sum of a row may be from 1 before the last step of Newton's method, and after it; and how much weight
-    the last leaders may have before such a step is needed."""
+    """Return three tolerances.
+
+    How far the sum of a row may be from 1 before the last Newton step; how far after it; and how much weight the
+    leaders may leave out before such a step is needed.
+    """
     return (1e-3, 4e-6, 1e-6) if dtype == torch.float32 else (3e-2, 1e-3, 2e-4)
 
 

@@ -63,7 +63,7 @@ class LogitBlock:
 
     @cached_property
     def visible(self) -> Tensor:
-        """(1 or h, r, w)."""
+        """Which keys each row sees, (1 or h, r, w)."""
         return pad(self.tail, (self.common, 0), value=True)
 
     def visible_on_cpu(self, rows: Tensor) -> Tensor:

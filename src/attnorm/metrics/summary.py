@@ -104,7 +104,7 @@ def _summarise_on_device(
 
 
 def _per_head(values: Tensor) -> np.ndarray:
-    """(B, H, R) -> (H, B R)."""
+    """Reshape (B, H, R) to (H, B R)."""
     return np.asarray(values.transpose(0, 1).flatten(1).cpu().numpy())
 
 

@@ -190,7 +190,7 @@ def _format_1(directory: Any, where: Mapping[str, Any]) -> Iterator[SavedNormali
 
 
 def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str | None]:
-    """From attnorm.json: recipes by module path, digests by file name, and the digest of attnorm.safetensors."""
+    """Read attnorm.json: recipes by module path, digests by file name, and the digest of attnorm.safetensors."""
     if (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{file}: expected at most {MAX_BYTES:,} bytes, got {size:,}.")
     try:
@@ -227,7 +227,7 @@ def _read_values(file: Path, digest: str | None) -> dict[str, Tensor]:
 
 
 def _file_digest(path: Path) -> str:
-    """Of names, shapes, dtypes and some bytes of every weight in a safetensors file."""
+    """Return a digest of names, shapes, dtypes and some bytes of every weight in a safetensors file."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         if start > path.stat().st_size:

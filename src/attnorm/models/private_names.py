@@ -137,7 +137,7 @@ def rotary_files(modules: list[nn.Module]) -> dict[ModuleType, Any]:
 
 
 def offload_devices(module: nn.Module) -> list[torch.device]:
-    """Where parts of the module compute whose weights accelerate keeps elsewhere."""
+    """Return the devices on which parts of the module compute whose weights accelerate offloads."""
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
     found = [getattr(hook, "execution_device", None) for hook in hooks]
     return [torch.device(device) for device in found if device is not None]

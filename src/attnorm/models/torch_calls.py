@@ -221,7 +221,7 @@ def _comparable(watched: Watched, result: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def _fast_paths_kept() -> Iterator[None]:
-    """torch.nn's modules with a fast path do not notice the mode.
+    """Keep the fast paths of torch.nn modules, which they would not take while a function mode is active.
 
     They look torch.overrides.has_torch_function up at each call and give it tensors only. An operator with functions
     among its arguments (flex_attention) gives those too, and must notice the mode to be seen. Torch's other functions

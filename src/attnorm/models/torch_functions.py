@@ -191,7 +191,7 @@ def read_transformer_encoder_layer(
 
 
 def kind_of(visible: VisibleKeys, queries: int, keys: int, *, itself: bool) -> Kind:
-    """decoder where no query sees a later key; itself: queries and keys come from one sequence."""
+    """Return "decoder" if no query sees a later key. itself: queries and keys come from one sequence."""
     mask = visible.mask
     if mask is not None and mask.shape[-2] > 1 and not visible.causal:
         later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1 + keys - queries)
@@ -245,12 +245,12 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _hidden_to_visible(mask: Tensor) -> Tensor:
-    """nn.MultiheadAttention: True = hidden; numbers are added, as everywhere."""
+    """Invert a boolean mask of nn.MultiheadAttention, where True = hidden; numbers do not change."""
     return mask.logical_not() if mask.dtype == torch.bool else mask
 
 
 def _both(first: VisibleKeys, second: VisibleKeys) -> VisibleKeys:
-    """What both allow, with both biases."""
+    """Combine two masks and two biases: a key is visible if both allow it."""
     if first.mask is None or second.mask is None:
         mask = second.mask if first.mask is None else first.mask
     else:
@@ -263,7 +263,7 @@ def _both(first: VisibleKeys, second: VisibleKeys) -> VisibleKeys:
 
 
 def _with_extra_keys(visible: VisibleKeys, extra: int, queries: int, keys: int) -> VisibleKeys:
-    """For keys that nn.MultiheadAttention appends (add_bias_kv, add_zero_attn) and every query sees."""
+    """Add the keys that nn.MultiheadAttention appends (add_bias_kv, add_zero_attn); every query sees them."""
     if not extra:
         return visible
     mask, bias = visible.mask, visible.bias
@@ -320,7 +320,7 @@ def _masked(block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.
 def _scored(
     query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], scale: float, visible: VisibleKeys
 ) -> VisibleKeys:
-    """What the mask leaves visible, without keys that the score_mod sets to -inf, and what it adds to the others."""
+    """Return the visible keys, without those that the score_mod sets to -inf, and its bias for the others."""
     batch, heads, queries, _ = query.shape
     keys = key.shape[-2]
     _check_size(batch * heads * queries * keys, "score_mod")

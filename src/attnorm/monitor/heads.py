@@ -39,7 +39,7 @@ class History(Sequence[Measurement]):
         return list(self._measurements)[index]
 
     def series(self, metric: str, layer: int, head: int, kind: str | None = None) -> list[tuple[int, float]]:
-        """(step, value) of one head; NaN where no row had such a number."""
+        """Return (step, value) of one head; NaN if no row had such a number."""
         if metric not in (*REPORTED, BROKEN):
             raise ValueError(f"expected a metric of {', '.join((*REPORTED, BROKEN))}; got {metric!r}.")
         points = []
@@ -73,7 +73,7 @@ class History(Sequence[Measurement]):
 
 
 def layer_of(label: str) -> tuple[str | None, int]:
-    """("encoder", 3) of "encoder/layer_03"; None where all layers are of one kind."""
+    """Return kind and layer of a key: ("encoder", 3) for "encoder/layer_03"; the kind is None if there is only one."""
     kind, _, layer = label.rpartition("/")
     return kind or None, int(layer.removeprefix("layer_"))
 
@@ -112,7 +112,7 @@ def worst_of_layer(values: Iterable[float], lowest: bool) -> tuple[int, float] |
 def head_keys(
     layers: Layers, per_head: bool | tuple[tuple[str | None, int, int], ...], prefix: str
 ) -> Iterator[tuple[str, float]]:
-    """attn/layer_03/head_05/entropy of the requested heads, without undefined numbers."""
+    """Return attn/layer_03/head_05/entropy and so on for the requested heads, without undefined numbers."""
     if per_head is False:
         return
     for label, heads in layers.items():

@@ -103,7 +103,7 @@ class Sampler:
         return self._rows[key]
 
     def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
-        """What these rows see, (1, 1, R, K); made once for all layers that share a mask."""
+        """Return which keys these rows see, (1, 1, R, K); computed once for all layers that share a mask."""
         queries, keys = call.query_BHQD.shape[2], call.key_BGKD.shape[2]
         key = (call.kind, id(call.mask), call.causal, item, queries, keys, rows.device)
         if key not in self._seen:
@@ -188,7 +188,10 @@ OF_ROWS = tuple(metric.source for metric in REPORTED.values() if metric.source n
 
 @torch.no_grad()
 def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Tensor]]:
-    """Of each sample (len(REPORTED) + 1, H): the heads' means over the longest rows, and their share of broken ones."""
+    """Yield each sample with its numbers, (len(REPORTED) + 1, H).
+
+    These are the means of each head over the longest rows, and its share of broken rows.
+    """
     groups: dict[object, list[Sample]] = {}
     for number, sample in enumerate(samples):
         groups.setdefault(number if sample.group is None else sample.group, []).append(sample)
@@ -217,7 +220,7 @@ def _means(values: Tensor, long: Tensor) -> Tensor:
 
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
-    """(2, H, R): of the rows' N heaviest keys, and of the same weights permuted."""
+    """Return separability of the rows' N heaviest keys, and of the same weights permuted, (2, H, R)."""
     (one,) = resolve_normalizers(call, [None])
     normalizer = as_normalizer(one, call)
     values = at_least_float32(call.value_BGKE[0])

@@ -168,7 +168,7 @@ class AttentionMonitor(TrainerCallback):
             opened.close()
 
     def _count_states(self, layers: Layers, step: int) -> dict[str, float]:
-        """How many layers are in each state; a warning for those that have just entered it."""
+        """Count the layers in each state, and warn about layers that have just entered it."""
         self._measurements += 1
         counts = dict.fromkeys(MEANING, 0)
         new: dict[str, list[Alert]] = {}

@@ -134,7 +134,7 @@ class QKClip(TrainerCallback):
         return found
 
     def take_numbers(self) -> dict[str, float]:
-        """What was clipped since the last call, by logging key."""
+        """Return what was clipped since the last call, by logging key."""
         taken, self._unlogged = self._unlogged, {}
         return taken
 
@@ -233,7 +233,7 @@ class QKClip(TrainerCallback):
 
 @torch.no_grad()
 def largest_logits(call: AttentionCall, tau: float) -> Tensor:
-    """(H,): the largest scaled dot product of each head over all rows and the keys they see; infinite where it is NaN.
+    """Return the largest scaled dot product of each head over all rows and visible keys, (H,); inf if it is NaN.
 
     Before a softcap and a position bias, which no weight of q and k decides. On a CPU norms are looked at first: where
     no |q| |k| exceeds tau no logit does, the dot products are not computed, and the result is -infinity.

@@ -52,7 +52,7 @@ def trained_model(model: nn.Module) -> nn.Module:
 
 
 class ForwardWatch:
-    """What was observed of the forward."""
+    """Observes the forward pass of a model."""
 
     def __init__(self, rows: int, top_n: int) -> None:
         self.observation = ExitStack()

@@ -42,12 +42,12 @@ def read_options(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]
 
 
 def state_spec(spec: str) -> str:
-    """As `state_options`, for a specification: kneemax -> kneemax:knee=0.25."""
+    """Apply `state_options` to a specification: kneemax -> kneemax:knee=0.25."""
     return _complete_spec(spec, ":", lambda changed: changed.now)
 
 
 def read_spec(spec: str) -> str:
-    """As `read_options`, for a specification: kneemax -> kneemax:share=1."""
+    """Apply `read_options` to a specification: kneemax -> kneemax:share=1."""
     return _complete_spec(spec, ":", lambda changed: changed.before)
 
 

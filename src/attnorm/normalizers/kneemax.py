@@ -28,7 +28,7 @@ LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's la
 
 
 def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
-    """Over the last dimension, with the knee k of each row (..., 1). With w = min(t, 2k): p = w (2t - w) / (4k).
+    """Return kneemax over the last dimension: p = w (2t - w) / (4k), w = min(t, 2k), k the knee of each row (..., 1).
 
     The rows stay in units of the logits: dividing them by the knee would round every key once more.
     """
@@ -54,7 +54,7 @@ def _rounded_once(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
 
 
 def _huber(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Tensor:
-    """p up to the factor 1/(4k), which the sum of the row divides out; bend is 2k."""
+    """Return p without the factor 1/(4k), which the division by the row sum removes; bend is 2k."""
     assert bend is not None
     w = torch.minimum(t.relu_(), bend, out=buffer)
     return t.mul_(2).sub_(w).mul_(w)
@@ -141,7 +141,7 @@ class Kneemax(Map):
 
 
 def kneemax_row(z: Tensor, knee: float) -> Tensor:
-    """By bisection on tau; a last Newton step carries its derivative (implicit function theorem)."""
+    """Reference for one row: bisection on tau; a last Newton step makes it differentiable."""
     y, k = z / 2, knee
 
     def weights(tau: float | Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class UnitVariance(LogitRule):
         self.temperature = float(temperature)
 
     def factor(self, variance: Tensor) -> Tensor:
-        """What multiplies the centred logits of rows with this variance."""
+        """Return the factor of the centred logits of rows with this variance."""
         # In units of the least one: ONNX's optimizer takes the addition of a number as small as 1e-12 for that of 0.
         return torch.rsqrt(variance / MIN_DEVIATION**2 + 1) / (MIN_DEVIATION * self.temperature)
 

@@ -27,7 +27,7 @@ class DistanceRule(LogitRule):
         self.tau = tau
 
     def coefficients(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """a_t and m_t."""
+        """Return a_t and m_t for these distances."""
         log_distance = torch.log1p(distance.abs() / self.tau)
         return torch.sqrt(2 * log_distance + 1), -2 * log_distance
 

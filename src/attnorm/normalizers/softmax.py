@@ -53,7 +53,7 @@ def softmax_row(z: Tensor) -> Tensor:
 
 
 def softmax_over(z: Tensor, kept: Tensor) -> Tensor:
-    """softmax of the kept keys, 0 elsewhere."""
+    """Return softmax over the kept keys, and 0 for the others."""
     if not kept.any():
         return torch.zeros_like(z)
     return torch.zeros_like(z).index_put((kept.nonzero()[:, 0],), softmax_row(z[kept]))

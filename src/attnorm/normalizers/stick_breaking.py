@@ -36,7 +36,7 @@ class StickBreaking(Map):
 
 
 def _sum_after(x: Tensor) -> Tensor:
-    """For each key, the sum over all later keys."""
+    """Return for each key the sum over all later keys."""
     later = torch.cat([x[..., 1:], torch.zeros_like(x[..., :1])], dim=-1)
     return later.flip(-1).cumsum(-1).flip(-1)  # no subtraction: x may be far larger than what follows it
 

@@ -34,7 +34,7 @@ class ThresholdRelu(Map):
 
     @property
     def unit(self) -> float:
-        """What turns a logit of q and k of length sqrt(d) into their cosine; 1 without a width."""
+        """Factor from a logit of q and k of length sqrt(d) to their cosine; 1 without a width."""
         return 1.0 if self.width is None else self.width**-0.5
 
     def threshold(self, n: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class TopK(Selection):
         return (z >= kth) | z.isnan().any(-1, keepdim=True)
 
     def counts(self, n: Tensor) -> Tensor:
-        """How many keys a row with n visible keys keeps, at most n and at least 1."""
+        """Return how many keys a row with n visible keys keeps: at least 1, at most n."""
         if isinstance(self.k, int):
             kept = torch.full_like(n, self.k)
         else:

@@ -184,7 +184,7 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
 
 
 def what_if_words(what: WhatIf) -> str:
-    """entropy / log n 0.93 -> 0.31"""
+    """Format a what-if: "entropy / log n 0.93 -> 0.31"."""
     return f"{what.quantity} {_format_number(what.before)} -> {_format_number(what.after)}"
 
 

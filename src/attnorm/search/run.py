@@ -118,7 +118,7 @@ def _open_study(out: Path, plan: SearchPlan, url: str | None) -> Any:
 
 
 def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
-    """Every normalizer in all layers, at a few learning rates: what a mixed recipe has to beat."""
+    """Return trials with one normalizer in all layers, at a few learning rates: the baseline of mixed recipes."""
     low, high = plan.learning_rate
     found = []
     for number in range(plan.uniform):
@@ -219,7 +219,10 @@ def _tell(plan: SearchPlan, study: Any, number: int, outcome: Outcome) -> None:
 
 
 def _write_items(out: Path, plan: SearchPlan, items: dict[int, Item]) -> None:
-    """So that `attnorm sweep --status` shows the trials. Trials with the same recipe share an item."""
+    """Write the items of the trials, so that `attnorm sweep --status` shows them.
+
+    Trials with the same recipe share an item.
+    """
     listed = {item.id: item.as_dict() for item in items.values()}
     write_json(out / RECORD, {"format": FORMAT, "command": COMMAND, "content": plan.content, "items": listed})
 
@@ -234,7 +237,7 @@ def check_optuna() -> None:
 
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
-    """Without Optuna's log lines and its warnings about experimental features."""
+    """Silence Optuna's log lines and its warnings about experimental features."""
     import optuna
 
     before = optuna.logging.get_verbosity()

@@ -33,7 +33,7 @@ TABLES = ("grid", "options", "resources", "slurm")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one item needs. memory_gb None: unknown."""
+    """Resources that one item needs. memory_gb None: unknown."""
 
     cpus: float = 1
     gpus: float = 0

@@ -85,7 +85,7 @@ def _loaded(options: tuple[tuple[str, Any], ...]) -> "LoadedModel":
 
 
 def models_loaded() -> int:
-    """How often this process has loaded a model."""
+    """Return how often this process has loaded a model."""
     return _loaded.cache_info().misses
 
 

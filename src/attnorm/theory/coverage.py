@@ -64,7 +64,7 @@ def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "
 def top_n_coverage(
     weights: Float[Tensor, "*rows H L"], top_n: int, mask: Bool[Tensor, "..."] | None = None
 ) -> HeadCoverage:
-    """How much of the visible keys (mask (..., L), the same for all heads) lies in the top-N sets of the H heads."""
+    """Return the coverage of the visible keys by the top-N sets of H heads. mask (..., L): the same for all heads."""
     visible = torch.ones_like(weights[..., 0, :], dtype=torch.bool)
     visible = visible if mask is None else visible & mask
     return union_coverage(top_n_set(weights, top_n, visible.unsqueeze(-2)), visible)

@@ -30,7 +30,7 @@ Number = Tensor | float
 
 
 def positive_temperature(temperature: float | Tensor, like: Tensor | None = None) -> Tensor:
-    """As a tensor of the dtype and device of `like`; without it a number becomes float64, a tensor stays as it is."""
+    """Return the temperature as a tensor like `like`; without `like`, a number becomes float64. Must be positive."""
     if like is not None:
         value = torch.as_tensor(temperature, dtype=like.dtype, device=like.device)
     elif isinstance(temperature, Tensor):

@@ -49,7 +49,7 @@ class FrontierContender:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """What a map pays to keep `weight` on the leading one of n keys."""
+    """The cost for a map to keep `weight` on the largest of n keys."""
 
     name: str
     n: int

@@ -318,7 +318,7 @@ class ModelVerdict:
     rate: Rate | None = None  # the numbers behind the rate test
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: an infinite length, "never", becomes null."""
+        """Return plain values for JSON; an infinite length becomes None."""
         plain = asdict(self)
         for part in ("ceiling", "rate"):
             for name, value in (plain[part] or {}).items():

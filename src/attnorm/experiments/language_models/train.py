@@ -43,7 +43,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Worker:
-    """What every piece of work needs: workspace, texts, device and time limit."""
+    """Everything that a piece of work needs: workspace, texts, device and time limit."""
 
     workspace: LMWorkspace
     texts: Texts

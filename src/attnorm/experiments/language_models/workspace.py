@@ -234,7 +234,7 @@ def _as_file(name: str) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """What all models read: the training text, and the held-out texts by name."""
+    """The texts of all models: the training text, and the held-out texts by name."""
 
     corpus: Corpus
     held_out: dict[str, Tokens]

@@ -65,7 +65,7 @@ def large_logits(subject: CheckedNormalizer) -> Complaints:
 
 
 def large_precision(subject: CheckedNormalizer) -> Complaints:
-    """They keep their digits in float32 too."""
+    """Logits of 1e4 keep their digits in float32 too."""
     yield from _compare(subject, subject.to(torch.float32), torch.float32, list(_large(subject).values()))
 
 
@@ -101,7 +101,7 @@ def first_derivative(subject: CheckedNormalizer) -> Complaints:
 
 
 def second_derivative(subject: CheckedNormalizer) -> Complaints:
-    """So do the gradients of these gradients, in random directions."""
+    """Second derivatives agree with finite differences too, in random directions."""
     yield from _against_differences(subject, partial(torch.autograd.gradgradcheck, fast_mode=True))
 
 

@@ -25,7 +25,7 @@ class CheckedNormalizer:
     def of(
         cls, normalizer: Normalizer, heads: int, width: int | None, reference: Reference | None = None
     ) -> "CheckedNormalizer":
-        """In float64, with parameters that float32 can hold too."""
+        """Copy the normalizer to float64, with parameters rounded to float32."""
         return cls(copy.deepcopy(normalizer).float().double(), heads, width, reference)
 
     def to(self, dtype: torch.dtype) -> "CheckedNormalizer":
@@ -68,7 +68,7 @@ class CheckedNormalizer:
         return weights.detach(), first, dict(zip(parameters, others, strict=True))
 
     def parameters(self) -> dict[str, Tensor]:
-        """Those that are learned."""
+        """Return the learned parameters by name."""
         return {name: p for name, p in self.normalizer.named_parameters() if p.requires_grad}
 
 
@@ -111,5 +111,5 @@ def largest(x: Tensor) -> float:
 
 
 def exceeds(found: float, allowed: float) -> bool:
-    """Also true for NaN, which no comparison would report."""
+    """Return whether a number exceeds a limit; also true for NaN."""
     return not found <= allowed

@@ -29,7 +29,7 @@ class ScoreRow:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """model: that was evaluated. sides: the model as loaded, then with other normalizers."""
+    """Scores of an evaluated model. sides: the model as loaded, then with other normalizers."""
 
     model: str
     sides: tuple[str, ...]

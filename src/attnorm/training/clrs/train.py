@@ -72,7 +72,7 @@ class ClrsRun:
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
-        """How attention is computed, in training and in the tests. No pass waits for the GPU."""
+        """Set how attention is computed, in training and in the tests. No pass waits for the GPU."""
         recipe = self.recipe
         with (
             in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=recipe.dtype),

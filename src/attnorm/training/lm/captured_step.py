@@ -24,7 +24,7 @@ class CapturedStep:
     """
 
     def __init__(self, step: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """step: computes the loss of the inputs and all gradients, which must be None before."""
+        """Capture a step. step: computes the loss of the inputs and all gradients, which must be None before."""
         self._inputs = [given.clone() for given in inputs]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

@@ -16,7 +16,7 @@ LARGEST_SHIFT = 1 / 8  # of the side, in training
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """pixels: uint8 (N, 3, side, side). labels: (N,) indices of `classes`."""
+    """Images with labels. pixels: uint8 (N, 3, side, side). labels: (N,) indices of `classes`."""
 
     pixels: Tensor
     labels: Tensor
