@@ -15,7 +15,8 @@ _normalizers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 def remember(normalizer: nn.Module) -> Tensor:
     """Return the handle of this normalizer, on the CPU."""
     _normalizers[id(normalizer)] = normalizer
-    return torch.tensor(id(normalizer), device="cpu")
+    # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
+    return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
 
 
 def normalizer_of(handle: Tensor) -> nn.Module:
