@@ -1,4 +1,4 @@
-"""What figures of several packages share: colours, fonts, reproducible files, and labels beside the ends of lines.
+"""Shared functions for figures: colours, fonts, reproducible files, and labels next to the ends of lines.
 
 Text is drawn as paths and files have no date: the same numbers give the same bytes.
 """

@@ -1,4 +1,4 @@
-"""How a result was made: package versions, time, hashes and the command, for the records that runs leave."""
+"""Provenance of results: package versions, time, hashes and the command, for the records of runs."""
 
 import hashlib
 import json

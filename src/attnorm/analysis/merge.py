@@ -1,4 +1,4 @@
-"""Several tables become one: the windows of a text are averaged, and runs on one model are joined.
+"""Merge tables: average the windows of a text (`merge_parts`), and join runs on one model (`merge_runs`).
 
 Over windows, numbers are means, except horizons, which are medians (a horizon is exponential in the logit spread).
 Row counts are summed and largest norms are maxima. The table `windows` keeps the numbers of each window.

@@ -1,4 +1,4 @@
-"""Which tokens a head reads: the listed rows, their heaviest keys, and the text of each position.
+"""The tables `reads` and `tokens`: the heaviest keys of some listed rows of each head, and the text of each position.
 
 Rows come from the first sequence of a batch. Positions are token indices of the model's input, from 0.
 """

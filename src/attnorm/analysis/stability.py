@@ -1,4 +1,4 @@
-"""Do verdicts hold on other passages of a text, and under other random seeds? Check this before you quote one.
+"""Stability of verdicts: compare the verdicts of heads on several passages of a text, and with several random seeds.
 
 A head is judged in a run if its verdict there is not "undecided". Two rates compare pairs of runs:
 

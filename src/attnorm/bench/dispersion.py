@@ -1,4 +1,4 @@
-"""How much weight does a clear winner keep as the context grows? The same test for every normalizer, and its table.
+"""The command `attnorm dispersion`: the weight that a clearly largest logit keeps as n grows, for every normalizer.
 
 One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0. The
 result is w / max(1, sum |w|): the winner's weight, but rows that sum to more than 1 are divided by their sum. The

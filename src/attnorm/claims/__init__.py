@@ -1,1 +1,1 @@
-"""What the theory's claims look like to a reader: tables, figures and the page of docs/theory.md."""
+"""Present the claims of the theory: terminal tables, figures, and the page docs/theory.md."""

@@ -1,4 +1,4 @@
-"""What a command prints and how it exits: results go to stdout, everything else to stderr.
+"""Output and exit codes of all commands: results go to stdout, everything else to stderr.
 
 All output passes through this file. Names, tokens and messages may contain escape sequences, which a terminal would
 obey; here they become visible characters.

@@ -1,4 +1,4 @@
-"""What an evaluation found: scores document by document, intervals, paired changes, and its HTML page."""
+"""The result of an evaluation: scores per document, intervals, paired changes, and its HTML page."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What an experiment is: a question from a paper, a function that answers it on a model, and the form of the answer."""
+"""`Experiment` and `Outcome`: a question from a paper, the function that answers it on a model, and its answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

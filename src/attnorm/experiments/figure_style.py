@@ -1,4 +1,4 @@
-"""What all figures of the experiments share: fonts, colours, line styles, panels that recur, and reproducible files.
+"""The common style of all experiment figures: fonts, colours, line styles, recurring panels, reproducible files.
 
 Every quantity has its own line style and marker besides its colour, so that figures can be read in grey.
 """

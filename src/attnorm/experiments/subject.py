@@ -1,4 +1,4 @@
-"""What an experiment runs on: a model and texts, loaded once for all experiments of one call.
+"""`ExperimentSubject`: the model and texts of a call of `attnorm reproduce`, loaded once for all its experiments.
 
 The default is the setting of Mudarisov et al. 2025: GPT-2 (124M) on War and Peace. Their section 3 has 144 heads in 12
 layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel. It does not state which chapters, rows

@@ -1,4 +1,4 @@
-"""What the kernels of row statistics share: the rows of a program, and one tile of keys after the other.
+"""Shared device functions of the kernels for row statistics: the rows of a program, and its tiles of keys.
 
 The first visible key of a row, the sink, is set apart. Tiles that some row may not see whole come first, then those
 that all rows see.

@@ -1,1 +1,1 @@
-"""What a head does with its keys: statistics of rows of attention, computed block by block."""
+"""Metrics of attention heads: statistics of attention rows, computed block by block."""

@@ -1,4 +1,4 @@
-"""How many of the visible keys the heads of a layer select together: measured, and as expected of independent heads."""
+"""Coverage: the share of visible keys that the heads of a layer select together, measured and for independent heads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Numbers of single heads: which of them are logged, the worst of each metric, and the series of all measurements."""
+"""Logged numbers of single heads: the requested heads, the worst head of each metric, and series over steps."""
 
 import math
 from collections import deque

@@ -1,1 +1,1 @@
-"""What a person sees: terminal tables and figures. Each file holds the record it shows next to the way it shows it."""
+"""The report of an analysis: terminal tables, figures, and the HTML page (`report.html`)."""

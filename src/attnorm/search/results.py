@@ -1,4 +1,4 @@
-"""What a search found: the best recipes as files, the importance of each choice, a picture, and the check with seeds.
+"""The results of a search: the best recipes as files, the importance of each choice, a figure, and a check with seeds.
 
 recipe.toml            the best recipe by the first objective, for `train lm --recipe` and `attnorm.patch`
 front/TRIAL.toml       every recipe of the Pareto front, if there are several objectives

@@ -1,4 +1,4 @@
-"""What all engines of a sweep have in common: they start chunks of items and return futures.
+"""The interface of all engines of a sweep: they start chunks of items and return futures.
 
 `WorkerDied` means that a worker ended without an answer: killed, out of memory, or its machine is gone. The caller
 decides whether to start the items again.

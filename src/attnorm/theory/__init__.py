@@ -1,4 +1,4 @@
-"""What is provable about attention weights: bounds as printed, bounds as corrected, and the exact quantities."""
+"""Theory of attention weights: bounds as printed in the papers, corrected bounds, and exact quantities."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

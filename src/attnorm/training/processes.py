@@ -1,4 +1,4 @@
-"""Several processes that train one model, started by torchrun or `accelerate launch`: one batch, one set of files.
+"""`Processes`: several processes that train one model, started by torchrun or `accelerate launch`.
 
 Every process takes its share of each batch, and torch's DistributedDataParallel averages the gradients. Process 0 alone
 reads and writes the folder of the run. Without a launcher there is one process and no communication.

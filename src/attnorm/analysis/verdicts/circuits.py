@@ -1,4 +1,4 @@
-"""Which circuit a head belongs to, to how many keys it is sharp, and both in words.
+"""Circuits of heads: to which circuit a head belongs, up to how many keys it is sharp, and sentences about both.
 
 The scores come from analysis/circuits.py: the mean weight on the key that the circuit needs. A head is named by its
 largest score. It is sharp while that key has at least half of the weight, as a horizon is defined.

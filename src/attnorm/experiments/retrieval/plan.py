@@ -1,4 +1,4 @@
-"""Which models are trained, what each is tested on, and the records of these tests.
+"""The plan of the retrieval experiment: the models to train, the tests of each, and the records of these tests.
 
 This needs only torch, not the libraries for figures. Every permutation-equivariant normalizer takes part, with the same
 seeds, data and steps. The paper's adaptive temperature is used in tests only, where it replaces the trained softmax, as

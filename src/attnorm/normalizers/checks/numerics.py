@@ -1,4 +1,4 @@
-"""Numbers: digits in each dtype against float64, derivatives against finite differences, compiled against eager.
+"""Numerical checks: each dtype against float64, derivatives against finite differences, compiled against eager.
 
 The reference is the normalizer in float64, on the logits as rounded to the dtype. Nothing can do better than
 - float16, bfloat16: the reference rounded once to the dtype (so half-precision logits must be computed in float32);

@@ -1,4 +1,4 @@
-"""What a normalizer declares in its `properties` and `lipschitz`: sums, sign, zeros, symmetries, sensitivity."""
+"""Checks of what a normalizer declares in `properties` and `lipschitz`: sums, sign, zeros, symmetries, sensitivity."""
 
 import torch
 from torch import Tensor

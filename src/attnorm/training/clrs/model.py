@@ -1,4 +1,4 @@
-"""How a CLRS-Text model is made and trained: every value here changes its weights.
+"""Settings and construction of a CLRS-Text model: every value here changes its weights.
 
 A model is either a pretrained one, whose softmax is replaced in all heads before fine-tuning, or a Llama of a given
 shape with random weights. A pretrained model's new normalizer starts as close to softmax as it can.

@@ -1,4 +1,4 @@
-"""How attention is computed while training: compiled blocks, and dense attention over the whole matrix of weights.
+"""Attention during training: compiled blocks, and dense attention over the whole matrix of weights.
 
 A rescaled softmax is traced with the rest of a block. So is a normalizer on our Triton kernels, which are operators of
 the graph, and every normalizer with dense attention. Otherwise attention runs on FlexAttention, which is compiled

@@ -1,4 +1,4 @@
-"""How the models are trained: every value here changes the weights, for every normalizer and task."""
+"""Training settings of the retrieval models: every value here changes the weights."""
 
 import math
 from dataclasses import asdict, dataclass, fields
