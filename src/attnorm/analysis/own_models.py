@@ -343,6 +343,7 @@ def _observation(
 def _tensor_call(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None, softcap: float | None
 ) -> AttentionCall:
+    """Check q, k, v and the mask, and return them as an AttentionCall; numbers in a mask become a bias."""
     added = mask if mask is not None and mask.is_floating_point() else None
     inputs = validate_inputs(
         q, k, v, mask=None if added is not None else mask, causal=causal, scale=scale, positions=None

@@ -114,6 +114,7 @@ def _measure(
     progress: Callable[[AnalysisProgress], None],
     layers: FinishedLayers | None,
 ) -> store.Part:
+    """Run the model over one part and measure it; finished layers are read from and written to `layers`."""
     started = time.perf_counter()
 
     def after_layer(done: int) -> None:

@@ -103,6 +103,7 @@ def _run_experiment(
     progress: ProgressCallback,
     command: str,
 ) -> Written:
+    """Return the finished experiment from disk, or run it and write its results."""
     folder = out / one.name
     if not fresh and (record := _find_finished(folder, identity)):
         progress("found finished", 1, 1)

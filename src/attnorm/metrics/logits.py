@@ -202,6 +202,7 @@ def _block(
     queries: Tensor,
     reaches: list[int],
 ) -> LogitBlock:
+    """Compute the logits of one block. part: slice of the requested rows; queries: their indices."""
     start, end, common, tail = visibility.span(item, heads, queries, reaches[0], reaches[-1])
     q = (
         at_least_float32(query[item, heads][:, queries])

@@ -166,6 +166,7 @@ def _with_size(rows: NestedSets, N: int) -> NestedSets:
 
 
 def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
+    """Compute `distances` from intermediate results that do not depend on N."""
     a, n, N = rows.weights.unsqueeze(-2), rows.n, rows.top_n
     outside = rows.rank.unsqueeze(-2) >= N.unsqueeze(-1)  # (g, r, N, w)
     left_out = outside.to(a.dtype)

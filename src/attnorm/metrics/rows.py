@@ -184,6 +184,7 @@ def _measure_in_blocks(
     block_elements: int | None,
     on_weights: OnWeights | None,
 ) -> dict[str, RowStatistics]:
+    """Measure all normalizers in one pass over blocks of logits; on a CPU, heads are divided among threads."""
     if call.query_BHQD.shape[0] * len(rows) == 0:
         return {one.name: _no_rows(call, len(rows), top_n, names) for one in chosen}
     if not top_n:
@@ -299,6 +300,7 @@ def _power_rows(block: LogitBlock, rows: int) -> Tensor:
 def _finish_statistics(
     limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int], names: Sequence[str]
 ) -> RowStatistics:
+    """Combine sums or weights of the rows with their extreme logits, and add ratios and limits."""
     n = limits["n"].squeeze(-1)
     sink, largest, smallest = limits["logits"].unbind(-1)
     if "sums" in found:

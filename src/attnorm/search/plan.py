@@ -129,6 +129,7 @@ def _complete_space(space: dict[str, Any], complete: Callable[[str], str]) -> di
 
 
 def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
+    """Validate the content of a plan file and return the plan."""
     require_known("plan", content, KEYS)
     space = _table(content, "space")
     require_known("[space]", space, SPACE)

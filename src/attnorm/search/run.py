@@ -169,6 +169,7 @@ def _run_trials(
     retries: int,
     report: Report,
 ) -> None:
+    """Run all trials of the plan on the engine; a trial whose worker dies is tried again up to `retries` times."""
     waiting = [number for number in _running(study) if number in items]
     running: dict[Future[list[Outcome]], int] = {}
     attempts: dict[int, int] = {}

@@ -61,6 +61,7 @@ def _broken(chosen: Rows) -> Advice | None:
 
 
 def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    """Advise to let top-k grow more slowly than the length, with the weight that two sizes of N hold."""
     concerned = _unselective(chosen, DISPERSED)
     if not concerned:
         return None

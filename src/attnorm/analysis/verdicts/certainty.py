@@ -190,6 +190,7 @@ def _certainty_of_head(
     judged: HeadArrays,
     thresholds: Thresholds,
 ) -> Certainty:
+    """Compute the certainty of one head. resampled: its verdict code in each resample; numbers: its numbers in each."""
     code = int(codes[index])
     own = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
     agreeing, count = int((own == code).sum()), len(own)

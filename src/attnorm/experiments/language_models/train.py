@@ -150,6 +150,7 @@ def export_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
 def _train(
     worker: Worker, stage: str, normalizer: str, name: str, settings: LMSettings, checkpoint_every: int | None
 ) -> None:  # fmt: skip
+    """Train one model, or resume it, and store its record."""
     evaluate_every = settings.steps if stage == "rate" else max(1, settings.steps // OFTEN)
     attention = worker.attention(normalizer)
     folder = worker.workspace.run_folder(normalizer, name)

@@ -86,6 +86,7 @@ class Run:
     def _steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
     ) -> Iterator[dict[str, float]]:
+        """The loop of `steps`, inside its contexts."""
         self.model.train()
         losses: list[torch.Tensor] = []
         memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
