@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
     "entropy": [2.0, 1.5],
     "entropy_ratio": [0.4, 0.3],
-    "max_logit": [9.0, 7.0],
+    "largest_logit": [9.0, 7.0],
     "sink_mass": [0.1, 0.2],
     "separability": [0.9, 0.8],
     "separability_null": [0.5, 0.5],
@@ -40,9 +40,9 @@ CASES: list[tuple[dict[str, list[float]], set[str]]] = [
     ({"separability": [0.33, 0.34]}, set()),
     ({"separability": [0.1, 0.8], "sink_mass": [0.6, 0.2]}, set()),  # parked, the first of them
     ({"separability": [math.nan] * 2, "separability_null": [math.nan] * 2}, set()),  # n <= N
-    ({"max_logit": [3.0, 100.0]}, {"exploding_logits"}),
-    ({"max_logit": [math.nan, 99.0]}, set()),
-    ({"broken_rows": [0.0, 0.1], "entropy": [math.nan] * 2, "max_logit": [math.nan] * 2}, {"not_finite"}),
+    ({"largest_logit": [3.0, 100.0]}, {"exploding_logits"}),
+    ({"largest_logit": [math.nan, 99.0]}, set()),
+    ({"broken_rows": [0.0, 0.1], "entropy": [math.nan] * 2, "largest_logit": [math.nan] * 2}, {"not_finite"}),
 ]
 
 
@@ -52,7 +52,7 @@ def test_each_state_begins_at_its_threshold(change: dict[str, list[float]], expe
 
 
 def test_large_logits_explode_only_if_they_have_grown() -> None:
-    large = {**HEALTHY, "max_logit": [220.0, 3.0]}
+    large = {**HEALTHY, "largest_logit": [220.0, 3.0]}
     assert not [*states(large, 111.0, AlertThresholds())]
     for first in (110.0, math.nan):
         (state,) = states(large, first, AlertThresholds())

@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 
 import attnorm
 from attnorm.metrics import vectors
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.reference import dense_logits, dense_visible
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
+from attnorm.monitor import measure
 from attnorm.monitor import watch as watching
-from attnorm.monitor.measure import REPORTED, SEPARABILITY_ROWS
+from attnorm.monitor.measure import LARGEST, REPORTED, SEPARABILITY_ROWS
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tiny, tokens
 
@@ -50,7 +53,7 @@ def analyzed(model: PreTrainedModel, **inputs: Tensor) -> dict[str, float]:
     found = attnorm.analyze(model, inputs, top_n=(5,), vector_rows=ALL, metrics="vectors")
     expected: dict[str, float] = {}
     kinds = found.heads.column("kind").to_pylist()
-    for table, names in ((found.heads, [name for name in REPORTED if "separability" not in name]),
+    for table, names in ((found.heads, [name for name in REPORTED if "separability" not in name and name != LARGEST]),
                          (found.top_n, ["separability"])):  # fmt: skip
         kind, layer = (np.array(table.column(name).to_pylist()) for name in ("kind", "layer"))
         for one in {*kinds}:
@@ -71,7 +74,7 @@ def compared(numbers: dict[str, float]) -> dict[str, float]:
     return {
         key: value
         for key, value in numbers.items()
-        if "alert" not in key and "null" not in key and "/worst/" not in key and not key.endswith("_head")
+        if not any(part in key for part in ("alert", "null", "/worst/", LARGEST)) and not key.endswith("_head")
     }
 
 
@@ -88,6 +91,27 @@ def test_the_numbers_are_those_of_analyze_on_the_same_rows(family: str) -> None:
     model, ids = tiny(family).double(), tokens(1, 40)
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
     compare(measured(model, AttentionMonitor(rows=ALL, top_n=5), **inputs), analyzed(model, **inputs))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_where_kernels_measure_all_rows_the_largest_logit_is_that_of_all(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other numbers are means over the longest rows in any case."""
+    model, ids = tiny(family).double(), tokens(2, 40)
+    monitor = AttentionMonitor(rows=ALL, top_n=5)
+    longest_only = measured(model, monitor, input_ids=ids)
+    monkeypatch.setattr(measure, "takes_all_rows", lambda call: True)
+    found = measured(model, monitor, input_ids=ids)
+    seen: list[AttentionCall] = []
+    with observe(model, seen.append):
+        model(input_ids=ids)
+    for layer, call in enumerate(seen):
+        logits = dense_logits(call)[0].masked_fill(~dense_visible(call)[0], -torch.inf)
+        largest = logits.amax((-2, -1))
+        assert found[f"attn/layer_{layer:02}/{LARGEST}_max"] == pytest.approx(float(largest.max()))
+        assert found[f"attn/layer_{layer:02}/{LARGEST}_mean"] == pytest.approx(float(largest.mean()))
+    assert compared(found) == pytest.approx(compared(longest_only))
 
 
 @pytest.mark.parametrize("normalizer", ["ssmax", "entmax15", "sink", "scale_invariant"])

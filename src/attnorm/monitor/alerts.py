@@ -30,7 +30,7 @@ class AlertThresholds:
     separability        share of distinguishable top keys, mean over a layer's heads, below which it is saturated, if
                         the same weights permuted at random do no worse. On four texts SmolLM2's layers
                         lay between 0.48 and 0.88, half of them a little below chance.
-    exploding_logit     largest logit, mean over rows, from which one head is enough. 100 is where Kimi K2's
+    exploding_logit     largest logit of the rows measured, from which one head is enough. 100 is where Kimi K2's
                         QK-clip starts (https://arxiv.org/abs/2507.20534) ...
     logit_growth        ... and this many times its value at the first measurement. Trained models may have
                         large logits, of which softmax sees only the differences; growth is the danger.
@@ -100,7 +100,7 @@ def states(heads: Heads, first_logit: float, thresholds: AlertThresholds) -> Ite
 
 
 def largest_logit(heads: Heads) -> float:
-    return max((value for value in heads["max_logit"] if not math.isnan(value)), default=math.nan)
+    return max((value for value in heads["largest_logit"] if not math.isnan(value)), default=math.nan)
 
 
 def _mean(values: list[float]) -> float:

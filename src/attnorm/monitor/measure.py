@@ -1,9 +1,9 @@
 """Samples of attention calls, kept until the forward pass ends, and their measurement on the device.
 
-A sample is some of the last rows of one sequence of the batch. Where the Triton kernel measures them, the whole
-sequence is kept, and all of its longest rows are measured. Copies, not views: a view would keep a whole layer's
-activations alive, which gradient checkpointing frees. Parameters are copied too: FSDP frees them as soon as the layer
-has run.
+A sample is some of the last rows of one sequence of the batch; where a Triton kernel measures them, all rows of that
+sequence. Means are taken over the longest rows, the largest logit over all. Copies, not views: a view would keep a
+whole layer's activations alive, which gradient checkpointing frees. Parameters are copied too: FSDP frees them as soon
+as the layer has run.
 
 Samples give one number per layer and metric, and only one small tensor is transferred. Layers of the same shape are
 measured as the heads of one call: on a GPU thirty small layers take thirty times as long as one, whatever their size.
@@ -45,6 +45,7 @@ class Sample:
 
     call: AttentionCall
     rows: Tensor  # of the call's queries
+    longest_from: int  # the longest rows begin at this place of `rows`
     group: tuple[object, ...] | None
 
     @property
@@ -61,16 +62,16 @@ class Sampler:
         """tokens: by kind of attention, which queries are no padding, (B, Q); without a kind, all are tokens."""
         self._tokens = {kind: mask.cpu() for kind, mask in tokens.items()}
         self._count = rows
-        self._rows: dict[tuple[object, ...], tuple[int, Tensor]] = {}
+        self._rows: dict[tuple[object, ...], tuple[int, Tensor, int]] = {}
         self._seen: dict[tuple[object, ...], tuple[object, Tensor | None]] = {}
         self._masks: list[Tensor | None] = []
 
     @torch.no_grad()
     def take(self, call: AttentionCall) -> Sample:
-        item, rows = self._item_and_rows(call)
+        item, rows, longest_from = self._item_and_rows(call)
         one = replace(one_sequence(call, item), inputs_BKC=None)
         if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
-            return Sample(_copied(one), rows, None)
+            return Sample(_copied(one), rows, longest_from, None)
         all_rows = takes_all_rows(one)
         mask = one.mask if all_rows else self._visible(call, one, item, rows)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
@@ -81,15 +82,19 @@ class Sampler:
         about = (call.kind, call.query_BHQD.shape[2], call.query_BHQD.device, call.query_BHQD.dtype)
         group = (*about, *shapes, *settings, id(shared))
         if all_rows:
-            return Sample(_copied(one), rows, group)
+            return Sample(_copied(one), rows, longest_from, group)
         sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)
-        return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), group)
+        return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), longest_from, group)
 
-    def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor]:
-        """The sequence with the most tokens, and rows spread over its longest bin of n, as in analysis."""
+    def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor, int]:
+        """Return the sequence with the most tokens, its rows to measure, and where the longest of these begin.
+
+        The longest are the last bin of n, as in analysis. Without a kernel only some of these are measured.
+        """
         batch, queries, device = call.query_BHQD.shape[0], call.query_BHQD.shape[2], call.query_BHQD.device
-        device = torch.device("cpu") if takes_all_rows(call) else device  # the kernel's launch needs them there
-        key = (call.kind, batch, queries, device, takes_all_rows(call))
+        all_rows = takes_all_rows(call)
+        device = torch.device("cpu") if all_rows else device  # the kernel's launch needs them there
+        key = (call.kind, batch, queries, device, all_rows)
         if key not in self._rows:
             tokens = self._tokens.get(call.kind)
             if tokens is None or tokens.shape != (batch, queries):
@@ -97,9 +102,13 @@ class Sampler:
             else:
                 item = int(tokens.sum(-1).argmax())
                 present = tokens[item].nonzero().squeeze(-1).to(device)
+            longest_from = 0
             if call.kind == "decoder" and len(present):
-                present = present[length_bins(len(present))[0][0] - 1 :]
-            self._rows[key] = item, present if takes_all_rows(call) else evenly_spaced(present, self._count)
+                longest_from = length_bins(len(present))[0][0] - 1
+            if all_rows:
+                self._rows[key] = item, present, longest_from
+            else:
+                self._rows[key] = item, evenly_spaced(present[longest_from:], self._count), 0
         return self._rows[key]
 
     def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
@@ -177,13 +186,15 @@ REPORTED: dict[str, Reported] = {
     "entropy_ratio": Reported("entropy_ratio", "max"),
     "effective_keys": Reported("effective_keys", "max"),
     "max_logit": Reported("max_logit", "max"),
+    "largest_logit": Reported("largest_logit", "max"),
     "logit_spread": Reported("logit_spread", "min"),
     "separability": Reported("separability", "min"),
     "separability_null": Reported("separability_null", "min"),
     "jacobian_norm": Reported("jacobian_norm", "max"),
     "sink_mass": Reported("sink_mass", "max"),
 }
-OF_ROWS = tuple(metric.source for metric in REPORTED.values() if metric.source not in OF_FEW)
+LARGEST = "largest_logit"  # over all rows that are measured, short ones too
+OF_ROWS = tuple(metric.source for metric in REPORTED.values() if metric.source not in (*OF_FEW, LARGEST))
 
 
 @torch.no_grad()
@@ -197,26 +208,33 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
         groups.setdefault(number if sample.group is None else sample.group, []).append(sample)
     for members in groups.values():
         call = members[0].call if len(members) == 1 else _stack_layers([member.call for member in members])
-        numbers = _measure_call(call, members[0].rows, top_n)
+        numbers = _measure_call(call, members[0].rows, members[0].longest_from, top_n)
         heads = [member.call.query_BHQD.shape[1] for member in members]
         yield from zip(members, numbers.split(heads, dim=1), strict=True)
 
 
-def _measure_call(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
+def _measure_call(call: AttentionCall, rows: Tensor, longest_from: int, top_n: int) -> Tensor:
     found = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
     n, broken = found.n[0], found.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
-    few = evenly_spaced(torch.arange(len(rows), device=rows.device), SEPARABILITY_ROWS)
+    few = evenly_spaced(torch.arange(longest_from, len(rows), device=rows.device), SEPARABILITY_ROWS)
     at_few = sent_to(n.device, few)
     means = dict(zip(OF_ROWS, _means(torch.stack([found.values[name][0] for name in OF_ROWS]), long), strict=True))
     means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, at_few]), strict=True))
+    means[LARGEST] = _largest(found.values["max_logit"][0])
     share_broken = (broken & long).sum(-1) / long.sum(-1).clamp(min=1)
     return torch.stack([*(means[metric.source] for metric in REPORTED.values()), share_broken])
 
 
 def _means(values: Tensor, long: Tensor) -> Tensor:
     return values.double().masked_fill(~long, torch.nan).nanmean(-1)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest of each head's rows (H, R), NaN where no row has a number."""
+    largest = values.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(-1)
+    return largest.masked_fill(largest == -torch.inf, torch.nan)
 
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
