@@ -362,6 +362,16 @@ def test_inference_mode_has_jacobian_norms_too(name: str) -> None:
         )
 
 
+def test_the_operator_is_sound() -> None:
+    q, k = draw()
+    learned = attnorm.get("asentmax", heads=H)
+    state = [one.detach() for one in learned.parameters()]
+    given = (q, k, None, None, None, None, learned.handle, state, 0.3, True, None, "entropy_nats max_logit", [1, 5])
+    torch.library.opcheck(
+        compiled_statistics.row_statistics_operator, given, test_utils=("test_schema", "test_faketensor")
+    )
+
+
 def test_output_and_statistics_are_one_graph() -> None:
     q, k = draw()
 
