@@ -2,17 +2,20 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.cli import app
 from attnorm.metrics.catalogue import BY_NAME
+from attnorm.report import plots
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
 runner = CliRunner()
@@ -33,6 +36,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def blank_figure(draw: Callable[[], Figure], stem: Path) -> list[Path]:
+    paths = [stem.parent / f"{stem.name}.{suffix}" for suffix in ("svg", "pdf")]
+    stem.parent.mkdir(exist_ok=True)
+    for path in paths:
+        path.touch()
+    return paths
+
+
 def test_the_page_is_written_into_the_folder(folder: Path) -> None:
     result = runner.invoke(app, ["report", str(folder)])
     assert result.exit_code == 0, result.output
@@ -41,7 +52,11 @@ def test_the_page_is_written_into_the_folder(folder: Path) -> None:
     assert f"report: {folder / 'report.html'}" in result.stderr
 
 
-def test_page_and_figures_go_where_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_page_and_figures_go_where_they_are_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the figures show is in tests/report/html/test_head_figures.py."""
+    monkeypatch.setattr(plots, "_saved", blank_figure)
     page, figures = tmp_path / "page.html", tmp_path / "figures"
     result = runner.invoke(app, ["report", str(folder), "--out", str(page), "--figures", str(figures), "--json"])
     assert result.exit_code == 0, result.output

@@ -79,6 +79,13 @@ class Tab:
 
 
 @pytest.fixture
+def empty_page(tabs: dict[bool, Tab]) -> Page:
+    """For scripts alone: it does not show a report."""
+    tabs[True].page.goto("about:blank")
+    return tabs[True].page
+
+
+@pytest.fixture
 def open_report(tabs: dict[bool, Tab], pages: Callable[[Sample], Path]) -> Iterator[Open]:
     """open_report(analysis, width=..., dark=..., address=..., script=...) -> Page, all quiet until the test is over."""
     for tab in tabs.values():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Page
 
 from attnorm.report.html import page as report
 from attnorm.report.html.data import packed
@@ -48,7 +48,7 @@ def test_values_of_a_manifest() -> None:
     ]
 
 
-def test_the_script_writes_numbers_as_python_does(browser: Browser) -> None:
+def test_the_script_writes_numbers_as_python_does(empty_page: Page) -> None:
     draw = np.random.default_rng(0)
     values = [
         *(draw.choice([-1, 1], 3000) * 10 ** draw.uniform(-9, 15, 3000)).tolist(),
@@ -57,11 +57,9 @@ def test_the_script_writes_numbers_as_python_does(browser: Browser) -> None:
         1e-4,
     ]
     script = (SCRIPTS / "format.js").read_text(encoding="utf-8")
-    page = browser.new_page()
-    found = page.evaluate(
+    found = empty_page.evaluate(
         f"(values) => {{ {script}\n return values.map((v) => [number(v), share(v / 1e6)]); }}", values
     )
-    page.close()
     wrong = [
         (value, texts, number(value), share(value / 1e6))
         for value, texts in zip(values, found, strict=True)
@@ -71,7 +69,7 @@ def test_the_script_writes_numbers_as_python_does(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
-def test_packed_columns_come_back_to_three_digits(browser: Browser, logarithmic: bool) -> None:
+def test_packed_columns_come_back_to_three_digits(empty_page: Page, logarithmic: bool) -> None:
     draw = np.random.default_rng(1)
     columns = [
         np.concatenate([draw.normal(size=2000), [np.nan, np.inf, -np.inf, 0.0]]),
@@ -86,11 +84,10 @@ def test_packed_columns_come_back_to_three_digits(browser: Browser, logarithmic:
         columns = [np.abs(column) for column in columns]
     empty = {"heads": {"count": 0}, "metrics": [], "choices": {}, "verdicts": []}
     script = (SCRIPTS / "data.js").read_text(encoding="utf-8")
-    page = browser.new_page()
-    page.set_content(f'<script type="application/json" id="data">{json.dumps(empty)}</script>')
+    empty_page.set_content(f'<script type="application/json" id="data">{json.dumps(empty)}</script>')
     for column in columns:
         sent = json.loads(json.dumps(packed(column, logarithmic=logarithmic), allow_nan=False))
-        back = page.evaluate(
+        back = empty_page.evaluate(
             f"([column, count]) => {{ {script}\n return unpack(column, count).map((v) => isNaN(v) ? null : v); }}",
             [sent, len(column)],
         )
@@ -101,7 +98,6 @@ def test_packed_columns_come_back_to_three_digits(browser: Browser, logarithmic:
             else:
                 scale = np.abs(column[np.isfinite(column)]).max()
                 assert got == pytest.approx(value, rel=0.015 if logarithmic else 1e-3, abs=1e-11 * scale)
-    page.close()
 
 
 def test_a_column_of_one_value_or_few_is_short() -> None:
