@@ -14,11 +14,18 @@ import numpy as np
 Plain = Callable[..., Any]  # an operator of the interpreter
 Compute = Callable[..., Any]  # the same of arrays and numbers
 
+
+def _divide_towards_0(a: Any, b: Any) -> Any:
+    return (a - np.fmod(a, b)) // b
+
+
 OPERATORS = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "truediv": np.divide,
+    "floordiv": _divide_towards_0,
+    "mod": np.fmod,
     "gt": np.greater,
     "ge": np.greater_equal,
     "lt": np.less,
@@ -36,6 +43,12 @@ NUMBERS: dict[str, dict[type, Any]] = {
     "int64": {int: np.int64},
     "int1": {},
 }
+# Operators that are not direct for every kind of number.
+SUITABLE = {
+    "truediv": {"fp32", "fp64"}, "floordiv": {"int32", "int64"}, "mod": {"int32", "int64"}, "and": {"int1"},
+    "or": {"int1"},
+}  # fmt: skip
+CASTS = {("int32", "int64"), ("int32", "fp32"), ("fp32", "fp64"), ("fp64", "fp32")}
 
 
 def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain], Plain]]:
@@ -47,7 +60,7 @@ def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain]
         found[core.tensor, f"__{name}__"] = direct.operator(name, compute)
         found[core.tensor, f"__r{name}__"] = direct.operator(name, lambda a, b, compute=compute: compute(b, a))
     found[core.tensor, "__getitem__"] = direct.new_axes
-    found[core.tensor, "to"] = _to
+    found[core.tensor, "to"] = direct.cast
     for where in (language, core):
         found[where, "where"] = direct.choice
         found[where, "maximum"] = direct.extreme(core, np.fmax, np.maximum)
@@ -55,15 +68,14 @@ def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain]
     return found
 
 
+def _single(number: float) -> np.float32:
+    if np.isfinite(number) and abs(number) > np.finfo(np.float32).max:
+        raise OverflowError(f"expected a float of 32 bits, got {number}")  # Triton takes 64 bits for it
+    return np.float32(number)
+
+
 def _advance(width: int, pointers: Any, offset: Any) -> Any:
     return pointers + width * offset.astype(np.uint64)
-
-
-def _to(plain: Plain) -> Plain:
-    def operate(given: Any, dtype: Any, *options: Any, **named: Any) -> Any:
-        return given if given.dtype is dtype and not options and not named else plain(given, dtype, *options, **named)
-
-    return operate
 
 
 class _Direct:
@@ -71,7 +83,7 @@ class _Direct:
         self.tensor, self.constexpr, self.handle = tensor, constexpr, handle
 
     def operator(self, name: str, compute: Compute) -> Callable[[Plain], Plain]:
-        suitable = {"truediv": {"fp32", "fp64"}, "and": {"int1"}, "or": {"int1"}}.get(name, {*NUMBERS} - {"int1"})
+        suitable = SUITABLE.get(name, {*NUMBERS} - {"int1"})
         chosen: dict[str, Compute] = dict.fromkeys(suitable, compute)
         if compute is np.add:
             chosen["pointer"] = _advance
@@ -142,7 +154,10 @@ class _Direct:
             if found is None:
                 result = plain(condition, left, right)
                 boolean = type(condition) is tensor and condition.dtype.name == "int1"
-                plan = self._plan(lambda kind: np.where if boolean and kind in NUMBERS else None, left, right)
+                if boolean and type(left) is float and type(right) is float and result.dtype.name == "fp32":
+                    plan = np.where, _single, _single
+                else:
+                    plan = self._plan(lambda kind: np.where if boolean and kind in NUMBERS else None, left, right)
                 known[key] = *plan, result, condition, left, right
                 return result
             compute, left_number, right_number, result, *_ = found
@@ -151,6 +166,28 @@ class _Direct:
             a = left.handle.data if left_number is None else left_number(left)
             b = right.handle.data if right_number is None else right_number(right)
             return like(result, compute(condition.handle.data, a, b))
+
+        return operate
+
+    def cast(self, plain: Plain) -> Plain:
+        """`x.to(dtype)`."""
+        known: dict[Any, Any] = {}
+        like = self._like
+
+        def operate(given: Any, dtype: Any, *options: Any, **named: Any) -> Any:
+            if options or named:
+                return plain(given, dtype, *options, **named)
+            if given.dtype is dtype:
+                return given
+            key = id(given.type), id(dtype)
+            found = known.get(key)
+            if found is None:
+                result = plain(given, dtype)
+                same = (given.dtype.name, getattr(dtype, "name", "")) in CASTS
+                known[key] = same, result, given, dtype
+                return result
+            same, result, *_ = found
+            return like(result, given.handle.data.astype(result.handle.data.dtype)) if same else plain(given, dtype)
 
         return operate
 

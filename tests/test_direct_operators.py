@@ -78,7 +78,9 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)  # NaN equals NaN
 
 
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "gt", "ge", "lt", "le", "eq", "ne", "and_", "or_"])
+@pytest.mark.parametrize(
+    "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "gt", "ge", "lt", "le", "eq", "ne", "and_", "or_"]
+)
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 def test_operators(language: Any, name: str) -> None:
     function = getattr(operator, name)
@@ -98,12 +100,14 @@ def test_choices(language: Any) -> None:
     conditions = [one for one in operands(language) if type(one) is language.tl.tensor and one.dtype.name == "int1"]
     for condition in conditions:
         _compare(language, lambda tl, condition=condition: lambda a, b: tl.where(condition, a, b), 2)
+        _compare(language, lambda tl, condition=condition: lambda a: tl.where(condition, 0.5, float("-inf")), 1)
 
 
 def test_new_axes_and_casts(language: Any) -> None:
     _compare(language, lambda tl: lambda a: a[:, None], 1)
     _compare(language, lambda tl: lambda a: a[None, :], 1)
-    _compare(language, lambda tl: lambda a: a.to(tl.float32), 1)
+    for name in ("float32", "float64", "int32", "int64", "int1"):
+        _compare(language, lambda tl, name=name: lambda a: a.to(getattr(tl, name)), 1)
 
 
 def _compare(interpreter: Any, make: Any, count: int) -> None:
