@@ -56,7 +56,7 @@ def test_page_and_figures_go_where_they_are_asked_for(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the figures show is in tests/report/html/test_head_figures.py."""
-    monkeypatch.setattr(plots, "_saved", blank_figure)
+    monkeypatch.setattr(plots, "_save_formats", blank_figure)
     page, figures = tmp_path / "page.html", tmp_path / "figures"
     result = runner.invoke(app, ["report", str(folder), "--out", str(page), "--figures", str(figures), "--json"])
     assert result.exit_code == 0, result.output
