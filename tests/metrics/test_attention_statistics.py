@@ -362,7 +362,7 @@ def test_inference_mode_has_jacobian_norms_too(name: str) -> None:
         )
 
 
-def test_the_operator_is_sound() -> None:
+def test_the_operator_of_any_normalizer_is_sound() -> None:
     q, k = draw()
     learned = attnorm.get("asentmax", heads=H)
     state = [one.detach() for one in learned.parameters()]
