@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ if shutil.which("nvidia-smi") is None and not any(Path(driver).exists() for driv
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
 
 gc.disable()  # until the tests are collected: it took a fifth of that time and found nothing
+
+# The process that hands tests to workers runs none. In others the package is imported with checks of shapes, before the
+# conftest.py of a folder named on the command line imports it without.
+if "PYTEST_XDIST_WORKER" in os.environ or not any(given.startswith(("-n", "--numprocesses")) for given in sys.argv):
+    importlib.import_module("tests.ground_rules")
 
 
 def pytest_configure(config: pytest.Config) -> None:
