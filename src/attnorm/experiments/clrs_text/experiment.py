@@ -30,7 +30,7 @@ from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.training.clrs.run import OWN
 
 ALGORITHMS = 30
-LEAST_SEEDS = 2
+MIN_SEEDS = 2
 EXCEPTIONS = ("heapsort", "mst_kruskal", "bubble_sort")
 PAPER = "Velickovic et al. 2024, CLRS-Text"
 
@@ -125,8 +125,8 @@ def _can_judge(results: ClrsResults, *variants: ClrsVariant | None) -> str:
     """Return why there is no verdict; empty if there is one."""
     if len(results.algorithms) < ALGORITHMS:
         return f"{len(results.algorithms)} of {ALGORITHMS} algorithms: too few for a verdict on the claim."
-    if any(one is None or len(one.by_seed) < LEAST_SEEDS for one in variants):
-        return f"fewer than {LEAST_SEEDS} seeds of both: no verdict."
+    if any(one is None or len(one.by_seed) < MIN_SEEDS for one in variants):
+        return f"fewer than {MIN_SEEDS} seeds of both: no verdict."
     return ""
 
 
