@@ -43,21 +43,21 @@ class VisionModel:
     patches: tuple[int, ...] = (4, 2, 1)  # for which it is trained
 
 
-SQUARES = {"normalizer": "soft", "squares": 7}  # 49 landmarks, as in the paper, and the class token
-SQUARES_2 = {"normalizer": "soft:normalised=true", "squares": 7}
+SOFT = {"normalizer": "soft", "squares": 7}  # 49 landmarks, as in the paper, and the class token
+SOFT_PLUS_PLUS = {"normalizer": "soft:normalised=true", "squares": 7}
 # Three stages, and landmarks by a learned convolution over the image: the form of SOFT's own models.
 PYRAMID = {"architecture": "pyramid", "heads": 4}
 CONVOLUTION = {"landmarks": "convolution", "landmark_side": 4, "shared_keys": True}
 MODELS = (
     VisionModel("softmax", {"normalizer": "softmax"}),
     VisionModel("gaussian", {"normalizer": "gaussian"}),
-    VisionModel("soft", SQUARES),
-    VisionModel("soft++", SQUARES_2),
+    VisionModel("soft", SOFT),
+    VisionModel("soft++", SOFT_PLUS_PLUS),
     VisionModel("linear", {"normalizer": "linear"}),
     VisionModel("sigmoid", {"normalizer": "sigmoid"}),
     VisionModel("entmax15", {"normalizer": "entmax15"}),
-    VisionModel("soft K=Q", SQUARES | {"shared_keys": True}),
-    VisionModel("soft++ K=Q", SQUARES_2 | {"shared_keys": True}),
+    VisionModel("soft K=Q", SOFT | {"shared_keys": True}),
+    VisionModel("soft++ K=Q", SOFT_PLUS_PLUS | {"shared_keys": True}),
     VisionModel("pyramid softmax", PYRAMID | {"normalizer": "softmax"}, (2,)),
     VisionModel("pyramid soft", PYRAMID | CONVOLUTION | {"normalizer": "soft"}, (2,)),
     VisionModel("pyramid soft++", PYRAMID | CONVOLUTION | {"normalizer": "soft:normalised=true"}, (2,)),
